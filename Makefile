@@ -1,0 +1,65 @@
+# Two commands for users: `make needle` and `make test`. `make check` before a commit.
+# Without a virtual environment (say on a GPU machine with its own torch): make PYTHON=python3 VENV= cuda-test
+
+# The first Python that really runs: a version manager may put names on PATH that only print an error.
+ifndef PYTHON
+PYTHON := $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+endif
+VENV ?= .venv
+
+ifeq ($(VENV),)
+RUN := $(PYTHON) -m
+INSTALLED :=
+else
+RUN := $(VENV)/bin/python -m
+INSTALLED := $(VENV)/.installed
+endif
+
+CODE := retrieval_attn tests training tools
+# The longest single test is far below this; a hang fails instead of eating the whole CI time.
+TEST_TIMEOUT := 300
+
+.PHONY: help venv needle test lint format check cuda-test clean
+
+help:
+	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
+	@echo "make test       install and run the tests"
+	@echo "make lint       ruff check, ruff format --check, mypy"
+	@echo "make check      lint and test"
+	@echo "make format     let ruff format the code and rewrite the help text in README.md"
+	@echo "make cuda-test  only the tests that need a CUDA device"
+
+venv: $(INSTALLED)
+
+# torch first and alone, at its exact version: see constraints.txt.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found. Try: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'
+	@touch $@
+
+needle: $(INSTALLED)
+	$(RUN) retrieval_attn.cli needle
+
+test: $(INSTALLED)
+	$(RUN) pytest --timeout=$(TEST_TIMEOUT)
+
+lint: $(INSTALLED)
+	$(RUN) ruff check $(CODE)
+	$(RUN) ruff format --check $(CODE)
+	$(RUN) mypy
+
+format: $(INSTALLED)
+	$(RUN) ruff check --fix $(CODE)
+	$(RUN) ruff format $(CODE)
+	$(RUN) tools.update_help
+
+check: lint test
+
+cuda-test: $(INSTALLED)
+	$(RUN) pytest -m cuda -rs --timeout=$(TEST_TIMEOUT)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

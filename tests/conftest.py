@@ -1,0 +1,108 @@
+"""What every test shares: no network, few threads, a header with versions, CUDA skips, the bundled model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports the hub client: a test must never wait for, or depend on, a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+THREADS = min(2, os.cpu_count() or 1)
+LIBRARIES = ("torch", "transformers", "numpy", "numba", "faiss-cpu", "hypothesis", "pytest")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    """The processor's marketing name where Linux tells it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """A failure report without versions and machine cannot be repeated."""
+    versions = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
+    return [f"libraries: {versions}", f"cpu: {_cpu_name()}, {os.cpu_count()} cores, torch threads {THREADS}"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Pins torch's threads: on a shared machine the default pool makes tests slower, not faster."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what needs CUDA where there is none. A machine with a device never skips these."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    reason = f"needs a CUDA device; torch {torch.__version__} sees none"
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised float memory holds NaN during the test, so an output that nobody wrote cannot pass.
+
+    Covers numpy.empty, numpy.empty_like, torch.empty and torch.empty_like as called from Python; allocations inside
+    compiled code are not covered. Integer arrays get their largest value. Opt-in, because libraries that
+    allocate and then fill pay for it twice.
+    """
+    import torch
+
+    np_empty, np_empty_like = np.empty, np.empty_like
+    torch_empty, torch_empty_like = torch.empty, torch.empty_like
+
+    def poison_array(array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind in "fc":
+            array.fill(np.nan)
+        elif array.dtype.kind in "iu":
+            array.fill(np.iinfo(array.dtype).max)
+        return array
+
+    def poison_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta or tensor.dtype == torch.bool:
+            return tensor
+        with torch.no_grad():
+            if tensor.is_floating_point() or tensor.is_complex():
+                return tensor.fill_(float("nan"))
+            return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(np, "empty", lambda *a, **k: poison_array(np_empty(*a, **k)))
+    monkeypatch.setattr(np, "empty_like", lambda *a, **k: poison_array(np_empty_like(*a, **k)))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison_tensor(torch_empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison_tensor(torch_empty_like(*a, **k)))
+    yield
+
+
+@pytest.fixture(scope="session")
+def needle_model_path() -> Path:
+    """Folder of the bundled model. RETRIEVAL_ATTN_TEST_MODEL names another one to try."""
+    path = Path(os.environ.get("RETRIEVAL_ATTN_TEST_MODEL", ROOT / "retrieval_attn" / "eval" / "needle_model"))
+    if not (path / "model.safetensors").is_file():
+        pytest.fail(f"no model.safetensors in {path}; set RETRIEVAL_ATTN_TEST_MODEL to a folder that has one")
+    return path

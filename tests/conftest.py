@@ -68,9 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Uninitialised float memory holds NaN during the test, so an output that nobody wrote cannot pass.
 
-    Covers numpy.empty, numpy.empty_like, torch.empty and torch.empty_like as called from Python; allocations inside
-    compiled code are not covered. Integer arrays get their largest value. Opt-in, because libraries that
-    allocate and then fill pay for it twice.
+    Covers numpy.empty, numpy.empty_like, torch.empty and torch.empty_like as called from Python;
+    allocations inside compiled code are not covered. Integer arrays get their largest value. Opt-in,
+    because libraries that allocate and then fill pay for it twice.
     """
     import torch
 
@@ -102,7 +102,8 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def needle_model_path() -> Path:
     """Folder of the bundled model. RETRIEVAL_ATTN_TEST_MODEL names another one to try."""
-    path = Path(os.environ.get("RETRIEVAL_ATTN_TEST_MODEL", ROOT / "retrieval_attn" / "eval" / "needle_model"))
+    bundled = ROOT / "retrieval_attn" / "eval" / "needle_model"
+    path = Path(os.environ.get("RETRIEVAL_ATTN_TEST_MODEL", bundled))
     if not (path / "model.safetensors").is_file():
         pytest.fail(f"no model.safetensors in {path}; set RETRIEVAL_ATTN_TEST_MODEL to a folder that has one")
     return path

@@ -1,4 +1,7 @@
-"""Writes the program's own help into README.md between two markers: `python -m tools.update_help [--check]`."""
+"""Writes the program's own help into README.md between two markers.
+
+python -m tools.update_help [--check]
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def help_markdown(parser: argparse.ArgumentParser) -> str:
-    """Help of the program and of each subcommand as fenced blocks, wrapped at WIDTH columns on any terminal."""
+    """Help of the program and of each subcommand as fenced blocks, WIDTH columns on any terminal."""
     before = os.environ.get("COLUMNS")
     # argparse asks the environment for the width, and 3.14 colours its output unless told not to.
     os.environ["COLUMNS"] = str(WIDTH)
@@ -50,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     from retrieval_attn.cli import build_parser
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the text is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
     args = parser.parse_args(arguments)
     old = README.read_text(encoding="utf-8")
     new = replace_block(old, help_markdown(build_parser()))

@@ -1,5 +1,5 @@
 """The host side of attention: kernels, threads, attention over ids, the KV store. Never imports torch."""
 
-# The root of the repository shows this folder as the link `cpu`; imported through it, every class would exist twice.
+# The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
     raise ImportError("cpu is a link to retrieval_attn/cpu; write `import retrieval_attn.cpu` instead")

@@ -6,4 +6,8 @@ from retrieval_attn.index.base import KeyIndex, SearchResult, available, create,
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
 
+# The root also shows this folder as the link `index`: imported through it, every class would exist twice.
+if not __name__.startswith("retrieval_attn."):
+    raise ImportError("index is a link to retrieval_attn/index; write `import retrieval_attn.index` instead")
+
 __all__ = ["FlatIndex", "Format", "KeyIndex", "SearchResult", "available", "create", "register"]

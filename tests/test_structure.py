@@ -1,0 +1,212 @@
+"""The shape of the package: who imports whom, what is exported, links and guards, sizes, generated help."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "retrieval_attn"
+ROOMS = ("index", "cpu", "gpu", "eval")
+MAX_LINES = 600
+
+# What each part may import from the package. "" is the package's own __init__, the public API.
+ALLOWED: dict[str, set[str]] = {
+    "index": {"errors", "index"},
+    "cpu": {"errors", "index", "cpu"},
+    "gpu": {"errors", "gpu"},
+    "eval": {"", "errors", "config", "eval"},
+}
+LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
+# The command line is the one top module that reaches the evaluation commands.
+MAY_REACH_EVAL = {"cli"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Absolute dotted names of every import in a file: inside functions and under TYPE_CHECKING too."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            name = ".".join(part for part in (base, node.module or "") if part)
+            # `from retrieval_attn import cache` imports that module just as `import retrieval_attn.cache`.
+            parent = ROOT.joinpath(*name.split("."))
+            for alias in node.names:
+                is_module = (parent / alias.name).is_dir() or (parent / f"{alias.name}.py").is_file()
+                yield f"{name}.{alias.name}" if is_module else name
+
+
+def part_of(path: Path) -> str:
+    """First path component inside the package, without .py: "index", "cpu", ..., or a top module's name."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    """index <- cpu <- top modules -> gpu, and eval -> the public API: breaks on any import against it."""
+    part = part_of(path)
+    for name in imported_names(path):
+        first, _, rest = name.partition(".")
+        where = f"{path.relative_to(ROOT)} imports {name}"
+        assert first not in {"tests", "training", "tools", *ROOMS}, f"{where}: not part of the package"
+        if part in ("index", "cpu"):
+            assert first not in {"torch", "transformers"}, f"{where}: {part} must work without torch"
+        if part == "gpu":
+            assert first != "transformers", f"{where}: gpu knows tensors, not models"
+        if first != "retrieval_attn":
+            continue
+        target = rest.partition(".")[0]
+        if part in ALLOWED:
+            assert target in ALLOWED[part], f"{where}: {part} may import only {sorted(ALLOWED[part])}"
+        elif part in LEAVES:
+            assert target in LEAVES[part], f"{where}: {part}.py is a leaf"
+        elif part not in MAY_REACH_EVAL:
+            assert target != "eval", f"{where}: only cli.py reaches the evaluation"
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", ["retrieval_attn", "retrieval_attn.index", "retrieval_attn.cpu"])
+def test_light_modules_import_neither_torch_nor_transformers(name: str) -> None:
+    """A search-only user, and every --help, must not pay seconds and gigabytes for torch."""
+    code = f"import sys, {name}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_needs_no_heavy_import() -> None:
+    """`retrieval-attn --help` must be instant: no torch, transformers, numba, faiss or matplotlib for it."""
+    heavy = {"torch", "transformers", "numba", "faiss", "matplotlib"}
+    code = (
+        "import sys; from retrieval_attn.cli import build_parser; build_parser().format_help();"
+        f"print(sorted({heavy!r} & set(sys.modules)))"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["retrieval_attn", *(f"retrieval_attn.{room}" for room in ROOMS)])
+def test_all_is_sorted_and_complete(name: str) -> None:
+    """`__all__` names exactly what is public: nothing that does not exist, nothing exported by accident."""
+    module = importlib.import_module(name)
+    exported = list(getattr(module, "__all__", []))
+    assert exported == sorted(set(exported))
+    for item in exported:
+        assert not isinstance(getattr(module, item), types.ModuleType), f"{name}.{item} is a module"
+    public = {
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and key not in {"annotations", "TYPE_CHECKING", "Any"}
+    }
+    assert public <= set(exported), f"public but not in {name}.__all__: {sorted(public - set(exported))}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_root_shows_each_room_as_a_relative_link(room: str) -> None:
+    """A copied folder instead of a link would drift from the package silently."""
+    link = ROOT / room
+    assert link.is_symlink()
+    assert os.readlink(link) == f"retrieval_attn/{room}"
+    assert (link / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_importing_through_a_link_says_what_to_import(room: str) -> None:
+    """From the root `import index` finds the link; without the guard every class would exist twice."""
+    done = python("-c", f"import {room}")
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith("ImportError")
+    assert f"import retrieval_attn.{room}" in done.stderr
+
+
+def test_tools_do_not_visit_files_twice() -> None:
+    """Through the links ruff would report, and mypy would type-check, each file under two names."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert config["tool"]["mypy"]["files"] == ["retrieval_attn", "tests"]
+    assert config["tool"]["pytest"]["ini_options"]["testpaths"] == ["tests"]
+    assert config["tool"]["setuptools"]["packages"]["find"]["include"] == ["retrieval_attn*"]
+    done = python("-m", "ruff", "check", "--show-files", ".")
+    if "No module named ruff" in done.stderr:
+        pytest.skip("ruff is not installed; `pip install retrieval-attn[dev]` brings it")
+    assert done.returncode == 0, done.stderr
+    seen = [Path(line).relative_to(ROOT).parts[0] for line in done.stdout.splitlines()]
+    assert "retrieval_attn" in seen
+    assert not set(seen) & set(ROOMS)
+
+
+def text_files() -> list[Path]:
+    """Project files a reader may open: code, tests, tools, documents, configuration; no weights or images."""
+    skipped = {".safetensors", ".png", ".pyc", ".nbi", ".nbc", ".so"}
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in ("retrieval_attn", "tests", "tools", "training", "docs", ".ci"):
+        found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return sorted(path for path in found if path.suffix not in skipped and "__pycache__" not in path.parts)
+
+
+def test_no_file_is_too_long() -> None:
+    """A long file hides a second noun; the limit is a signal to look for it."""
+    too_long = {
+        str(path.relative_to(ROOT)): lines
+        for path in text_files()
+        if path.suffix == ".py" and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+    }
+    assert not too_long, f"files over {MAX_LINES} lines: {too_long}"
+
+
+def test_files_need_nothing_outside_the_repository() -> None:
+    """A path of somebody's machine, or of a folder beside the repository, breaks every other clone."""
+    # Written in two halves, or this file would find itself.
+    forbidden = ("../" + "shared", "/" + "work/")
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        if any(text in line for text in forbidden)
+    ]
+    assert not hits, f"machine-specific paths in {hits}"
+
+
+def test_readme_help_is_the_programs_help() -> None:
+    """README's help block is generated; it must equal what the program prints today."""
+    from retrieval_attn.cli import build_parser
+    from tools.update_help import README, help_markdown, replace_block
+
+    if sys.version_info[:2] not in {(3, 11), (3, 12)}:
+        pytest.skip("argparse words its help differently in other Python versions")
+    text = README.read_text(encoding="utf-8")
+    assert text == replace_block(text, help_markdown(build_parser())), "run: python -m tools.update_help"
+
+
+def test_constraints_satisfy_the_declared_dependencies() -> None:
+    """`make venv` passes -c constraints.txt: a dependency without a pin there would float."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = config["project"]
+    wanted = project["dependencies"] + sum((project["optional-dependencies"][x] for x in ("eval", "dev")), [])
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line and not line.startswith("#")}
+    names = {item.split(">")[0].split("<")[0].split("=")[0].strip().lower() for item in wanted}
+    assert names <= pinned, f"not pinned in constraints.txt: {sorted(names - pinned)}"

@@ -1,5 +1,37 @@
-"""The host side of attention: kernels, threads, attention over ids, the KV store. Never imports torch."""
+"""The host side of attention: stored keys and values, and attention over them. NumPy and Numba only; never
+torch.
+"""
+
+from __future__ import annotations
+
+from retrieval_attn.cpu.attend import (
+    Partial,
+    attend_ids,
+    attend_ids_heads,
+    attend_range,
+    attend_range_heads,
+    merge_partials,
+)
+from retrieval_attn.cpu.formats import Format, from_float32, to_float32
+from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.cpu.store import HostPartial, HostPath, held_bytes
 
 # The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
     raise ImportError("cpu is a link to retrieval_attn/cpu; write `import retrieval_attn.cpu` instead")
+
+__all__ = [
+    "Format",
+    "HostPartial",
+    "HostPath",
+    "Partial",
+    "Segment",
+    "attend_ids",
+    "attend_ids_heads",
+    "attend_range",
+    "attend_range_heads",
+    "from_float32",
+    "held_bytes",
+    "merge_partials",
+    "to_float32",
+]

@@ -1,0 +1,223 @@
+"""A span of tokens of one layer in host memory, and the index over it. `HostPath` chains segments into a
+sequence.
+
+Memory is reserved as address space and taken page by page as tokens are written; large segments ask for 2
+MiB pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.errors import ConfigError, MemoryPlanError
+from retrieval_attn.index import base
+from retrieval_attn.index.flat import search_exact
+from retrieval_attn.index.formats import Format
+
+log = logging.getLogger(__name__)
+
+HUGE_PAGE = 2 << 20
+_advice_failed = threading.Event()
+
+
+class Hits(NamedTuple):
+    """Search results over one part of a segment: ids (heads, n, k) count from the segment's first token."""
+
+    ids: npt.NDArray[np.int32]
+    scores: npt.NDArray[np.float32]
+    keys_scanned: int
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class _SegmentIndex:
+    """One index per head; the first key of each is the segment's token `first`."""
+
+    first: int
+    heads: tuple[base.KeyIndex, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.heads[0])
+
+
+class Segment:
+    """Up to `capacity` tokens: keys (kv_heads, capacity, head_dim), values (kv_heads, capacity, value_dim).
+
+    Tokens [0, length) are written. Only the owner appends, and only until `freeze`. The index may be
+    extended by any path that shares the segment: it covers tokens that no longer change, and each search is
+    limited to the part that its path sees.
+    """
+
+    def __init__(self, num_kv_heads: int, capacity: int, head_dim: int, value_dim: int, fmt: Format) -> None:
+        """Reserve the address space. Raises MemoryPlanError if the system refuses it."""
+        if capacity > base.MAX_KEYS:
+            raise ConfigError(f"a segment holds at most {base.MAX_KEYS} tokens, got {capacity}; use several")
+        self.keys = _reserve((num_kv_heads, capacity, head_dim), fmt)
+        self.values = _reserve((num_kv_heads, capacity, value_dim), fmt)
+        self.fmt = fmt
+        self.length = 0
+        self.frozen = False
+        self._index: _SegmentIndex | None = None
+        self._extending = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return int(self.keys.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens written."""
+        heads, _, head_dim = self.keys.shape
+        return int(heads * self.length * (head_dim + self.values.shape[2]) * self.fmt.bytes)
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes that the index holds beyond the keys."""
+        index = self._index
+        return 0 if index is None else sum(head.nbytes for head in index.heads)
+
+    def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Write n tokens at the end: (kv_heads, n, head_dim), (kv_heads, n, value_dim); the caller checks
+        the room.
+        """
+        stop = self.length + keys.shape[1]
+        assert not self.frozen and stop <= self.capacity, (self.frozen, stop, self.capacity)
+        self.keys[:, self.length : stop] = keys
+        self.values[:, self.length : stop] = values
+        self.length = stop
+
+    def freeze(self) -> None:
+        """No more appends: from now on several paths may use the segment."""
+        self.frozen = True
+
+    def truncate(self, length: int) -> None:
+        """Drop tokens from `length` on, to be overwritten; freezes instead if the index cannot forget them.
+        """
+        assert not self.frozen and length <= self.length, (self.frozen, length, self.length)
+        index = self._index
+        if index is not None and index.stop > length:
+            kept = length - index.first
+            if kept <= 0:
+                self._index = None
+            elif not all([head.truncate(kept) for head in index.heads]):
+                self.freeze()
+                return
+        self.length = length
+
+    def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Views of keys and values of tokens [start, stop), not to be written to."""
+        return self.keys[:, start:stop], self.values[:, start:stop]
+
+    def build_index(
+        self,
+        kind: str,
+        options: Mapping[str, Any],
+        start: int,
+        stop: int,
+        queries: npt.NDArray[np.float32] | None,
+    ) -> None:
+        """Index tokens [start, stop) of every head; queries (kv_heads, m, head_dim) or None."""
+        heads = [
+            base.create(
+                kind,
+                self.read(start, stop)[0][head],
+                fmt=self.fmt,
+                queries=None if queries is None else queries[head],
+                **options,
+            )
+            for head in range(len(self.keys))
+        ]
+        self._index = _SegmentIndex(start, tuple(heads))
+
+    def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
+        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint
+        results.
+
+        The index answers for what it covers, after the tokens between its end and `stop` were inserted.
+        Tokens before its first, or a range that begins inside it, are scanned exactly.
+        """
+        index = self._extended(start, stop)
+        hits = []
+        if start < index.first:
+            hits.append(self._scan(queries, k, start, min(stop, index.first)))
+        if stop <= index.first:
+            return hits
+        if start > index.first:
+            return [self._scan(queries, k, start, stop)]
+        found = type(index.heads[0]).search_heads(index.heads, queries, k, limit=stop - index.first)
+        ids = _shifted(found.ids, index.first)
+        bytes_read = found.keys_scanned // max(1, queries.shape[1]) * self._key_bytes
+        return [*hits, Hits(ids, found.scores, found.keys_scanned, bytes_read)]
+
+    @property
+    def _key_bytes(self) -> int:
+        return int(self.keys.shape[2]) * self.fmt.bytes
+
+    def _scan(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> Hits:
+        found = search_exact(self.read(start, stop)[0], queries, k, self.fmt)
+        bytes_read = (stop - start) * len(self.keys) * self._key_bytes
+        return Hits(_shifted(found.ids, start), found.scores, found.keys_scanned, bytes_read)
+
+    def _extended(self, start: int, stop: int) -> _SegmentIndex:
+        """The index, covering tokens up to `stop`; a segment without one gets an exact one from `start`."""
+        index = self._index
+        if index is not None and index.stop >= stop:
+            return index
+        with self._extending:  # forks in two threads must not insert the same tokens twice
+            if self._index is None:
+                self.build_index("flat", {}, start, stop, None)
+            index = self._index
+            assert index is not None
+            done = index.stop
+            if done < stop:
+                keys, _ = self.read(done, stop)
+                for head, one in enumerate(index.heads):
+                    one.insert(keys[head])
+            return index
+
+
+def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
+    return np.where(ids < 0, np.int32(-1), ids + np.int32(first)) if first else ids
+
+
+def _reserve(shape: tuple[int, int, int], fmt: Format) -> npt.NDArray[Any]:
+    """An array whose pages are taken on first write, begun on a 2 MiB boundary and in 2 MiB pages if it is
+    large.
+    """
+    nbytes = int(np.prod(shape, dtype=np.int64)) * fmt.bytes
+    huge = nbytes // shape[0] >= 2 * HUGE_PAGE  # at most one page per head is wasted: a third of what is used
+    total = max(1, nbytes) + (HUGE_PAGE if huge else 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = mmap.mmap(-1, total, flags=flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryPlanError(
+            f"{nbytes} bytes of host memory for {shape[1]} tokens of one layer cannot be had ({error}); "
+            "free memory or read less text"
+        ) from error
+    buffer = np.frombuffer(memory, np.uint8)
+    offset = -buffer.ctypes.data % HUGE_PAGE if huge else 0
+    if huge:
+        _advise_huge_pages(memory)
+    return buffer[offset : offset + nbytes].view(fmt.dtype).reshape(shape)
+
+
+def _advise_huge_pages(memory: mmap.mmap) -> None:
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError) as error:
+        if not _advice_failed.is_set():
+            _advice_failed.set()
+            log.warning(
+                "2 MiB pages are not available for host keys and values (%s): search will be slower", error
+            )

@@ -1,0 +1,384 @@
+"""Keys and values of one layer of one sequence in host memory: a path of segments, the last of which grows.
+
+Forks share segments, so a prefix that many sequences continue is held once. What two paths can see never
+changes: a segment is written only past its end, only by the one path that owns it, and never again once it
+is shared (frozen). The index of a segment belongs to the segment, so forks share that as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.cpu.attend import (
+    Partial,
+    attend_ids_heads,
+    attend_range_heads,
+    check_score_options,
+    merge_partials,
+)
+from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.index import base
+from retrieval_attn.index.flat import order_codes
+from retrieval_attn.index.formats import Format, check_queries, check_rows
+from retrieval_attn.index.threads import check_threads, kernel_threads
+
+RESERVE_TOKENS = 4096
+MIN_TAIL_TOKENS = 1024
+COPIED_TOKENS = 256
+"""A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of
+crumbs.
+"""
+
+
+class HostPartial(NamedTuple):
+    """Attention over host tokens: a partial and what it cost.
+
+    out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores that the search
+    computed, or all of them without a search. bytes_read: bytes of keys and values read from the store.
+    """
+
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+    keys_scanned: int
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The first `length` tokens of `segment`, as part of a path."""
+
+    segment: Segment
+    length: int
+
+
+class HostPath:
+    """One layer's host keys and values of one sequence.
+
+    Not for use by two threads at once; its forks may be.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        fmt: Format,
+        *,
+        index_kind: str = "flat",
+        index_options: Mapping[str, Any] | None = None,
+        reserve_tokens: int = RESERVE_TOKENS,
+        threads: int | None = None,
+    ) -> None:
+        """An empty path.
+
+        reserve_tokens: tokens the first segment has room for (address space; memory is taken as tokens
+        come). Give the expected length: a path that outgrows it continues in further segments, each
+        searched on its own. index_kind, index_options: what `build_index` builds. threads: of `attend`,
+        None = as many as Numba has. Raises ConfigError.
+        """
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+        check_threads(threads)
+        self._options = dict(index_options or {})
+        base.check_kind(index_kind, self._options)
+        self._kind = index_kind
+        self._heads, self._head_dim, self._value_dim = num_kv_heads, head_dim, value_dim
+        self._fmt = fmt
+        self._threads = threads
+        self._spans: list[_Span] = []
+        self._length = 0
+        self._reserved = 0
+        self._index_seconds = 0.0
+        self.reserve(reserve_tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def fmt(self) -> Format:
+        """Storage format of keys and values."""
+        return self._fmt
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self._heads
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments of the path in order; forks share them."""
+        return tuple(span.segment for span in self._spans)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this path's tokens, shared or not (`held_bytes` counts shared segments once)."""
+        return self._length * self._token_bytes
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes that the indexes of this path hold beyond the keys, shared or not."""
+        return sum(span.segment.index_nbytes for span in self._spans)
+
+    @property
+    def index_seconds(self) -> float:
+        """Seconds spent in `build_index` of this path (its forks start at 0)."""
+        return self._index_seconds
+
+    @property
+    def _token_bytes(self) -> int:
+        return self._heads * (self._head_dim + self._value_dim) * self._fmt.bytes
+
+    def reserve(self, tokens: int) -> None:
+        """Let the next new segment have room for at least `tokens` tokens. Raises ConfigError below 0."""
+        if tokens < 0:
+            raise ConfigError(f"reserve_tokens={tokens} must be >= 0")
+        self._reserved = tokens
+
+    def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Add n tokens at the end, copying them: keys (kv_heads, n, head_dim), values (kv_heads, n,
+        value_dim).
+
+        dtype fmt.dtype, rows contiguous, n may be 0. Raises ShapeError, or MemoryPlanError if memory cannot
+        be had; the path is then unchanged.
+        """
+        check_rows("keys", keys, self._fmt, 3)
+        check_rows("values", values, self._fmt, 3)
+        count = keys.shape[1]
+        wanted = (self._heads, count, self._head_dim), (self._heads, count, self._value_dim)
+        if (keys.shape, values.shape) != wanted:
+            raise ShapeError(
+                f"keys and values must be {wanted[0]} and {wanted[1]}, got {keys.shape}, {values.shape}"
+            )
+        if not count:
+            return
+        room = self._room()
+        added = self._new_tail(count - room) if count > room else None
+        head = min(room, count)
+        if head:
+            self._spans[-1].segment.append(keys[:, :head], values[:, :head])
+            self._spans[-1] = _Span(self._spans[-1].segment, self._spans[-1].segment.length)
+        if added is not None:
+            replaced, segment = added
+            segment.append(keys[:, head:], values[:, head:])
+            self._spans[len(self._spans) - replaced :] = [_Span(segment, segment.length)]
+        self._length += count
+
+    def _room(self) -> int:
+        """Tokens that the last segment can still take in place."""
+        if not self._spans or self._spans[-1].segment.frozen:
+            return 0
+        segment = self._spans[-1].segment
+        return segment.capacity - segment.length
+
+    def _new_tail(self, count: int) -> tuple[int, Segment]:
+        """A segment with room for `count` more, begun with a copy of a short frozen last one; spans it
+        replaces.
+        """
+        replaced = 0
+        if self._spans and self._spans[-1].segment.frozen and self._spans[-1].length <= COPIED_TOKENS:
+            replaced = 1
+        copied = self._spans[-1].length if replaced else 0
+        capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
+        segment = Segment(self._heads, capacity, self._head_dim, self._value_dim, self._fmt)
+        self._reserved = 0
+        if replaced:
+            segment.append(*self._spans[-1].segment.read(0, copied))
+        return replaced, segment
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on. Memory that a fork or a built index still uses is left to it.
+
+        Arrays from `read` of the forgotten part may be overwritten by later appends. Raises ConfigError
+        unless 0 <= length <= len(self).
+        """
+        if not 0 <= length <= self._length:
+            raise ConfigError(f"length={length} must lie in 0 .. {self._length}, the tokens held")
+        kept: list[_Span] = []
+        left = length
+        for span in self._spans:
+            if left <= 0:
+                break
+            kept.append(_Span(span.segment, min(span.length, left)))
+            left -= kept[-1].length
+        if kept and kept[-1].length < kept[-1].segment.length and not kept[-1].segment.frozen:
+            kept[-1].segment.truncate(kept[-1].length)
+        self._spans = kept
+        self._length = length
+
+    def fork(self) -> HostPath:
+        """A second path with the same tokens.
+
+        No bulk copy: all segments and indexes are shared; both may go on.
+        """
+        if self._spans:
+            self._spans[-1].segment.freeze()
+        other = HostPath(
+            self._heads,
+            self._head_dim,
+            self._value_dim,
+            self._fmt,
+            index_kind=self._kind,
+            index_options=self._options,
+            reserve_tokens=0,
+            threads=self._threads,
+        )
+        other._spans = list(self._spans)
+        other._length = self._length
+        return other
+
+    def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Keys (kv_heads, n, head_dim) and values (kv_heads, n, value_dim) of tokens [start, stop), storage format.
+
+        Views (not to be written to) if they lie in one segment, else copies. Raises ConfigError for a range outside the path.
+        """
+        pieces = [segment.read(low, high) for segment, low, high in self._pieces(start, stop)]
+        if not pieces:
+            shape = (self._heads, 0, self._head_dim), (self._heads, 0, self._value_dim)
+            return np.empty(shape[0], self._fmt.dtype), np.empty(shape[1], self._fmt.dtype)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([k for k, _ in pieces], axis=1), np.concatenate([v for _, v in pieces], axis=1)
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
+        """(segment, first, end) of the parts of [start, stop), in order, positions within the segment."""
+        if not 0 <= start <= stop <= self._length:
+            raise ConfigError(f"the range must lie within 0 .. {self._length} tokens, got [{start}, {stop})")
+        pieces = []
+        first = 0
+        for span in self._spans:
+            low, high = max(start - first, 0), min(stop - first, span.length)
+            if low < high:
+                pieces.append((span.segment, low, high))
+            first += span.length
+        return pieces
+
+    def build_index(self, start: int, stop: int, queries: npt.NDArray[np.float32] | None = None) -> None:
+        """Build this path's kind of index over tokens [start, stop), one per key-value head and segment.
+
+        queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. Replaces earlier indexes of the
+        segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
+        """
+        began = time.perf_counter()
+        grouped = None if queries is None else self._grouped(queries)
+        with kernel_threads(self._threads):
+            for segment, low, high in self._pieces(start, stop):
+                segment.build_index(self._kind, self._options, low, high, grouped)
+        self._index_seconds += time.perf_counter() - began
+
+    def attend(
+        self,
+        queries: npt.NDArray[np.float32],
+        start: int,
+        stop: int,
+        top_k: int | None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        threads: int | None = None,
+    ) -> HostPartial:
+        """Attention of queries (q_heads, n, head_dim) float32 over tokens [start, stop).
+
+        Query head h belongs to key-value head h // (q_heads // kv_heads). top_k: each query attends to its
+        top_k best keys of the whole range (the same for equal scores: the earlier token), or None for all
+        tokens. Tokens not yet in the index of their segment are inserted first. Scores are scale * q.k,
+        soft-capped if softcap is given. threads: overrides the path's. An empty range gives out 0 and lse
+        -inf. Raises ShapeError, ConfigError.
+        """
+        if top_k is not None and (
+            isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1
+        ):
+            raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
+        check_score_options(scale, softcap)
+        grouped = self._grouped(queries)
+        pieces = self._pieces(start, stop)
+        shape = queries.shape[:2]
+        if not pieces or not grouped.size:
+            out = np.zeros((*shape, self._value_dim), np.float32)
+            return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0)
+        with kernel_threads(self._threads if threads is None else threads):
+            if top_k is None:
+                partial = self._attend_all(grouped, pieces, scale, softcap)
+                scanned = (stop - start) * shape[0] * shape[1]
+                bytes_read = (stop - start) * self._token_bytes
+            else:
+                partial, scanned, bytes_read = self._attend_best(grouped, pieces, int(top_k), scale, softcap)
+        out, lse = partial
+        return HostPartial(out.reshape(*shape, self._value_dim), lse.reshape(shape), scanned, bytes_read)
+
+    def _grouped(self, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """(q_heads, n, head_dim) -> (kv_heads, group * n, head_dim), a view if queries is contiguous."""
+        queries = check_queries("queries", queries, 3)
+        q_heads, n, dim = queries.shape
+        if dim != self._head_dim or q_heads < 1 or q_heads % self._heads:
+            raise ShapeError(
+                f"queries must be (a multiple of {self._heads} heads, n, {self._head_dim}), got {queries.shape}"
+            )
+        return queries.reshape(self._heads, q_heads // self._heads * n, dim)
+
+    def _attend_all(
+        self,
+        queries: npt.NDArray[np.float32],
+        pieces: list[tuple[Segment, int, int]],
+        scale: float,
+        softcap: float | None,
+    ) -> Partial:
+        parts = []
+        for segment, low, high in pieces:
+            keys, values = segment.read(0, high)
+            parts.append(attend_range_heads(queries, keys, values, low, high, self._fmt, scale, softcap))
+        return merge_partials(parts)
+
+    def _attend_best(
+        self,
+        queries: npt.NDArray[np.float32],
+        pieces: list[tuple[Segment, int, int]],
+        top_k: int,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Partial, int, int]:
+        """Search every piece, keep the top_k best of all, attend to them piece by piece."""
+        found = [
+            (segment, high, hit)
+            for segment, low, high in pieces
+            for hit in segment.search(queries, top_k, low, high)
+        ]
+        chosen = _best_of_all([hit.ids for *_, hit in found], [hit.scores for *_, hit in found], top_k)
+        parts = []
+        gathered = 0
+        for (segment, high, _), ids in zip(found, chosen, strict=True):
+            keys, values = segment.read(0, high)
+            parts.append(attend_ids_heads(queries, keys, values, ids, self._fmt, scale, softcap))
+            gathered += int(np.count_nonzero(ids >= 0))
+        row_bytes = (self._head_dim + self._value_dim) * self._fmt.bytes
+        bytes_read = sum(hit.bytes_read for *_, hit in found) + gathered * row_bytes
+        return merge_partials(parts), sum(hit.keys_scanned for *_, hit in found), bytes_read
+
+
+def _best_of_all(
+    ids: list[npt.NDArray[np.int32]], scores: list[npt.NDArray[np.float32]], top_k: int
+) -> list[npt.NDArray[np.int32]]:
+    """Results of several pieces (..., k each, best first) with everything but the best top_k overall set to
+    -1.
+    """
+    if len(ids) == 1:
+        return ids
+    together = np.concatenate(ids, axis=-1)
+    codes = order_codes(np.concatenate(scores, axis=-1), together)
+    order = np.argsort(-codes, axis=-1, kind="stable")  # equal scores: the earlier piece, then the lower id
+    np.put_along_axis(together, order[..., top_k:], np.int32(-1), axis=-1)
+    return np.split(together, np.cumsum([one.shape[-1] for one in ids])[:-1], axis=-1)
+
+
+def held_bytes(paths: Iterable[HostPath]) -> int:
+    """Bytes of the tokens that `paths` hold together, each shared segment counted once."""
+    segments = {id(segment): segment for path in paths for segment in path.segments}
+    return sum(segment.nbytes for segment in segments.values())

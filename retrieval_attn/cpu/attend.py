@@ -251,7 +251,7 @@ def attend_ids_heads(
 ) -> Partial:
     """Attention of each query over its own ids, all key-value heads in one call.
 
-    queries (heads, n, d) float32; keys (heads, tokens, d) and values (heads, tokens, dv) of dtype fmt.dtype with
+    queries (heads, n, d) float32; keys (heads, tokens, d), values (heads, tokens, dv) of dtype fmt.dtype with
     contiguous rows, the other strides free; ids (heads, n, k) int32 in any order, -1 = nothing; an id given
     twice counts twice. Scores are scale * q.k, then softcap * tanh(score / softcap) if softcap is given.
     Returns out (heads, n, dv) and lse (heads, n), float32; a query without ids gets 0 and -inf. Raises
@@ -436,8 +436,8 @@ def _check(
     heads, _, dim = queries.shape
     if keys.shape[0] != heads or keys.shape[2] != dim or values.shape[:2] != keys.shape[:2]:
         raise ShapeError(
-            "queries (heads, n, d), keys (heads, tokens, d) and values (heads, tokens, dv) must agree in heads, d and "
-            f"tokens, got {queries.shape}, {keys.shape}, {values.shape}"
+            "queries (heads, n, d), keys (heads, tokens, d) and values (heads, tokens, dv) must agree in "
+            f"heads, d and tokens, got {queries.shape}, {keys.shape}, {values.shape}"
         )
     check_score_options(scale, softcap)
     return queries, np.float32(scale), np.float32(0.0 if softcap is None else softcap)

@@ -101,8 +101,7 @@ class Segment:
         self.frozen = True
 
     def truncate(self, length: int) -> None:
-        """Drop tokens from `length` on, to be overwritten; freezes instead if the index cannot forget them.
-        """
+        """Drop tokens from `length` on, to be overwritten; freezes if the index cannot forget them."""
         assert not self.frozen and length <= self.length, (self.frozen, length, self.length)
         index = self._index
         if index is not None and index.stop > length:

@@ -40,7 +40,7 @@ crumbs.
 class HostPartial(NamedTuple):
     """Attention over host tokens: a partial and what it cost.
 
-    out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores that the search
+    out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores the search
     computed, or all of them without a search. bytes_read: bytes of keys and values read from the store.
     """
 
@@ -236,9 +236,9 @@ class HostPath:
         return other
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Keys (kv_heads, n, head_dim) and values (kv_heads, n, value_dim) of tokens [start, stop), storage format.
+        """Keys (kv_heads, n, head_dim), values (kv_heads, n, value_dim) of tokens [start, stop), as stored.
 
-        Views (not to be written to) if they lie in one segment, else copies. Raises ConfigError for a range outside the path.
+        Views (not to be written to) if they lie in one segment, else copies. ConfigError if outside the path.
         """
         pieces = [segment.read(low, high) for segment, low, high in self._pieces(start, stop)]
         if not pieces:
@@ -264,8 +264,8 @@ class HostPath:
     def build_index(self, start: int, stop: int, queries: npt.NDArray[np.float32] | None = None) -> None:
         """Build this path's kind of index over tokens [start, stop), one per key-value head and segment.
 
-        queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. Replaces earlier indexes of the
-        segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
+        queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. Replaces earlier indexes
+        of the segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
         """
         began = time.perf_counter()
         grouped = None if queries is None else self._grouped(queries)
@@ -320,7 +320,8 @@ class HostPath:
         q_heads, n, dim = queries.shape
         if dim != self._head_dim or q_heads < 1 or q_heads % self._heads:
             raise ShapeError(
-                f"queries must be (a multiple of {self._heads} heads, n, {self._head_dim}), got {queries.shape}"
+                f"queries must be (a multiple of {self._heads} heads, n, {self._head_dim}), "
+                f"got {queries.shape}"
             )
         return queries.reshape(self._heads, q_heads // self._heads * n, dim)
 

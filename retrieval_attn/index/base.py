@@ -47,7 +47,8 @@ class KeyIndex(ABC):
     ) -> KeyIndex:
         """Make the index over keys (n, head_dim) of dtype fmt.dtype, n may be 0.
 
-        queries: (m, head_dim) float32 sample to train on, or None; an index that needs no training ignores it.
+        queries: (m, head_dim) float32 sample to train on, or None; an index that needs no training
+        ignores it.
         """
 
     @abstractmethod

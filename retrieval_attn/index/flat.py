@@ -44,8 +44,8 @@ EMPTY = np.iinfo(np.int64).min
 """A pool entry that loses against every key."""
 
 
-# A candidate is ONE int64: order-preserving score bits above, complemented id below, so that a larger number is a
-# better key, and the lower id wins between equal scores. NaN is the lowest score (below -inf).
+# A candidate is ONE int64: order-preserving score bits above, complemented id below, so that a larger one is
+# a better key, and the lower id wins between equal scores. NaN is the lowest score (below -inf).
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -103,8 +103,8 @@ def _keep_best(pool, count, k):
 def _scan(keys, queries, num_queries, start, stop, k, pool):
     """Score keys[start:stop] for all queries; leave the k best of each, unordered, in pool[query, :k].
 
-    keys (n, d) stored format; queries (multiple of 4, d) float32; pool (num_queries, capacity) int64, capacity > k or
-    more than stop - start; unused entries become EMPTY.
+    keys (n, d) stored format; queries (multiple of 4, d) float32; pool (num_queries, capacity) int64,
+    capacity > k or more than stop - start; unused entries become EMPTY.
     """
     dim = keys.shape[1]
     whole = dim // LANES * LANES

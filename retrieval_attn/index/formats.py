@@ -5,7 +5,7 @@ alone says the format (float32; uint16 = bfloat16; int16 = float16, see `kernel_
 resolved at compile time. Arithmetic is always float32: formats differ only through the bytes that they
 move.
 
-Numba's cache does not notice edits of this file from other files: after changing an intrinsic here, delete the
+Numba's cache of other files does not notice edits of this one: after changing an intrinsic here, delete the
 `__pycache__` folders of `index` and `cpu`.
 """
 
@@ -111,7 +111,8 @@ def check_rows(name: str, array: npt.NDArray[Any], fmt: Format, ndim: int) -> No
     strides_ok = array.size == 0 or array.shape[-1] == 1 or array.strides[-1] == array.itemsize
     if not strides_ok or not array.flags.aligned or min(array.strides) < 0:
         raise ShapeError(
-            f"{name} must have contiguous, aligned rows, got strides {array.strides}; pass np.ascontiguousarray({name})"
+            f"{name} must have contiguous, aligned rows, got strides {array.strides}; "
+            f"pass np.ascontiguousarray({name})"
         )
 
 
@@ -238,8 +239,7 @@ def _dot_codegen(num_queries: int, query_type: Any, key_type: Any) -> Any:
 
 @intrinsic
 def dot1(typingctx: Any, queries: Any, first: Any, keys: Any, row: Any, width: Any) -> Any:
-    """float32 inner product of queries[first] and keys[row] over the first width // LANES * LANES elements.
-    """
+    """float32 inner product of queries[first] and keys[row] over its first width // LANES * LANES."""
     if not (_is_stored(queries, 2) and queries.dtype == types.float32 and _is_stored(keys, 2)):
         return None
     signature = types.float32(queries, types.int64, keys, types.int64, types.int64)

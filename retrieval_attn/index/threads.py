@@ -1,8 +1,7 @@
 """How many threads a parallel kernel may use, and which of them may run at once.
 
-Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the process when
-two Python threads enter a parallel kernel; there, and until the layer is known, kernels run one after
-another.
+Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the process
+when two Python threads enter a parallel kernel; there, and until the layer is known, they take turns.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ def check_threads(threads: int | None) -> None:
 
     numba.config.NUMBA_NUM_THREADS.
     """
-    most = numba.config.NUMBA_NUM_THREADS
+    most: int = vars(numba.config)["NUMBA_NUM_THREADS"]  # set at import from the environment
     if threads is None:
         return
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= most:
         raise ConfigError(
-            f"threads={threads!r} must be None or a whole number from 1 to {most}, the threads Numba started with; "
+            f"threads={threads!r} must be None or a whole number from 1 to {most}, the threads Numba has; "
             "set NUMBA_NUM_THREADS before the first import for more"
         )
 

@@ -1,0 +1,78 @@
+"""Retrieval attention for long contexts: keys and values in host memory, a small exact part on the device.
+
+Importing this package is instant and imports neither torch nor transformers; names load on first use.
+`attn_implementation="retrieval"` is known to transformers as soon as both packages are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from retrieval_attn._register import register_with_transformers
+
+if TYPE_CHECKING:
+    from retrieval_attn.answer import Answer, Sampling, Stats
+    from retrieval_attn.cache import RetrievalCache
+    from retrieval_attn.config import Config
+    from retrieval_attn.context import Context
+    from retrieval_attn.enable import disable, enable
+    from retrieval_attn.generate import generate
+    from retrieval_attn.llm import LLM
+    from retrieval_attn.memory_plan import Plan, plan
+    from retrieval_attn.prefill import prefill_by_layer
+    from retrieval_attn.verify import Report, verify
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Answer": "answer",
+    "Config": "config",
+    "Context": "context",
+    "LLM": "llm",
+    "Plan": "memory_plan",
+    "Report": "verify",
+    "RetrievalCache": "cache",
+    "Sampling": "answer",
+    "Stats": "answer",
+    "disable": "enable",
+    "enable": "enable",
+    "generate": "generate",
+    "plan": "memory_plan",
+    "prefill_by_layer": "prefill",
+    "verify": "verify",
+}
+
+__all__ = [
+    "LLM",
+    "Answer",
+    "Config",
+    "Context",
+    "Plan",
+    "Report",
+    "RetrievalCache",
+    "Sampling",
+    "Stats",
+    "disable",
+    "enable",
+    "generate",
+    "plan",
+    "prefill_by_layer",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # `enable`, `generate` and `verify` are also modules: the public object wins
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+register_with_transformers()

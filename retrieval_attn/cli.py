@@ -1,0 +1,50 @@
+"""The command `retrieval-attn`: one subcommand per module, errors as one line, help that is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from retrieval_attn.errors import RetrievalAttentionError
+
+# subcommand -> (module with add_arguments and run, one-line help)
+COMMANDS = {
+    "needle": ("retrieval_attn.eval.needle", "find a needle in a long text: retrieval beside full attention"),
+    "plan": ("retrieval_attn.memory_plan", "what fits in how much GPU and host memory, before anything is loaded"),
+    "verify": ("retrieval_attn.verify_command", "compare a model's retrieval attention with its eager attention"),
+    "speed": ("retrieval_attn.eval.speed", "milliseconds per token and bytes touched, beside full attention"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Importing and building it loads neither torch nor transformers."""
+    parser = argparse.ArgumentParser(
+        prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        importlib.import_module(module).add_arguments(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit code 0 done, 1 the command found a failure, 2 bad input, 130 interrupted."""
+    args = build_parser().parse_args(argv)
+    module, _ = COMMANDS[args.command]
+    try:
+        return int(importlib.import_module(module).run(args))
+    except RetrievalAttentionError as error:
+        print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"retrieval-attn {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Options of retrieval attention, in one frozen dataclass. A leaf module: it imports only `errors`.
+
+Every field is checked when the object is made, and unknown names are refused, so that a typo is an error
+and not an ignored option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from retrieval_attn.errors import ConfigError
+
+HOST_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+TopK = int | float | Literal["all"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one model's attention is split between the device and the host (RetrievalAttention, section 3).
+
+    sink: tokens at the start of a sequence that stay on the device and are always attended.
+    window: most recent tokens that stay on the device and are always attended.
+    top_k: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
+        those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
+    index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`).
+    index_options: keyword arguments of that index; unknown ones are refused by the index.
+    prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
+    exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
+        keys visit the device one layer at a time). False: they go through retrieval like generated tokens.
+    decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
+    spill: generated tokens that gather on the device beyond the window before a block moves to the host.
+    host_dtype: storage of the host's keys and values; "auto" is the model's own dtype.
+    threads: CPU threads of search and host attention; None uses all that numba sees.
+    """
+
+    sink: int = 128
+    window: int = 512
+    top_k: TopK = 100
+    index: str = "auto"
+    index_options: Mapping[str, Any] = field(default_factory=dict)
+    prefill_chunk: int = 8192
+    exact_append: bool = True
+    decode_tokens: int = 8
+    spill: int = 128
+    host_dtype: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("sink", self.sink, 0, "use 0 to keep no sink tokens")
+        _require_int("window", self.window, 0, "use 0 to keep only the spill block on the device")
+        _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
+        _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
+        _require_int("spill", self.spill, 1, "128 is a good start")
+        _check_top_k(self.top_k)
+        if not isinstance(self.exact_append, bool):
+            raise ConfigError(f"exact_append must be True or False, got {self.exact_append!r}.")
+        if not isinstance(self.index, str) or not self.index:
+            raise ConfigError(
+                f"index must be the name of an index, got {self.index!r}; "
+                "list them with retrieval_attn.index.available()."
+            )
+        if self.host_dtype not in HOST_DTYPES:
+            raise ConfigError(f"host_dtype must be one of {', '.join(HOST_DTYPES)}; got {self.host_dtype!r}.")
+        if self.threads is not None:
+            _require_int("threads", self.threads, 1, "use None for all threads")
+        object.__setattr__(self, "index_options", MappingProxyType(dict(self.index_options)))
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with `changes` applied. Unknown names raise ConfigError."""
+        return Config.from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON-ready values."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**fields, "index_options": dict(self.index_options)}
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Config:
+        """Build from a mapping. Unknown names raise ConfigError with the list of known ones."""
+        known = [item.name for item in dataclasses.fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"Unknown option {', '.join(unknown)}; the options are {', '.join(known)}.")
+        return cls(**options)
+
+    def top_k_of(self, num_keys: int) -> int | None:
+        """Keys to retrieve out of `num_keys`; None means all of them."""
+        if self.top_k == "all":
+            return None
+        if isinstance(self.top_k, float):
+            return max(1, round(self.top_k * num_keys))
+        assert isinstance(self.top_k, int)
+        return self.top_k
+
+
+def resolve(config: Config | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> Config:
+    """`config` (default Config()) with keyword `overrides` on top; anything unknown raises ConfigError."""
+    if config is None:
+        base = Config()
+    elif isinstance(config, Config):
+        base = config
+    elif isinstance(config, Mapping):
+        base = Config.from_dict(config)
+    else:
+        raise ConfigError(f"config must be a retrieval_attn.Config or a mapping, got {type(config).__name__}.")
+    return base.replace(**overrides) if overrides else base
+
+
+def _require_int(name: str, value: object, least: int, advice: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}; {advice}.")
+
+
+def _check_top_k(value: object) -> None:
+    advice = 'give an integer >= 1, a share between 0 and 1 such as 0.01, or "all"'
+    if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    if isinstance(value, float) and 0.0 < value < 1.0:
+        return
+    raise ConfigError(f"top_k={value!r} retrieves nothing or is not a number; {advice}.")

@@ -1,0 +1,77 @@
+"""Partials: attention over a part of the keys, and their exact merge (DESIGN section 2).
+
+A partial is a pair (out, lse), both float32. `out` is normalised over its own keys; `lse` is the natural
+log-sum-exp of the scaled scores. An empty part is out = 0, lse = -inf. Merging is associative, so parts
+can be computed anywhere and merged once (RetrievalAttention, equation 4; Hydragen, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import ShapeError
+
+
+class Partial(NamedTuple):
+    """Attention of queries over one part of their keys.
+
+    out: (batch, q_heads, queries, value_dim), float32.
+    lse: (batch, q_heads, queries), float32, natural log; -inf where the part is empty.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def empty_partial(query: Tensor, value_dim: int) -> Partial:
+    """The partial of no keys at all for `query` (batch, q_heads, queries, head_dim)."""
+    shape = query.shape[:-1]
+    out = torch.zeros(*shape, value_dim, dtype=torch.float32, device=query.device)
+    return Partial(out, torch.full(shape, -torch.inf, dtype=torch.float32, device=query.device))
+
+
+def merge(parts: Sequence[Partial]) -> Partial:
+    """Merge partials over disjoint key sets into the partial over their union.
+
+    m = max lse_i; out = sum exp(lse_i - m) out_i / sum exp(lse_i - m); lse = m + log sum exp(lse_i - m).
+    Where every part is empty the result is out 0, lse -inf, never NaN. Raises ShapeError when there is no
+    part, when shapes disagree, or when a part is not float32 (rounding between merges does not compose).
+    """
+    if not parts:
+        raise ShapeError("merge needs at least one partial, got none; pass empty_partial() for no keys.")
+    first = parts[0]
+    for part in parts:
+        if part.out.dtype != torch.float32 or part.lse.dtype != torch.float32:
+            raise ShapeError(f"partials must be float32, got {part.out.dtype} and {part.lse.dtype}.")
+        if part.out.shape != first.out.shape or part.lse.shape != first.out.shape[:-1]:
+            raise ShapeError(
+                f"partials must share one shape, got out {tuple(part.out.shape)} with lse "
+                f"{tuple(part.lse.shape)} beside out {tuple(first.out.shape)}."
+            )
+    if len(parts) == 1:
+        return first
+    lse = torch.stack([part.lse for part in parts])  # (parts, batch, heads, queries)
+    top = lse.amax(dim=0)
+    # A row without any key has top = -inf; -inf - -inf would be NaN, so shift such rows by 0 instead.
+    shift = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weight = torch.exp(lse - shift)
+    total = weight.sum(dim=0)
+    out = torch.zeros_like(first.out)
+    for part, part_weight in zip(parts, weight, strict=True):
+        out.addcmul_(part.out, part_weight.unsqueeze(-1))
+    # total is 0 exactly where all parts are empty; out is 0 there already, so divide by 1.
+    out /= torch.where(total == 0, torch.ones_like(total), total).unsqueeze(-1)
+    return Partial(out, shift + torch.log(total))
+
+
+def sink_logit_partial(logits: Tensor, query: Tensor, value_dim: int) -> Partial:
+    """The partial of a learned attention sink: weight exp(logit), value 0 (GPT-OSS `s_aux`).
+
+    logits: (q_heads,). Returns out 0 and lse = logit for every query of `query` (batch, q_heads, queries, d).
+    """
+    part = empty_partial(query, value_dim)
+    return Partial(part.out, logits.float().view(1, -1, 1).expand_as(part.lse).contiguous())

@@ -1,0 +1,601 @@
+"""Cache layers: one per decoder layer, each answers `attend(queries)` for everything it has seen.
+
+`RetrievalLayer` (full attention): sinks and window on the device, all tokens on the host with an index.
+`SlidingLayer` (sliding-window attention, in `sliding.py`): a window on the device, nothing on the host.
+Positions: a *column* counts the padded batch from 0; a row's host path holds only its real tokens.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
+from retrieval_attn.gpu.flash import attend
+from retrieval_attn.gpu.merge import Partial, merge, sink_logit_partial
+from retrieval_attn.gpu.window import WindowCache
+from retrieval_attn.hooks import KVView, MaskSpec
+from retrieval_attn.padding import count_real, join
+from retrieval_attn.transfer import host_format, to_device, to_host, to_queries
+
+
+# Tokens a sequence may gain after its prompt before its host memory continues in a second segment.
+GENERATION_ROOM = 16384
+
+
+@dataclass
+class LayerStats:
+    """What one layer did since the cache was made. Seconds are wall clock, bytes are host memory read."""
+
+    index_seconds: float = 0.0
+    host_seconds: float = 0.0
+    keys_scanned: int = 0
+    bytes_read: int = 0
+    retrieval_steps: int = 0
+
+    def add(self, other: LayerStats) -> None:
+        for name in vars(other):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class CacheLayer(CacheLayerMixin):
+    """What both kinds of layer share: the handle protocol, the owner, columns and padding."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.columns = 0  # columns this layer has stored
+        self.valid: Tensor | None = None  # (batch, columns) CPU bool; None = no padding anywhere
+        self.stats = LayerStats()
+        self.window: WindowCache | None = None
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._owner: weakref.ref[nn.Module] | None = None
+
+    # -- transformers' cache layer protocol ---------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note the new keys and values (batch, kv_heads, new, dim) and hand out handles to this layer."""
+        if self._pending is not None:
+            raise CacheMismatchError(
+                "The previous forward stored keys here but never attended to them: it failed half-way, or the "
+                'model does not run with attn_implementation="retrieval". Make a new cache, and call '
+                "retrieval_attn.enable(model) first."
+            )
+        if self.window is not None and key_states.shape[0] != self.window.batch:
+            raise CacheMismatchError(
+                f"This cache holds {self.window.batch} sequences, the forward has {key_states.shape[0]}; use "
+                "cache.batch_repeat_interleave(n), or a cache of its own for the other batch."
+            )
+        self._pending = (key_states, value_states)
+        self.is_initialized = True
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.window is None else self.window.batch
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.window is not None:
+            self._select(torch.arange(self.window.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        self._select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many."""
+        count = self.columns - min(tokens_to_remove, self.columns) if tokens_to_remove > 0 else -tokens_to_remove
+        if count > self.columns:
+            raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {self.columns}.")
+        if count:
+            self._crop(count)
+
+    def reset(self) -> None:
+        """Forget every token; the layer can then be filled again, by any batch."""
+        self.columns = 0
+        self.valid = None
+        self.window = None
+        self._pending = None
+
+    def offload(self) -> None:
+        """Nothing to do: the bulk of a layer is on the host already."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: see `offload`."""
+
+    # -- attention ----------------------------------------------------------------------------------
+
+    def begin_pass(self, total: int) -> None:
+        """Announce that `total` new tokens arrive in several `attend` calls (layer-major prefill)."""
+        raise NotImplementedError
+
+    def end_pass(self) -> None:
+        """All tokens of the pass have arrived."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Store the pending tokens and attend `query` (batch, q_heads, new, head_dim) to all stored ones.
+
+        Returns (batch, q_heads, new, value_dim) float32. Raises CacheMismatchError when the cache belongs to
+        another model or has seen other tokens than the mask says.
+        """
+        key, value = self._take(module, query, spec)
+        part = self._attend(query, key, value, spec, scale, softcap)
+        if sink_logits is not None:
+            part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])
+        return part.out
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
+    ) -> Partial:
+        raise NotImplementedError
+
+    def _select(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def _crop(self, count: int) -> None:
+        raise NotImplementedError
+
+    def _expected_offset(self) -> int:
+        return self.columns
+
+    def _take(self, module: nn.Module, query: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor]:
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to another layer's keys without storing its own; models that "
+                "share keys and values between layers are not served. Use another cache for this model."
+            )
+        if self._owner is not None and self._owner() is not module:
+            raise CacheMismatchError(
+                f"This cache was filled by another model (its layer is not this {type(module).__name__}); a cache "
+                "holds one model's keys. Make a RetrievalCache for this model."
+            )
+        self._owner = weakref.ref(module)
+        if spec.q_offset != self._expected_offset():
+            raise CacheMismatchError(
+                f"The forward starts at token {spec.q_offset}, this layer holds {self._expected_offset()}: an "
+                "earlier forward failed half-way or the cache was edited. Make a new cache."
+            )
+        pending, self._pending = self._pending, None
+        if (spec.window is not None) != self.is_sliding:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} uses a {'sliding' if spec.window else 'full'} causal mask on a layer that "
+                f"its config calls {'sliding' if self.is_sliding else 'full'}; check config.layer_types."
+            )
+        return pending
+
+    def _new_columns(self, spec: MaskSpec, count: int, seen: Tensor | None) -> Tensor | None:
+        if spec.padding is None:
+            return None
+        return spec.padding.columns(spec.q_offset, spec.q_offset + count, seen)
+
+
+class RetrievalLayer(CacheLayer):
+    """A full-attention layer: sinks and window on the device, everything on the host behind an index.
+
+    hosts: one HostPath per row; rows of a fork or a beam share one object until their tails differ on the
+    host (copy on write), so a prompt's keys are held once however many sequences continue it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.hosts: list[HostPath] = []
+        self.host_columns = 0  # columns [0, host_columns) are on the host; the tail may be ahead of it
+        self.tail_start = 0  # columns [tail_start, columns) are in the window's tail
+        self._sinks = [0]  # sink tokens per row
+        self._middle = [0]  # real tokens per row before tail_start: retrieval covers [sinks, middle)
+        self._pass: _ExactPass | None = None
+        self._expect_total: int | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.hosts = []
+        self.host_columns = self.tail_start = 0
+        self._pass = None
+        self._expect_total = None
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory for keys, values and indexes, shared paths counted once."""
+        return sum(host.nbytes + host.index_nbytes for host in _distinct(self.hosts))
+
+    def begin_pass(self, total: int) -> None:
+        self._expect_total = total
+
+    def end_pass(self) -> None:
+        self._expect_total = None
+        if self._pass is not None:
+            self._commit(self._pass)
+            self._pass = None
+
+    def _expected_offset(self) -> int:
+        return self.columns + (self._pass.filled if self._pass is not None else 0)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
+    ) -> Partial:
+        if self.window is None:
+            self._start(key, value)
+        total = self._expect_total if self._expect_total is not None else key.shape[2]
+        append_exactly = self.config.exact_append and total > self.config.decode_tokens
+        if self._pass is None and self.columns > 0 and not append_exactly:
+            return self._decode(query, key, value, spec, scale, softcap)
+        if self._pass is None:
+            self._pass = self._open_pass(total)
+        seen = join(self.valid, self.columns, self._pass.valid, self._pass.filled, key.shape[0])
+        valid = self._new_columns(spec, key.shape[2], seen)
+        part = self._pass.step(query, key, value, valid, scale, softcap)
+        if self._expect_total is None:
+            self.end_pass()
+        return part
+
+    def _start(self, key: Tensor, value: Tensor) -> None:
+        """First tokens ever: shapes, dtypes and device are known now."""
+        self.fmt = host_format(self.config.host_dtype, key.dtype)
+        self.window = WindowCache(key, value, self.config.window + self.config.spill)
+        rows, kv_heads = key.shape[:2]
+        self.hosts = [self._new_host(kv_heads, key.shape[3], value.shape[3]) for _ in range(rows)]
+        self._sinks = [0] * rows
+        self._middle = [0] * rows
+
+    def _new_host(self, kv_heads: int, head_dim: int, value_dim: int) -> HostPath:
+        kind = "flat" if self.config.index == "auto" else self.config.index
+        return HostPath(
+            kv_heads,
+            head_dim,
+            value_dim,
+            self.fmt,
+            index_kind=kind,
+            index_options=dict(self.config.index_options),
+            threads=self.config.threads,
+        )
+
+    # -- prefill and exact append -------------------------------------------------------------------
+
+    def _open_pass(self, total: int) -> _ExactPass:
+        """Bring this layer's past to its device: the pass attends to it exactly, one layer at a time."""
+        assert self.window is not None
+        if self.columns > self.host_columns:
+            self._flush()
+        tail_key, tail_value = self.window.tail()
+        past: dict[int, tuple[Tensor, Tensor]] = {}
+        if self.columns > 0:
+            for host in _distinct(self.hosts):
+                key, value = host.read(0, len(host))
+                past[id(host)] = (
+                    to_device(key, self.fmt, tail_key)[None],
+                    to_device(value, self.fmt, tail_value)[None],
+                )
+        return _ExactPass(total, [past.get(id(host)) for host in self.hosts])
+
+    def _commit(self, done: _ExactPass) -> None:
+        """Move a finished pass to its places: host, window, sinks, index."""
+        assert self.window is not None and done.key is not None and done.value is not None
+        if done.filled != done.total:
+            raise CacheMismatchError(f"A pass announced {done.total} tokens and brought {done.filled}.")
+        first_tokens = self.columns == 0
+        self.valid = join(self.valid, self.columns, done.valid, done.total, self.window.batch)
+        self._append_to_hosts(done.key, done.value, done.valid)
+        self.columns += done.total
+        self.host_columns = self.columns
+        recent = min(done.total, self.config.window)
+        self.window.drop_oldest(self.window.tail_len - min(self.window.tail_len, self.config.window - recent))
+        span = slice(done.total - recent, done.total)
+        window_valid = None if done.valid is None else done.valid[:, span].to(done.key.device)
+        self.window.append(done.key[:, :, span], done.value[:, :, span], window_valid)
+        self._move_tail_start(done if first_tokens else None)
+        started = time.perf_counter()
+        for row, host in _distinct_rows(self.hosts):
+            if self._middle[row] > self._sinks[row]:
+                host.build_index(self._sinks[row], self._middle[row])
+        self.stats.index_seconds += time.perf_counter() - started
+
+    def _append_to_hosts(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Append new columns (batch, kv_heads, new, dim) to each row's path; shared paths split first."""
+        owned: set[int] = set()
+        key_host, value_host = to_host(key, self.fmt), to_host(value, self.fmt)
+        for row, host in enumerate(self.hosts):
+            if self.hosts.count(host) > 1 and id(host) not in owned:
+                host = self.hosts[row] = host.fork()
+            owned.add(id(host))
+            if len(host) == 0:
+                # address space only; memory is taken as tokens come
+                host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM)
+            if valid is None:
+                host.append(key_host[row], value_host[row])
+            else:
+                real = valid[row].numpy()
+                host.append(key_host[row][:, real], value_host[row][:, real])
+
+    def _move_tail_start(self, first: _ExactPass | None) -> None:
+        """Recompute what the tail starts at, the sinks, and the range that retrieval covers, per row."""
+        assert self.window is not None
+        self.tail_start = self.columns - self.window.tail_len
+        rows = range(self.window.batch)
+        self._middle = [count_real(self.valid, row, self.tail_start) for row in rows]
+        wanted = [min(self.config.sink, middle) for middle in self._middle]
+        if wanted == self._sinks and max(wanted) == self.window.sink_len:
+            return
+        self._sinks = wanted
+        size = max(wanted)
+        tail_key, tail_value = self.window.tail()
+        keys, values = [], []
+        for row, count in enumerate(wanted):
+            if first is not None and first.valid is None:
+                # straight from the model: no rounding even when the host stores a smaller dtype
+                assert first.key is not None and first.value is not None
+                key, value = first.key[row, :, :count], first.value[row, :, :count]
+            else:
+                key_host, value_host = self.hosts[row].read(0, count)
+                key, value = to_device(key_host, self.fmt, tail_key), to_device(value_host, self.fmt, tail_value)
+            keys.append(nn.functional.pad(key, (0, 0, 0, size - count)))
+            values.append(nn.functional.pad(value, (0, 0, 0, size - count)))
+        valid = None
+        if min(wanted) < size:
+            valid = torch.arange(size)[None] < torch.tensor(wanted)[:, None]
+            valid = valid.to(tail_key.device)
+        self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
+
+    # -- decode -------------------------------------------------------------------------------------
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
+    ) -> Partial:
+        """Sinks and window exactly on the device, the middle through the index on the host, one merge."""
+        assert self.window is not None
+        count = key.shape[2]
+        valid = self._new_columns(spec, count, self.valid)
+        if self.window.room < count:
+            self._spill()
+        self.window.append(key, value, None if valid is None else valid.to(key.device))
+        self.valid = join(self.valid, self.columns, valid, count, key.shape[0])
+        self.columns += count
+        parts = [self.window.attend(query, scale=scale, softcap=softcap)]
+        if any(middle > sinks for middle, sinks in zip(self._middle, self._sinks, strict=True)):
+            parts.append(self._retrieve(query, value.shape[3], scale, softcap))
+        return merge(parts)
+
+    def _retrieve(self, query: Tensor, value_dim: int, scale: float, softcap: float | None) -> Partial:
+        """Retrieved attention for every row; rows that share a path are asked in one call."""
+        started = time.perf_counter()
+        batch, q_heads, count, _ = query.shape
+        out = torch.zeros(batch, q_heads, count, value_dim, dtype=torch.float32)
+        lse = torch.full((batch, q_heads, count), -torch.inf, dtype=torch.float32)
+        queries = to_queries(query)  # (batch, q_heads, count, head_dim) float32 on the CPU
+        for host in _distinct(self.hosts):
+            rows = [row for row, other in enumerate(self.hosts) if other is host]
+            start, stop = self._sinks[rows[0]], self._middle[rows[0]]
+            if stop <= start:
+                continue
+            stacked = queries[rows].transpose(1, 0, 2, 3).reshape(q_heads, len(rows) * count, -1)
+            found = host.attend(stacked, start, stop, self.config.top_k_of(stop - start), scale=scale, softcap=softcap)
+            shape = (q_heads, len(rows), count)
+            out[rows] = torch.from_numpy(found.out).reshape(*shape, value_dim).transpose(0, 1)
+            lse[rows] = torch.from_numpy(found.lse).reshape(shape).transpose(0, 1)
+            self.stats.keys_scanned += found.keys_scanned
+            self.stats.bytes_read += found.bytes_read
+        self.stats.host_seconds += time.perf_counter() - started
+        self.stats.retrieval_steps += 1
+        return Partial(out.to(query.device), lse.to(query.device))
+
+    def _flush(self) -> None:
+        """Copy the tail's columns that are not yet on the host there."""
+        assert self.window is not None
+        behind = self.columns - self.host_columns
+        if behind == 0:
+            return
+        key, value = self.window.tail()
+        valid = None if self.valid is None else self.valid[:, self.host_columns : self.columns]
+        self._append_to_hosts(key[:, :, -behind:], value[:, :, -behind:], valid)
+        self.host_columns = self.columns
+
+    def _spill(self) -> None:
+        """The tail is full: everything beyond the window moves to the host."""
+        assert self.window is not None
+        self._flush()
+        self.window.drop_oldest(max(0, self.window.tail_len - self.config.window))
+        self._move_tail_start(None)
+
+    # -- rows and cropping --------------------------------------------------------------------------
+
+    def _select(self, rows: Tensor) -> None:
+        if self.window is None:
+            return
+        picked = rows.tolist()
+        self.window.select(rows)
+        self.hosts = [self.hosts[row] for row in picked]
+        self._sinks = [self._sinks[row] for row in picked]
+        self._middle = [self._middle[row] for row in picked]
+        if self.valid is not None:
+            self.valid = self.valid[picked]
+
+    def fork(self) -> RetrievalLayer:
+        """An independent continuation that shares all host memory and index with this layer."""
+        other = RetrievalLayer(self.config)
+        other.__dict__.update(self.__dict__)
+        other.stats = LayerStats()
+        other.window = None if self.window is None else self.window.clone()
+        copies = {id(host): host.fork() for host in _distinct(self.hosts)}
+        other.hosts = [copies[id(host)] for host in self.hosts]
+        other._sinks, other._middle = list(self._sinks), list(self._middle)
+        return other
+
+    def _crop(self, count: int) -> None:
+        assert self.window is not None
+        columns = self.columns - count
+        if columns == 0:
+            self.reset()
+            return
+        # A tail that keeps at least half a window is good enough; a shorter one is read back from the host.
+        inside_tail = self.tail_start == 0 or columns - self.tail_start >= max(1, self.config.window // 2)
+        if not inside_tail:
+            self._flush()
+        if columns < self.host_columns:
+            for row, host in _distinct_rows(self.hosts):
+                host.truncate(count_real(self.valid, row, columns))
+            self.host_columns = columns
+        self.columns = columns
+        if self.valid is not None:
+            self.valid = self.valid[:, :columns]
+        if inside_tail:
+            self.window.truncate(count)
+        else:
+            self._reload_tail()
+
+    def _reload_tail(self) -> None:
+        """The crop went past the window: read a new one back from the host."""
+        assert self.window is not None
+        tail_key, tail_value = self.window.tail()
+        start = max(0, self.columns - self.config.window)
+        width = self.columns - start
+        keys, values = [], []
+        for row, host in enumerate(self.hosts):
+            key_host, value_host = host.read(count_real(self.valid, row, start), len(host))
+            key, value = to_device(key_host, self.fmt, tail_key), to_device(value_host, self.fmt, tail_value)
+            if self.valid is not None:
+                real = self.valid[row, start:]
+                key, value = _spread(key, real, width), _spread(value, real, width)
+            keys.append(key)
+            values.append(value)
+        valid = None if self.valid is None else self.valid[:, start:].to(tail_key.device)
+        self.window = WindowCache(tail_key, tail_value, self.config.window + self.config.spill)
+        self.window.append(torch.stack(keys), torch.stack(values), valid)
+        self._sinks = [0] * len(self.hosts)
+        self._move_tail_start(None)
+
+
+class _ExactPass:
+    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk.
+
+    past: per row, keys and values of its real tokens so far, (1, kv_heads, tokens, dim) on the device.
+    """
+
+    def __init__(self, total: int, past: list[tuple[Tensor, Tensor] | None]) -> None:
+        self.total = total
+        self.filled = 0
+        self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
+        self.key: Tensor | None = None  # (batch, kv_heads, total, head_dim)
+        self.value: Tensor | None = None
+        self._past = past
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Partial:
+        """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
+        batch, count = key.shape[0], key.shape[2]
+        start = self.filled
+        self._store(key, value, start)
+        self.valid = join(self.valid, start, valid, count, batch)
+        self.filled += count
+        assert self.key is not None and self.value is not None
+        if self.valid is None and all(past is None for past in self._past):
+            earlier = (self.key[:, :, :start], self.value[:, :, :start])
+            return _causal(query, [earlier], (key, value), scale, softcap)
+        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        for row in range(batch):
+            before, here = self._real(row, 0, start), self._real(row, start, self.filled)
+            one = slice(row, row + 1)
+            earlier = (self.key[one, :, :start][:, :, before], self.value[one, :, :start][:, :, before])
+            past = self._past[row]
+            own = (key[one][:, :, here], value[one][:, :, here])
+            part = _causal(query[one][:, :, here], [past, earlier] if past else [earlier], own, scale, softcap)
+            out[one, :, here] = part.out
+            lse[one, :, here] = part.lse
+        return Partial(out, lse)
+
+    def _store(self, key: Tensor, value: Tensor, start: int) -> None:
+        count = key.shape[2]
+        if start == 0 and count == self.total:
+            self.key, self.value = key, value
+            return
+        if self.key is None or self.value is None:
+            self.key = key.new_empty(*key.shape[:2], self.total, key.shape[3])
+            self.value = value.new_empty(*value.shape[:2], self.total, value.shape[3])
+        if start + count > self.total:
+            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
+        self.key[:, :, start : start + count] = key
+        self.value[:, :, start : start + count] = value
+
+    def _real(self, row: int, start: int, stop: int) -> Tensor | slice:
+        """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
+        if self.valid is None:
+            return slice(None)
+        assert self.key is not None
+        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.key.device)
+
+
+def _causal(
+    query: Tensor,
+    earlier: list[tuple[Tensor, Tensor]],
+    own: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None,
+) -> Partial:
+    """Queries over earlier keys (all visible) and over their own keys (causal), merged."""
+    parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
+    parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
+    return merge(parts)
+
+
+def _distinct(hosts: list[HostPath]) -> list[HostPath]:
+    return list({id(host): host for host in hosts}.values())
+
+
+def _distinct_rows(hosts: list[HostPath]) -> list[tuple[int, HostPath]]:
+    """One representative row per distinct path."""
+    first: dict[int, tuple[int, HostPath]] = {}
+    for row, host in enumerate(hosts):
+        first.setdefault(id(host), (row, host))
+    return list(first.values())
+
+
+def _spread(tokens: Tensor, real: Tensor, width: int) -> Tensor:
+    """(kv_heads, real tokens, dim) -> (kv_heads, width, dim) with zeros in padded columns."""
+    spread = tokens.new_zeros(tokens.shape[0], width, tokens.shape[2])
+    spread[:, real.to(tokens.device)] = tokens
+    return spread

@@ -1,0 +1,137 @@
+"""LLM: load a model once and use it from a script, within a stated amount of GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.config import Config, resolve
+from retrieval_attn.context import Context
+from retrieval_attn.enable import enable
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, MemoryPlanError
+from retrieval_attn.memory_plan import plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LLM:
+    """A causal language model that runs retrieval attention. `model` and `tokenizer` are transformers' own."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: Config
+
+    def __init__(
+        self,
+        name_or_path: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        gpu_memory: str | int | None = None,
+        max_context: int | None = None,
+        threads: int | None = None,
+        config: Config | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Load `name_or_path` (a folder or a hub name).
+
+        device: "auto" is CUDA when there is one, else the CPU. dtype: "auto" is the checkpoint's own on a GPU
+        and float32 on the CPU, where 16-bit arithmetic is slower. gpu_memory: refuse before loading when the
+        plan for `max_context` tokens (default: the model's positions) needs more, e.g. "24GiB".
+        threads: CPU threads of search and host attention. Further keywords are fields of Config.
+        Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
+        """
+        if threads is not None:
+            overrides["threads"] = threads
+        self.config = resolve(config, overrides)
+        self.device = choose_device(device)
+        model_config = load(AutoConfig, name_or_path)
+        limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if max_context is not None and limit is not None and max_context > limit:
+            raise ContextLengthError(f"max_context={max_context} is beyond the model's {limit} positions; lower it.")
+        self.max_context = max_context or limit
+        self._require_memory(model_config, gpu_memory, dtype)
+        self.tokenizer = load(AutoTokenizer, name_or_path)
+        chosen = choose_dtype(dtype, self.device)
+        self.model = load(AutoModelForCausalLM, name_or_path, dtype=chosen).to(self.device).eval()
+        enable(self.model, self.config)
+
+    def _require_memory(self, model_config: Any, gpu_memory: str | int | None, dtype: str) -> None:
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            budget: str | int = gpu_memory if gpu_memory is not None else total
+            plan(
+                model_config,
+                context=self.max_context,
+                gpu_memory=budget,
+                dtype=None if dtype == "auto" else dtype,
+                config=self.config,
+            ).require()
+        elif gpu_memory is not None:
+            raise MemoryPlanError(
+                f"gpu_memory={gpu_memory!r} was given, but the model would run on {self.device}; drop it, or use "
+                'device="cuda" on a machine with a GPU.'
+            )
+
+    def read(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
+        """Read and index a long text; ask the returned context questions."""
+        return Context(self.model, self.tokenizer, self.config).read(text, progress=progress)
+
+    def generate(
+        self, prompts: str | Sequence[str], sampling: Sampling | None = None, *, progress: bool = True
+    ) -> list[Answer]:
+        """Continue each prompt; the prompt is taken as it is (apply a chat template yourself).
+
+        The prompt is read exactly; generated tokens retrieve. One answer per prompt, in order.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts or not all(texts):
+            raise InputDataError("generate needs non-empty prompts.")
+        options = vars(sampling or Sampling())
+        answers = []
+        for text in texts:
+            ids = self.tokenizer(text)["input_ids"]
+            if len(ids) < 2:
+                raise InputDataError(f"The prompt {text!r} is a single token; give at least two.")
+            # The last token is the "question": its logits are the first to sample from.
+            context = self.read(ids[:-1], progress=progress)
+            answers.append(context.continue_with(ids[-1:], **options))
+        return answers
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device for "auto", "cpu", "cuda" or "cuda:N"; raises ConfigError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not a torch device; use auto, cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r} was asked for, but torch {torch.__version__} sees no CUDA device; use cpu.")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """What from_pretrained takes as dtype: "auto" is float32 on the CPU, the checkpoint's own elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}.")
+    return DTYPES[name]
+
+
+def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
+    """factory.from_pretrained with a first message that says what is missing."""
+    try:
+        return factory.from_pretrained(str(name_or_path), **options)
+    except (OSError, ValueError) as error:
+        raise InputDataError(
+            f"No model could be loaded from {str(name_or_path)!r} ({str(error).strip().splitlines()[0]}). Give a folder "
+            "with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."
+        ) from error

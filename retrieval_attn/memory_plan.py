@@ -1,0 +1,389 @@
+"""What a model needs at a context length, before anything is loaded: `plan(...)`. Arithmetic only.
+
+The formulas follow layer-major prefill (prefill.py) and this package's caches. They reproduce, to 1 %, live
+bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to
+1M.
+Speeds are not predicted; bytes per token are, and at named bandwidths these give a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from retrieval_attn.config import Config, resolve
+from retrieval_attn.errors import ConfigError, MemoryPlanError
+from retrieval_attn.model_shape import DTYPE_BYTES, ModelShape, model_shape
+from retrieval_attn.sizes import GIB, host_memory_bytes, parse_bytes, show_bytes
+
+# CUDA context, cuBLAS workspaces and the allocator's fragmentation: what a process holds beyond its tensors.
+DEVICE_RESERVE = 3 * GIB // 4
+# Interpreter, libraries and pinned staging buffers.
+HOST_RESERVE = 2 * GIB
+# The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.
+DEVICE_BANDWIDTH = 1.008e12
+HOST_BANDWIDTH = 80e9
+# Common 4-bit weights and 8-bit KV, scales included (llama.cpp's Q4_K_M and Q8_0).
+Q4_BITS = 4.85
+Q8_BITS = 8.5
+CHUNK_STEP = 256
+# Indexes that search the stored keys themselves hold nothing beyond them.
+_NO_EXTRA_BYTES = ("auto", "flat")
+_CODE_AND_LINKS = "one byte per key element and 32 four-byte links per key"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the arithmetic."""
+
+    name: str
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """The alternative: ordinary attention with the whole KV on the device.
+
+    bytes_16bit: weights as planned and KV in the model's dtype; bytes_quantized: 4-bit weights and 8-bit KV.
+    floor_ms: bandwidth floor of one generated token, KV in the model's dtype; retrieval_floor_ms: the same
+    for retrieval, device and host reads one after the other, every host key scanned (flat index).
+    """
+
+    fits: bool
+    fits_quantized: bool
+    bytes_16bit: int
+    bytes_quantized: int
+    floor_ms: float
+    retrieval_floor_ms: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Answer of `plan`. `fits` is False exactly when `reasons` is not empty. All sizes are bytes.
+
+    device: what lives on the GPU at the peak of prefill; host: what lives in host memory after it.
+    decode_bytes: GPU memory while generating, which does not depend on the context.
+    largest_chunk: largest prefill chunk that fits, 0 if none does. largest_context: most tokens per sequence
+    that fit both memories with the planned chunk (not bounded by the model's positions).
+    """
+
+    shape: ModelShape
+    config: Config
+    context: int
+    batch: int
+    gpu_memory: int
+    host_memory: int
+    device: tuple[Item, ...]
+    host: tuple[Item, ...]
+    decode_bytes: int
+    kv_bytes_per_token: int
+    largest_chunk: int
+    largest_context: int
+    full_attention: FullAttention
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether prefill, decode and the host's share all fit."""
+        return not self.reasons
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory at the peak of prefill."""
+        return sum(item.bytes for item in self.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory after prefill."""
+        return sum(item.bytes for item in self.host)
+
+    def require(self) -> Plan:
+        """Return the plan if it fits; else raise MemoryPlanError with reasons and arithmetic."""
+        if not self.fits:
+            raise MemoryPlanError("; ".join(self.reasons) + f"\n{self}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON-ready values, `fits` and the two sums included."""
+        plain = {key: value for key, value in vars(self).items() if key not in ("shape", "config")}
+        return {
+            "shape": asdict(self.shape),
+            "config": self.config.to_dict(),
+            **plain,
+            "device": [asdict(item) for item in self.device],
+            "host": [asdict(item) for item in self.host],
+            "full_attention": asdict(self.full_attention),
+            "reasons": list(self.reasons),
+            "advice": list(self.advice),
+            "fits": self.fits,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    def __str__(self) -> str:
+        """An aligned table, the verdict and the advice; no line is longer than the texts in it."""
+        from retrieval_attn.plan_table import table
+
+        return table(self)
+
+
+def plan(
+    model_or_config_or_path: Any,
+    context: int = 131072,
+    gpu_memory: int | str = "24GiB",
+    host_memory: int | str | None = None,
+    batch: int = 1,
+    dtype: Any = None,
+    config: Config | Mapping[str, Any] | None = None,
+) -> Plan:
+    """What `batch` sequences of `context` tokens need on the GPU and on the host, and what fits.
+
+    Loads no weights.
+    model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
+    gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV;
+    None is the config's. config: retrieval options (`Config` or a mapping).
+    Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not
+    raised.
+    """
+    for name, value in (("context", context), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")
+    options = resolve(config, {})
+    device_limit = parse_bytes(gpu_memory, "gpu_memory")
+    host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
+    arithmetic = _Arithmetic(model_shape(model_or_config_or_path, dtype), options, context, batch)
+    shape = arithmetic.shape
+    device, host = arithmetic.device(), arithmetic.host()
+    return Plan(
+        shape=shape,
+        config=options,
+        context=context,
+        batch=batch,
+        gpu_memory=device_limit,
+        host_memory=host_limit,
+        device=device,
+        host=host,
+        decode_bytes=arithmetic.decode_bytes(),
+        kv_bytes_per_token=shape.full_layers * shape.kv_layer_bytes,
+        largest_chunk=arithmetic.largest_chunk(device_limit),
+        largest_context=arithmetic.largest_context(device_limit, host_limit),
+        full_attention=(full := arithmetic.full_attention(device_limit)),
+        reasons=arithmetic.reasons(device, host, device_limit, host_limit),
+        advice=arithmetic.advice(full, device_limit),
+    )
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """The formulas for one model, one set of options, one context length and batch."""
+
+    shape: ModelShape
+    options: Config
+    context: int
+    batch: int
+
+    @property
+    def chunk(self) -> int:
+        return min(self.options.prefill_chunk, self.context)
+
+    @property
+    def chunk_token_bytes(self) -> int:
+        """Activations per prompt token that goes through a layer: the larger of MLP and attention.
+
+        MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside
+        them.
+        Attention: query and output in the model's dtype and two float32 partials that are being merged.
+        """
+        shape = self.shape
+        residual = 3 * shape.hidden * shape.dtype_bytes
+        mlp = 3 * shape.mlp_width * shape.dtype_bytes
+        heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
+        partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
+        return self.batch * (residual + max(mlp, heads + partials))
+
+    @property
+    def context_token_bytes(self) -> int:
+        """Device bytes per token of context in prefill: hidden state, one layer's KV, cosines and sines."""
+        shape = self.shape
+        rope = 2 * shape.key_dim * shape.dtype_bytes
+        return self.batch * (shape.hidden * shape.dtype_bytes + shape.kv_layer_bytes) + rope
+
+    @property
+    def window_tokens(self) -> int:
+        return self.options.sink + self.options.window + self.options.spill
+
+    @property
+    def window_bytes(self) -> int:
+        return self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
+
+    @property
+    def sliding_bytes(self) -> int:
+        tokens = min(self.shape.sliding_window, self.context)
+        return self.batch * self.shape.sliding_layers * tokens * self.shape.kv_layer_bytes
+
+    @property
+    def logits_bytes(self) -> int:
+        return self.batch * self.shape.vocab * 4
+
+    @property
+    def host_element_bytes(self) -> int:
+        name = self.options.host_dtype
+        return self.shape.dtype_bytes if name == "auto" else DTYPE_BYTES[name]
+
+    @property
+    def host_token_bytes(self) -> int:
+        """Host bytes of keys and values per token of context."""
+        return self.batch * self.shape.full_layers * self.shape.kv_elements * self.host_element_bytes
+
+    @property
+    def index_token_bytes(self) -> int:
+        if self.options.index in _NO_EXTRA_BYTES:
+            return 0
+        return self.batch * self.shape.full_layers * self.shape.kv_heads * (self.shape.key_dim + 4 * 32)
+
+    def device(self) -> tuple[Item, ...]:
+        shape, n = self.shape, self.context
+        kv = self.batch * n * shape.kv_layer_bytes
+        hidden = self.batch * n * shape.hidden * shape.dtype_bytes
+        items = [
+            Item("weights", shape.weight_bytes, shape.weights_note),
+            Item(
+                "sinks and window",
+                self.window_bytes,
+                f"{self.window_tokens} tokens x {shape.full_layers} layers, whatever the context",
+            ),
+            Item(
+                "sliding layers",
+                self.sliding_bytes,
+                f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
+            ),
+            Item("prefill: hidden states", hidden, f"{n:,} tokens x {shape.hidden}"),
+            Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
+            Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
+            Item("prefill: one chunk", self.chunk * self.chunk_token_bytes, f"{self.chunk:,} tokens"),
+            Item("logits", self.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
+            Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
+        ]
+        return tuple(item for item in items if item.bytes)
+
+    def host(self) -> tuple[Item, ...]:
+        shape, n = self.shape, self.context
+        index = "no bytes beyond the keys" if not self.index_token_bytes else f"assumed: {_CODE_AND_LINKS}"
+        return (
+            Item("keys and values", n * self.host_token_bytes, f"{n:,} tokens x {shape.full_layers} layers"),
+            Item("index", n * self.index_token_bytes, f"{self.options.index}: {index}"),
+            Item("process and staging", HOST_RESERVE, "assumed"),
+        )
+
+    def decode_bytes(self) -> int:
+        fixed = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
+        return fixed + self.logits_bytes + DEVICE_RESERVE
+
+    def largest_chunk(self, device_limit: int) -> int:
+        free = device_limit - self.decode_bytes() - self.context * self.context_token_bytes
+        chunk = min(free // self.chunk_token_bytes, self.context)
+        return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
+
+    def largest_context(self, device_limit: int, host_limit: int) -> int:
+        chunk = self.options.prefill_chunk
+        free = device_limit - self.decode_bytes() - chunk * self.chunk_token_bytes
+        tokens = free // self.context_token_bytes
+        per_token = self.host_token_bytes + self.index_token_bytes
+        if per_token:
+            tokens = min(tokens, (host_limit - HOST_RESERVE) // per_token)
+        return max(tokens, 0)
+
+    def full_attention(self, device_limit: int) -> FullAttention:
+        shape, n = self.shape, self.context
+        layers_kv = self.batch * n * shape.full_layers
+        rest = self.sliding_bytes + self.logits_bytes + DEVICE_RESERVE + self.chunk * self.chunk_token_bytes
+        plain = shape.weight_bytes + layers_kv * shape.kv_layer_bytes + rest
+        quantized_weights = min(shape.weight_bytes, round(shape.parameters * Q4_BITS / 8))
+        quantized = quantized_weights + round(layers_kv * shape.kv_elements * Q8_BITS / 8) + rest
+        weights_read = shape.weight_bytes * shape.active_parameters // shape.parameters
+        device_read = weights_read + self.sliding_bytes
+        floor = (device_read + layers_kv * shape.kv_layer_bytes) / DEVICE_BANDWIDTH
+        host_read = self._host_read()
+        ours = (device_read + self.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
+        return FullAttention(
+            fits=plain <= device_limit,
+            fits_quantized=quantized <= device_limit,
+            bytes_16bit=plain,
+            bytes_quantized=quantized,
+            floor_ms=1000 * floor,
+            retrieval_floor_ms=1000 * ours,
+        )
+
+    def _host_read(self) -> int:
+        """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""
+        shape = self.shape
+        keys = max(self.context - self.options.sink - self.options.window, 0)
+        retrieved = self.options.top_k_of(keys)
+        rows = (
+            keys * shape.kv_heads
+            if retrieved is None
+            else min(retrieved * shape.q_heads, keys * shape.kv_heads)
+        )
+        elements = keys * shape.kv_heads * shape.key_dim + rows * shape.value_dim
+        return self.batch * shape.full_layers * elements * self.host_element_bytes
+
+    def reasons(
+        self, device: tuple[Item, ...], host: tuple[Item, ...], device_limit: int, host_limit: int
+    ) -> tuple[str, ...]:
+        reasons = []
+        positions = self.shape.max_positions
+        if positions is not None and self.context > positions:
+            reasons.append(
+                f"the context of {self.context:,} tokens needs that many positions, {self.shape.name} has "
+                f"{positions:,}: shorten the context or take a model trained for it"
+            )
+        peak, held = sum(item.bytes for item in device), sum(item.bytes for item in host)
+        if peak > device_limit:
+            chunk = self.largest_chunk(device_limit)
+            cure = (
+                f"use prefill_chunk={chunk}"
+                if chunk
+                else "shorten the context, quantise the weights or take a larger GPU"
+            )
+            reasons.append(
+                f"prefill needs {show_bytes(peak)} of GPU memory, {show_bytes(device_limit)} were given: "
+                f"{cure}"
+            )
+        if held > host_limit:
+            reasons.append(
+                f"the host needs {show_bytes(held)}, {show_bytes(host_limit)} were given: shorten the "
+                "context or take a machine with more memory"
+            )
+        return tuple(reasons)
+
+    def advice(self, full: FullAttention, device_limit: int) -> tuple[str, ...]:
+        if not self.shape.full_layers:
+            return (
+                "No layer attends to the whole context, so there is nothing to retrieve: use the model as "
+                "it is.",
+            )
+        floors = (
+            f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
+        )
+        limit = show_bytes(device_limit)
+        if full.fits:
+            return (
+                f"When KV fits on the GPU, full attention there is faster, and it fits here: "
+                f"{show_bytes(full.bytes_16bit)} of {limit}. Bandwidth floors: {floors}. Retrieval then "
+                "pays only for many contexts kept at once, or for memory that something else needs.",
+            )
+        if full.fits_quantized:
+            return (
+                f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of "
+                f"{limit}), but 4-bit weights and 8-bit KV do ({show_bytes(full.bytes_quantized)}) and "
+                "decode at full bandwidth. If quantisation is acceptable, that is the faster choice for one "
+                "context at a time.",
+            )
+        return (
+            f"Full attention does not fit {limit}: {show_bytes(full.bytes_16bit)} as planned, "
+            f"{show_bytes(full.bytes_quantized)} with 4-bit weights and 8-bit KV. This is what retrieval "
+            "is for.",
+        )

@@ -1,0 +1,274 @@
+"""The sizes of a model that decide its memory: read from its config, no weights loaded.
+
+Parameters are counted exactly, by building the model on torch's meta device. Only the bytes of quantised
+weights are estimates, unless the folder with the weights tells them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
+_SCALE_BITS = 0.5
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder. Bytes are of one sequence; layers without a growing cache count in no KV figure.
+
+    full_layers: layers that attend to everything; sliding_layers: those that keep `sliding_window` tokens.
+    active_parameters: read per generated token: without the input embedding and the experts that are not
+    visited.
+    mlp_width: widest MLP activation per token: intermediate size, or of all experts that one token visits.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    dtype_bytes: int
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+    weights_note: str
+    layers: int
+    full_layers: int
+    sliding_layers: int
+    sliding_window: int
+    hidden: int
+    mlp_width: int
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    vocab: int
+    max_positions: int | None
+
+    @property
+    def kv_elements(self) -> int:
+        """Numbers of keys and values per token and layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """Bytes of keys and values per token and layer in the model's dtype."""
+        return self.kv_elements * self.dtype_bytes
+
+
+def model_shape(source: Any, dtype: Any = None) -> ModelShape:
+    """Sizes of `source`: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
+
+    dtype: of weights and KV; None takes the config's own, else bfloat16. Nothing is downloaded.
+    Raises InputDataError (no such model here), UnsupportedModelError (not a decoder), ConfigError (dtype).
+    """
+    from torch import nn
+
+    if isinstance(source, nn.Module):
+        return _of_model(source, dtype)
+    config = load_config(source)
+    name = str(source) if isinstance(source, str | Path) else (config.name_or_path or config.model_type)
+    model = _on_meta(config)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    kind, width = _dtype(dtype, config)
+    weight_bytes, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        stored = _stored_bytes(source)
+        weight_bytes, note = _quantized_bytes(model, quantization, width, stored)
+    return _shape(config, model, name, kind, width, parameters, weight_bytes, note)
+
+
+def load_config(source: Any) -> PreTrainedConfig:
+    """The config of a folder, a locally cached hub name, or `source` itself if it is one.
+
+    Raises InputDataError.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(source, PreTrainedConfig):
+        return source
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            "plan needs a model, a config, a folder or the name of a model in the local hub cache, "
+            f"got {type(source).__name__}."
+        )
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputDataError(
+            f"model {source}: its config could not be read ({reason}); give a folder that has a "
+            "config.json, or the "
+            "name of a model that is in the local hub cache (plan downloads nothing)."
+        ) from error
+
+
+def _of_model(model: Any, dtype: Any) -> ModelShape:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ConfigError(f"plan needs a transformers model, got {type(model).__name__} without a config.")
+    parameters = sum(weight.numel() for weight in model.parameters())
+    kind, width = _dtype(dtype if dtype is not None else model.dtype, config)
+    if dtype is None:
+        held = sum(item.numel() * item.element_size() for item in (*model.parameters(), *model.buffers()))
+        note = "as loaded"
+    else:
+        held, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
+    name = config.name_or_path or config.model_type
+    return _shape(config, model, name, kind, width, parameters, held, note)
+
+
+def _shape(
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    name: str,
+    kind: str,
+    width: int,
+    parameters: int,
+    weight_bytes: int,
+    note: str,
+) -> ModelShape:
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; plan serves decoders only.")
+    types, options = get_layer_types_and_kwargs(text)
+    full = sum(kind_of == "full_attention" for kind_of in types)
+    sliding = sum(kind_of in ("sliding_attention", "chunked_attention") for kind_of in types)
+    q_heads = text.num_attention_heads
+    key_dim = getattr(text, "head_dim", None) or text.hidden_size // q_heads
+    return ModelShape(
+        name=name,
+        model_type=text.model_type,
+        dtype=kind,
+        dtype_bytes=width,
+        parameters=parameters,
+        active_parameters=_active(model, text, parameters),
+        weight_bytes=weight_bytes,
+        weights_note=note,
+        layers=text.num_hidden_layers,
+        full_layers=full,
+        sliding_layers=sliding,
+        sliding_window=int(options.get("sliding_window") or 0),
+        hidden=text.hidden_size,
+        mlp_width=_mlp_width(text),
+        q_heads=q_heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or q_heads,
+        key_dim=key_dim,
+        value_dim=getattr(text, "v_head_dim", None) or key_dim,
+        vocab=text.vocab_size,
+        max_positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def _active(model: PreTrainedModel, text: PreTrainedConfig, parameters: int) -> int:
+    """Parameters that one generated token reads."""
+    table: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = head is not None and (head.weight is table.weight or text.tie_word_embeddings)
+    active = parameters - (0 if tied else table.weight.numel())
+    visited = getattr(text, "num_experts_per_tok", None)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    if visited and experts:
+        routed = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+        active -= routed - routed * visited // experts
+    return active
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+def _mlp_width(text: PreTrainedConfig) -> int:
+    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    visited = getattr(text, "num_experts_per_tok", None)
+    if not visited:
+        return dense
+    expert = getattr(text, "moe_intermediate_size", None) or dense
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    return visited * expert + shared
+
+
+def _dtype(dtype: Any, config: PreTrainedConfig) -> tuple[str, int]:
+    """Name and bytes of the dtype to count with."""
+    if dtype is None or dtype == "auto":
+        dtype = config.get_text_config(decoder=True).dtype or config.dtype or "bfloat16"
+    kind = str(dtype).removeprefix("torch.")
+    if kind not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}.")
+    return kind, DTYPE_BYTES[kind]
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of `config` without storage. A quantised model is built as its unquantised self."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(plain)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{config.model_type}: transformers has no causal language model of this type ({error})."
+        ) from error
+
+
+def _stored_bytes(source: Any) -> int | None:
+    """Bytes of the weights in a local folder, by its safetensors index or single file; None if not told."""
+    if not isinstance(source, str | Path) or not Path(source).is_dir():
+        return None
+    index, single = Path(source) / "model.safetensors.index.json", Path(source) / "model.safetensors"
+    if index.is_file():
+        total = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+        return int(total) if total else None
+    return single.stat().st_size if single.is_file() else None
+
+
+def _quantized_bytes(
+    model: PreTrainedModel, quantization: Any, width: int, stored: int | None
+) -> tuple[int, str]:
+    """Weight bytes of a quantised model: as stored, else matrices at their bits and the rest in full."""
+    options = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(options.get("quant_method") or "unnamed")
+    method = method.rpartition(".")[2].lower()
+    if stored is not None:
+        return stored, f"{method}, as stored in the folder"
+    bits = _bits_of(method, options)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    whole = {
+        id(model.get_input_embeddings().weight),
+        id(getattr(model.get_output_embeddings(), "weight", None)),
+    }
+    # By shape and not by module class: experts are three-axis parameters, not nn.Linear.
+    linear = sum(
+        weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole
+    )
+    size = round(linear * (bits + _SCALE_BITS) / 8) + (parameters - linear) * width
+    return size, f"{method}: linear layers at {bits} bits and {_SCALE_BITS} for scales (an estimate)"
+
+
+def _bits_of(method: str, options: dict[str, Any]) -> int:
+    if options.get("bits"):
+        return int(options["bits"])
+    if options.get("load_in_4bit") or method in ("mxfp4", "fp4", "nvfp4"):
+        return 4
+    if options.get("load_in_8bit") or "fp8" in method or "int8" in method:
+        return 8
+    raise ConfigError(
+        f"plan does not know the bits per weight of quantisation {method!r}; give the folder that holds "
+        "the weights, "
+        "or a config without quantization_config and the dtype to count with."
+    )

@@ -1,0 +1,308 @@
+"""The plan's arithmetic against measured bytes, against the models themselves and against hand sums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MixtralConfig, T5Config
+
+from retrieval_attn import plan_command
+from retrieval_attn.config import Config
+from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
+from retrieval_attn.memory_plan import DEVICE_RESERVE, HOST_RESERVE, Plan, plan
+from retrieval_attn.model_shape import model_shape
+
+GIB = 2**30
+
+
+def llama3_8b(**changes: Any) -> LlamaConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1 << 20,
+        "dtype": "bfloat16",
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def tiny(**changes: Any) -> LlamaConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+        "dtype": "float32",
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def item(items: tuple[Any, ...], name: str) -> int:
+    return sum(one.bytes for one in items if one.name == name)
+
+
+def prefill_bytes(answer: Plan) -> int:
+    return sum(one.bytes for one in answer.device if one.name.startswith("prefill"))
+
+
+@pytest.mark.parametrize(
+    ("context", "chunk", "measured_gib"),
+    [
+        (131072, 2048, 1.78),
+        (131072, 4096, 1.99),
+        (131072, 8192, 2.41),
+        (131072, 16384, 3.25),
+        (131072, 32768, 4.94),
+        (262144, 8192, 3.97),
+        (524288, 8192, 7.10),
+        (1048576, 8192, 13.35),
+    ],
+)
+def test_prefill_peak_equals_measured_bytes(context: int, chunk: int, measured_gib: float) -> None:
+    """Peak live bytes of Llama-3-8B's layer-major prefill, traced on meta tensors. Breaks if a term is lost:
+    the hidden states alone are 1 GiB at 128K, the widest MLP activation 0.66 GiB at chunk 8192."""
+    answer = plan(llama3_8b(), context=context, config={"prefill_chunk": chunk})
+    assert prefill_bytes(answer) / GIB == pytest.approx(measured_gib, rel=0.01)
+
+
+def test_llama3_8b_at_128k_on_24_gib() -> None:
+    """The numbers README opens with: 8.03 G parameters, 128 KiB of KV per token, 16 GiB at 128K."""
+    answer = plan(llama3_8b(), host_memory="64GiB")
+    assert answer.shape.parameters == 8_030_261_248
+    assert answer.kv_bytes_per_token == 131072
+    assert item(answer.host, "keys and values") == 16 * GIB
+    assert answer.fits
+    assert answer.device_bytes == pytest.approx(18.2 * GIB, rel=0.01)
+    assert not answer.full_attention.fits
+    assert answer.full_attention.fits_quantized
+    assert any("4-bit weights and 8-bit KV" in text for text in answer.advice)
+
+
+def test_parameters_and_bytes_equal_a_real_models() -> None:
+    """The meta device must count what a loaded model holds, tied weights once."""
+    for config in (tiny(), tiny(tie_word_embeddings=True)):
+        model = AutoModelForCausalLM.from_config(config)
+        counted, held = model_shape(config), model_shape(model)
+        assert counted.parameters == held.parameters == model.num_parameters()
+        assert counted.weight_bytes == 4 * model.num_parameters()
+        assert model_shape(config, "bfloat16").weight_bytes == 2 * model.num_parameters()
+
+
+def test_window_and_host_equal_hand_sums() -> None:
+    """3 layers x 2 heads x (8 + 8) numbers x 4 bytes = 384 bytes per token."""
+    options = Config(sink=4, window=16, spill=4, prefill_chunk=32)
+    answer = plan(tiny(), context=100, batch=2, gpu_memory="2GiB", host_memory="4GiB", config=options)
+    assert item(answer.device, "sinks and window") == 2 * 24 * 384
+    assert item(answer.device, "prefill: KV of one layer") == 2 * 100 * 128
+    assert item(answer.host, "keys and values") == 2 * 100 * 384
+    assert item(answer.host, "index") == 0
+    assert answer.host_bytes == 2 * 100 * 384 + HOST_RESERVE
+
+
+def test_host_dtype_counts_on_the_host_only() -> None:
+    """float32 models may keep bfloat16 on the host: half the bytes there, the device unchanged."""
+    wide = plan(tiny(), context=1000, host_memory="4GiB")
+    narrow = plan(tiny(), context=1000, host_memory="4GiB", config={"host_dtype": "bfloat16"})
+    assert 2 * item(narrow.host, "keys and values") == item(wide.host, "keys and values")
+    assert narrow.device == wide.device
+
+
+def test_device_memory_while_generating_does_not_depend_on_the_context() -> None:
+    """The claim of the whole package, in its own arithmetic."""
+    short, long = (plan(llama3_8b(), context=size, gpu_memory="80GiB") for size in (1 << 15, 1 << 20))
+    assert short.decode_bytes == long.decode_bytes
+
+
+def test_sliding_layers_keep_their_window_and_stay_off_the_host() -> None:
+    """Gemma-3: five sliding layers to one full one; only full layers have keys on the host."""
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=50,
+        sliding_window=64,
+        dtype="float32",
+    )
+    answer = plan(config, context=1000, host_memory="4GiB")
+    assert (answer.shape.full_layers, answer.shape.sliding_layers) == (1, 5)
+    assert item(answer.device, "sliding layers") == 5 * 64 * 128
+    assert item(answer.host, "keys and values") == 1000 * 128
+
+
+def test_a_model_with_nothing_to_retrieve_is_told_so() -> None:
+    """All layers sliding: retrieval would do nothing, and the plan says it."""
+    answer = plan(tiny(layer_types=["sliding_attention"] * 3, sliding_window=16), context=64)
+    assert answer.kv_bytes_per_token == 0
+    assert "nothing to retrieve" in answer.advice[0]
+
+
+def test_experts_that_are_not_visited_are_not_read() -> None:
+    """The bandwidth floor of a mixture counts two of eight experts, its memory all eight."""
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=50,
+    )
+    shape = model_shape(config)
+    one_expert = 3 * 32 * 64
+    assert shape.parameters - shape.active_parameters == 2 * 6 * one_expert + 50 * 32
+    assert shape.mlp_width == 2 * 64
+
+
+@pytest.mark.parametrize(("context", "gpu"), [(131072, "20GiB"), (262144, "24GiB"), (65536, "18GiB")])
+def test_largest_chunk_fits_and_the_next_does_not(context: int, gpu: str) -> None:
+    """The suggested chunk is used as given: it must fit, and be the largest that does (in steps of 256)."""
+    largest = plan(llama3_8b(), context=context, gpu_memory=gpu).largest_chunk
+    assert 0 < largest < context
+
+    def peak(chunk: int) -> int:
+        return plan(llama3_8b(), context=context, config={"prefill_chunk": chunk}).device_bytes
+
+    limit = int(gpu.removesuffix("GiB")) * GIB
+    assert peak(largest) <= limit < peak(largest + 256)
+
+
+@pytest.mark.parametrize("host", ["16GiB", "1TiB"])
+def test_largest_context_fits_and_one_token_more_does_not(host: str) -> None:
+    """Once the host is the limit, once the GPU."""
+    largest = plan(llama3_8b(), host_memory=host).largest_context
+    assert plan(llama3_8b(), context=largest, host_memory=host).fits
+    assert not plan(llama3_8b(), context=largest + 1, host_memory=host).fits
+
+
+def test_a_plan_that_does_not_fit_says_why_and_raises_on_demand() -> None:
+    """All three limits at once: positions, GPU, host. `require` carries the arithmetic in its message."""
+    answer = plan(llama3_8b(max_position_embeddings=8192), context=1 << 20, host_memory="64GiB")
+    assert not answer.fits
+    assert len(answer.reasons) == 3
+    with pytest.raises(MemoryPlanError, match="8,192") as caught:
+        answer.require()
+    assert "keys and values" in str(caught.value)
+    fitting = plan(tiny(), context=64, host_memory="4GiB")
+    assert fitting.require() is fitting
+
+
+def test_too_large_chunk_names_the_one_that_fits() -> None:
+    """The cure in the message is the largest chunk, not advice to buy a GPU."""
+    answer = plan(llama3_8b(), host_memory="64GiB", config={"prefill_chunk": 100_000})
+    assert not answer.fits
+    assert f"prefill_chunk={answer.largest_chunk}" in answer.reasons[0]
+
+
+def test_small_models_are_told_that_full_attention_is_faster() -> None:
+    """Honesty first: where KV fits on the GPU, retrieval is not sold."""
+    answer = plan(llama3_8b(), context=8192, host_memory="64GiB")
+    assert answer.full_attention.fits
+    assert answer.full_attention.floor_ms < answer.full_attention.retrieval_floor_ms
+    assert answer.advice[0].startswith("When KV fits on the GPU, full attention there is faster")
+
+
+def test_retrieval_is_recommended_only_where_quantised_attention_does_not_fit() -> None:
+    """8B at 1M tokens: 74 GiB even with 4-bit weights and 8-bit KV."""
+    answer = plan(llama3_8b(), context=1 << 20, host_memory="256GiB")
+    assert not answer.full_attention.fits_quantized
+    assert "what retrieval is for" in answer.advice[0]
+
+
+def test_quantised_weights_count_at_their_bits(tmp_path: Path) -> None:
+    """4-bit: matrices at 4.5 bits, embedding and head in full; stored weights override the estimate."""
+    quantization = {"quant_method": "awq", "bits": 4}
+    config = tiny(dtype="bfloat16")
+    whole = model_shape(config)
+    config.quantization_config = quantization
+    shape = model_shape(config)
+    matrices = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert shape.parameters == whole.parameters
+    assert shape.weight_bytes == matrices * 4.5 / 8 + 2 * (whole.parameters - matrices)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1234))
+    assert model_shape(tmp_path).weight_bytes == 1234
+    config.quantization_config = {"quant_method": "unheard_of"}
+    with pytest.raises(ConfigError, match="unheard_of"):
+        model_shape(config)
+
+
+def test_folder_and_model_and_config_give_the_same_plan(tmp_path: Path) -> None:
+    """Three ways in, one answer; a folder needs only its config.json."""
+    config = tiny()
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    answers = [plan(source, context=128, host_memory="4GiB") for source in (config, str(tmp_path), tmp_path)]
+    assert {answer.device_bytes for answer in answers} == {answers[0].device_bytes}
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    assert plan(model, context=128, host_memory="4GiB").device_bytes == answers[0].device_bytes + buffers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"context": 0}, ConfigError, "context"),
+        ({"context": 1.5}, ConfigError, "context"),
+        ({"batch": True}, ConfigError, "batch"),
+        ({"gpu_memory": "24 gigs"}, ConfigError, "gpu_memory"),
+        ({"host_memory": -1}, ConfigError, "host_memory"),
+        ({"dtype": "int8"}, ConfigError, "int8"),
+        ({"dtype": torch.float64}, ConfigError, "float64"),
+        ({"config": {"windw": 3}}, ConfigError, "windw"),
+        ({"model_or_config_or_path": "no/such-model"}, InputDataError, "no/such-model"),
+        ({"model_or_config_or_path": 7}, ConfigError, "int"),
+        ({"model_or_config_or_path": torch.nn.Linear(2, 2)}, ConfigError, "Linear"),
+        ({"model_or_config_or_path": T5Config()}, UnsupportedModelError, "t5"),
+    ],
+)
+def test_bad_input_has_its_own_error(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    """Nothing is clamped, defaulted or passed on to a library that fails later."""
+    with pytest.raises(error, match=words):
+        plan(**{"model_or_config_or_path": tiny(), "host_memory": "4GiB", **arguments})
+
+
+def test_table_is_aligned_and_narrow() -> None:
+    """Sizes end in one column, so that they can be compared by eye; nothing needs a wide terminal."""
+    text = str(plan(llama3_8b(), context=1 << 20, host_memory="64GiB"))
+    lines = text.splitlines()
+    sizes = [re.match(r"  [^-].{29} *[\d.,]+ [GMK]iB", line) for line in lines]
+    assert len([match for match in sizes if match]) > 10
+    assert len({match.end() for match in sizes if match}) == 1
+    assert max(map(len, lines)) <= 100
+    assert "It does not fit" in text
+
+
+def test_to_dict_is_json_with_the_sums() -> None:
+    answer = plan(tiny(), context=64, host_memory="4GiB")
+    read = json.loads(json.dumps(answer.to_dict()))
+    assert read["fits"] is True
+    assert read["device_bytes"] == sum(one["bytes"] for one in read["device"]) == answer.device_bytes
+    assert read["device_bytes"] > DEVICE_RESERVE
+
+
+def test_command_prints_the_table_and_returns_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 0 when it fits and 1 when not, so that scripts can ask."""
+    tiny().save_pretrained(tmp_path)
+    parser = argparse.ArgumentParser()
+    plan_command.add_arguments(parser)
+    base = [str(tmp_path), "--context", "512", "--host-memory", "4GiB"]
+    assert plan_command.run(parser.parse_args(base)) == 0
+    assert "It fits." in capsys.readouterr().out
+    assert plan_command.run(parser.parse_args([*base, "--gpu-memory", "1MiB", "--json"])) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False

@@ -1,0 +1,55 @@
+"""Amounts of memory: what parses, what is refused by name, how they are shown."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.sizes import host_memory_bytes, parse_bytes, show_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        (25769803776, 24 * 2**30),
+        ("24GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        (" 24 gib ", 24 * 2**30),
+        ("0.5 KiB", 512),
+        ("1.5TB", 1_500_000_000_000),
+        ("7B", 7),
+    ],
+)
+def test_sizes_parse(text: int | str, size: int) -> None:
+    """GB and GiB differ by 7 %: on a 24 GB card that is 1.6 GiB of plan."""
+    assert parse_bytes(text) == size
+
+
+BAD = ["24", "24G", "GiB", "24 gigs", "-1GiB", "", "0GiB", 0, -5, True, 1.5, None]
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_bad_sizes_are_refused_by_name(value: object) -> None:
+    """A unit that is guessed is a plan that is wrong."""
+    with pytest.raises(ConfigError, match="gpu_memory") as caught:
+        parse_bytes(value, "gpu_memory")  # type: ignore[arg-type]
+    assert "24GiB" in str(caught.value)
+    assert re.search(re.escape(repr(value)), str(caught.value))
+
+
+def test_sizes_are_shown_in_the_unit_that_fits() -> None:
+    assert [show_bytes(size) for size in (0, 512, 2**16, 3 * 2**19, 2**34, -(2**30))] == [
+        "0 B",
+        "512 B",
+        "64.0 KiB",
+        "1.50 MiB",
+        "16.00 GiB",
+        "-1.00 GiB",
+    ]
+
+
+def test_this_machine_has_memory() -> None:
+    assert host_memory_bytes() > 2**28

@@ -8,6 +8,8 @@ Speeds are not predicted; bytes per token are, and at named bandwidths these giv
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -387,3 +389,39 @@ class _Arithmetic:
             f"{show_bytes(full.bytes_quantized)} with 4-bit weights and 8-bit KV. This is what retrieval "
             "is for.",
         )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `retrieval-attn plan`."""
+    usual = Config()
+    parser.add_argument("model", help="folder with a config.json, or a model in the local hub cache")
+    parser.add_argument("--context", type=int, default=131072, metavar="TOKENS", help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
+    parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB")
+    parser.add_argument(
+        "--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's"
+    )
+    parser.add_argument("--dtype", default="auto", help="of weights and KV: bfloat16, float16 or float32")
+    for name, text in (
+        ("prefill_chunk", "prompt tokens that go through a layer at once"),
+        ("sink", "first tokens, kept on the GPU"),
+        ("window", "last tokens, kept on the GPU"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=getattr(usual, name), metavar="TOKENS", help=text)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
+    answer = plan(
+        args.model,
+        context=args.context,
+        gpu_memory=args.gpu_memory,
+        host_memory=None if args.host_memory == "auto" else args.host_memory,
+        batch=args.batch,
+        dtype=args.dtype,
+        config=Config(prefill_chunk=args.prefill_chunk, sink=args.sink, window=args.window),
+    )
+    print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
+    return 0 if answer.fits else 1

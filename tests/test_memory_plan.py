@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MixtralConfig, T5Config
 
-from retrieval_attn import plan_command
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
-from retrieval_attn.memory_plan import DEVICE_RESERVE, HOST_RESERVE, Plan, plan
+from retrieval_attn.memory_plan import DEVICE_RESERVE, HOST_RESERVE, Plan, add_arguments, plan, run
 from retrieval_attn.model_shape import model_shape
 
 GIB = 2**30
@@ -300,9 +299,9 @@ def test_command_prints_the_table_and_returns_whether_it_fits(
     """Exit status 0 when it fits and 1 when not, so that scripts can ask."""
     tiny().save_pretrained(tmp_path)
     parser = argparse.ArgumentParser()
-    plan_command.add_arguments(parser)
+    add_arguments(parser)
     base = [str(tmp_path), "--context", "512", "--host-memory", "4GiB"]
-    assert plan_command.run(parser.parse_args(base)) == 0
+    assert run(parser.parse_args(base)) == 0
     assert "It fits." in capsys.readouterr().out
-    assert plan_command.run(parser.parse_args([*base, "--gpu-memory", "1MiB", "--json"])) == 1
+    assert run(parser.parse_args([*base, "--gpu-memory", "1MiB", "--json"])) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False

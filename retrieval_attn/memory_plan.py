@@ -395,20 +395,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn plan`."""
     usual = Config()
     parser.add_argument("model", help="folder with a config.json, or a model in the local hub cache")
-    parser.add_argument("--context", type=int, default=131072, metavar="TOKENS", help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
-    parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=131072,
+        metavar="TOKENS",
+        help="tokens per sequence (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
+    )
     parser.add_argument(
         "--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's"
     )
-    parser.add_argument("--dtype", default="auto", help="of weights and KV: bfloat16, float16 or float32")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)",
+    )
     for name, text in (
         ("prefill_chunk", "prompt tokens that go through a layer at once"),
         ("sink", "first tokens, kept on the GPU"),
         ("window", "last tokens, kept on the GPU"),
     ):
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=getattr(usual, name), metavar="TOKENS", help=text)
+        parser.add_argument(
+            flag,
+            type=int,
+            default=getattr(usual, name),
+            metavar="TOKENS",
+            help=f"{text} (default: %(default)s)",
+        )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 

@@ -19,18 +19,8 @@ import numpy.typing as npt
 from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.formats import (
-    LANES,
-    Format,
-    bits_to_float,
-    check_queries,
-    check_rows,
-    dot1,
-    dot4,
-    kernel_view,
-    prefetch_row,
-    widen,
-)
+from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot, prefetch_row, score_tile, widen
+from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.threads import kernel_threads
 
 Partial = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
@@ -38,7 +28,6 @@ Partial = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 AHEAD = 8
 """Gathered rows that are prefetched before their turn."""
 TILE_TOKENS = 32
-TILE_QUERIES = 4
 PART_TOKENS = 1024
 """Fewest tokens of a range that are worth a task of their own."""
 WANTED_TASKS = 64
@@ -85,9 +74,7 @@ def _finish_score(product, scale, softcap):
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _attend_gathered(queries, query, keys, values, ids, scale, softcap, out):
     """One query over values[ids]; writes out (value_dim,), returns its lse."""
-    dim = keys.shape[1]
     value_dim = values.shape[1]
-    whole = dim // LANES * LANES
     rows = np.empty(ids.shape[0], np.int64)
     weights = np.empty(ids.shape[0], np.float32)
     count = 0
@@ -99,10 +86,7 @@ def _attend_gathered(queries, query, keys, values, ids, scale, softcap, out):
     for i in range(count):
         if i + AHEAD < count:
             prefetch_row(keys, rows[i + AHEAD])
-        product = dot1(queries, query, keys, rows[i], dim)
-        for j in range(whole, dim):
-            product += queries[query, j] * widen(keys[rows[i], j])
-        score = _finish_score(product, scale, softcap)
+        score = _finish_score(dot(queries, query, keys, rows[i]), scale, softcap)
         weights[i] = score
         if score > top:
             top = score
@@ -153,9 +137,7 @@ def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums
     """Four queries over tokens [start, stop): writes sums (4, value_dim) not normalised, tops (4,), totals
     (4,).
     """
-    dim = keys.shape[1]
     value_dim = values.shape[1]
-    whole = dim // LANES * LANES
     weights = np.zeros((TILE_QUERIES, TILE_TOKENS), np.float32)
     wide = np.empty((TILE_TOKENS, value_dim), np.float32)
     for r in range(TILE_QUERIES):
@@ -165,18 +147,8 @@ def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums
             sums[r, j] = np.float32(0.0)
     for tile in range(start, stop, TILE_TOKENS):
         size = min(TILE_TOKENS, stop - tile)
+        score_tile(queries, first, keys, tile, size, weights)
         for t in range(size):
-            a, b, c, d = dot4(queries, first, keys, tile + t, dim)
-            for j in range(whole, dim):
-                key = widen(keys[tile + t, j])
-                a += queries[first, j] * key
-                b += queries[first + 1, j] * key
-                c += queries[first + 2, j] * key
-                d += queries[first + 3, j] * key
-            weights[0, t] = a
-            weights[1, t] = b
-            weights[2, t] = c
-            weights[3, t] = d
             for j in range(value_dim):
                 wide[t, j] = widen(values[tile + t, j])
         quads = (size + 3) // 4 * 4

@@ -57,12 +57,26 @@ class Segment:
     limited to the part that its path sees.
     """
 
-    def __init__(self, num_kv_heads: int, capacity: int, head_dim: int, value_dim: int, fmt: Format) -> None:
-        """Reserve the address space. Raises MemoryPlanError if the system refuses it."""
+    def __init__(
+        self,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        value_dim: int,
+        fmt: Format,
+        *,
+        expected: int | None = None,
+    ) -> None:
+        """Reserve the address space. Raises MemoryPlanError if the system refuses it.
+
+        expected: tokens that are sure to come (None: capacity). Few of them are kept in small pages, for a
+        2 MiB page per head would be taken by the first token already.
+        """
         if capacity > base.MAX_KEYS:
             raise ConfigError(f"a segment holds at most {base.MAX_KEYS} tokens, got {capacity}; use several")
-        self.keys = _reserve((num_kv_heads, capacity, head_dim), fmt)
-        self.values = _reserve((num_kv_heads, capacity, value_dim), fmt)
+        sure = capacity if expected is None else expected
+        self.keys = _reserve((num_kv_heads, capacity, head_dim), fmt, sure)
+        self.values = _reserve((num_kv_heads, capacity, value_dim), fmt, sure)
         self.fmt = fmt
         self.length = 0
         self.frozen = False
@@ -189,12 +203,12 @@ def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
     return np.where(ids < 0, np.int32(-1), ids + np.int32(first)) if first else ids
 
 
-def _reserve(shape: tuple[int, int, int], fmt: Format) -> npt.NDArray[Any]:
+def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDArray[Any]:
     """An array whose pages are taken on first write, begun on a 2 MiB boundary and in 2 MiB pages if it is
     large.
     """
     nbytes = int(np.prod(shape, dtype=np.int64)) * fmt.bytes
-    huge = nbytes // shape[0] >= 2 * HUGE_PAGE  # at most one page per head is wasted: a third of what is used
+    huge = expected * shape[2] * fmt.bytes >= 2 * HUGE_PAGE  # wasted: at most half as much as is used
     total = max(1, nbytes) + (HUGE_PAGE if huge else 0)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:

@@ -188,7 +188,10 @@ class HostPath:
             replaced = 1
         copied = self._spans[-1].length if replaced else 0
         capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
-        segment = Segment(self._heads, capacity, self._head_dim, self._value_dim, self._fmt)
+        expected = max(copied + count, self._reserved)
+        segment = Segment(
+            self._heads, capacity, self._head_dim, self._value_dim, self._fmt, expected=expected
+        )
         self._reserved = 0
         if replaced:
             segment.append(*self._spans[-1].segment.read(0, copied))

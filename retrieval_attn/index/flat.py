@@ -19,22 +19,20 @@ from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.base import MAX_KEYS, KeyIndex, SearchResult, register
-from retrieval_attn.index.formats import (
+from retrieval_attn.index.dots import (
     LANES,
-    Format,
+    TILE_QUERIES,
     bits_to_float,
-    check_queries,
-    check_rows,
-    dot4,
+    candidates,
     float_to_bits,
-    kernel_view,
-    widen,
+    lowest_bit,
+    score_tile,
 )
+from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.threads import kernel_threads
 
 TILE_KEYS = 64
 """Keys scored before their scores are filtered: 16 KiB of 128 bfloat16 stay in L1 for all query tiles."""
-TILE_QUERIES = 4
 MIN_KEYS_PER_TASK = 2048
 TASKS_PER_THREAD = 4
 POOL_BYTES = 64 << 20
@@ -106,8 +104,6 @@ def _scan(keys, queries, num_queries, start, stop, k, pool):
     keys (n, d) stored format; queries (multiple of 4, d) float32; pool (num_queries, capacity) int64,
     capacity > k or more than stop - start; unused entries become EMPTY.
     """
-    dim = keys.shape[1]
-    whole = dim // LANES * LANES
     capacity = pool.shape[1]
     counts = np.zeros(num_queries, np.int64)
     floors = np.full(num_queries, EMPTY, np.int64)
@@ -116,37 +112,26 @@ def _scan(keys, queries, num_queries, start, stop, k, pool):
     for tile in range(start, stop, TILE_KEYS):
         size = min(TILE_KEYS, stop - tile)
         for first in range(0, num_queries, TILE_QUERIES):
-            for i in range(size):
-                a, b, c, d = dot4(queries, first, keys, tile + i, dim)
-                for j in range(whole, dim):
-                    key = widen(keys[tile + i, j])
-                    a += queries[first, j] * key
-                    b += queries[first + 1, j] * key
-                    c += queries[first + 2, j] * key
-                    d += queries[first + 3, j] * key
-                scores[0, i] = a
-                scores[1, i] = b
-                scores[2, i] = c
-                scores[3, i] = d
+            score_tile(queries, first, keys, tile, size, scores)
             for query in range(first, min(first + TILE_QUERIES, num_queries)):
-                bound = bounds[query]
-                for i in range(size):
-                    score = scores[query - first, i]
-                    if score < bound:
-                        continue
-                    packed = _pack(score, tile + i)
-                    if packed <= floors[query]:
-                        continue
-                    count = counts[query]
-                    pool[query, count] = packed
-                    count += 1
-                    if count == capacity:
-                        _keep_best(pool[query], count, k)
-                        floors[query] = pool[query, k - 1]
-                        bound = _score_of(floors[query])
-                        bounds[query] = bound
-                        count = k
-                    counts[query] = count
+                for column in range(0, size, LANES):
+                    # few scores pass once the pool has filled: look at them sixteen at a time
+                    left = candidates(scores, query - first, column, bounds[query])
+                    if size - column < LANES:
+                        left &= (1 << (size - column)) - 1
+                    while left:
+                        i = column + lowest_bit(left)
+                        left &= left - 1
+                        packed = _pack(scores[query - first, i], tile + i)
+                        if packed <= floors[query]:
+                            continue
+                        pool[query, counts[query]] = packed
+                        counts[query] += 1
+                        if counts[query] == capacity:
+                            _keep_best(pool[query], capacity, k)
+                            counts[query] = k
+                            floors[query] = pool[query, k - 1]
+                            bounds[query] = _score_of(floors[query])
     for query in range(num_queries):
         count = counts[query]
         if count > k:

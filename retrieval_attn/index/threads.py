@@ -1,7 +1,7 @@
 """How many threads a parallel kernel may use, and which of them may run at once.
 
-Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the process
-when two Python threads enter a parallel kernel; there, and until the layer is known, they take turns.
+Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the
+process when two Python threads enter a parallel kernel; there, and until the layer is known, they take turns.
 """
 
 from __future__ import annotations

@@ -1,0 +1,286 @@
+"""What Numba kernels read stored rows with: widening loads, inner products of tiles, prefetch.
+
+Inside kernels the dtype alone says the storage format (float32; uint16 = bfloat16; int16 = float16, see
+`formats.kernel_view`), so every load is resolved at compile time. Explicit vectors, because LLVM keeps plain
+loops to half the width of AVX-512; they lower to what the machine has.
+
+Numba's cache of other files does not notice edits of this one: after changing something here, delete the
+`__pycache__` folders of `index` and `cpu`.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic as _numba_intrinsic
+
+intrinsic: Any = _numba_intrinsic  # untyped: callers do not pass the typing context that the definition has
+
+LANES = 16
+"""Elements of a row that are taken per step; what is left over at its end is taken one by one."""
+TILE_QUERIES = 4
+TILE_KEYS = 4
+CACHE_LINE = 64
+
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+_STORED = (types.float32, types.uint16, types.int16)
+
+
+def _is_rows(array: Any) -> bool:
+    return isinstance(array, types.Array) and array.ndim == 2 and array.dtype in _STORED
+
+
+def _is_float_rows(array: Any) -> bool:
+    return _is_rows(array) and array.dtype == types.float32
+
+
+def _widen(builder: Any, value: Any, stored: Any, lanes: int) -> Any:
+    """Emit stored bits -> float32, for a scalar (lanes 0) or a vector."""
+
+    def shaped(scalar: Any) -> Any:
+        return ir.VectorType(scalar, lanes) if lanes else scalar
+
+    if stored == types.float32:
+        return value
+    if stored == types.int16:
+        return builder.fpext(builder.bitcast(value, shaped(ir.HalfType())), shaped(_FLOAT))
+    wide = shaped(_INT32)
+    shift = ir.Constant(wide, [16] * lanes if lanes else 16)
+    return builder.bitcast(builder.shl(builder.zext(value, wide), shift), shaped(_FLOAT))
+
+
+@intrinsic
+def widen(typingctx, value):
+    """One stored element (float32, uint16 = bfloat16 bits, int16 = float16 bits) as float32."""
+    if value not in _STORED:
+        return None
+
+    def codegen(context, builder, signature, args):
+        return _widen(builder, args[0], value, 0)
+
+    return types.float32(value), codegen
+
+
+@intrinsic
+def bits_to_float(typingctx, bits):
+    """int32 -> the float32 of the same bits."""
+    if bits != types.int32:
+        return None
+    return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], _FLOAT)
+
+
+@intrinsic
+def float_to_bits(typingctx, value):
+    """float32 -> the int32 of the same bits."""
+    if value != types.float32:
+        return None
+    return types.int32(value), lambda context, builder, signature, args: builder.bitcast(args[0], _INT32)
+
+
+def _row_address(context: Any, builder: Any, array_type: Any, value: Any, row: Any) -> Any:
+    """Emit the address of row `row` of a two-axis array, by its real stride, in 64-bit arithmetic."""
+    array = context.make_array(array_type)(context, builder, value)
+    stride = builder.extract_value(array.strides, 0)
+    return builder.add(builder.ptrtoint(array.data, _INT64), builder.mul(row, stride))
+
+
+def _offset(builder: Any, address: Any, elements: Any, size: int) -> Any:
+    return builder.add(address, builder.mul(elements, ir.Constant(_INT64, size)))
+
+
+def _fold(builder: Any, sums: list[Any]) -> Any:
+    """Emit the sum over the lanes of each of 1, 2, 4, 8 or 16 vectors: lane i of the result is that of sums[i].
+
+    Always adds lane i to lane i + 8, then + 4, + 2, + 1: a sum is bit-identical whichever vectors it is
+    folded with, so that a score does not depend on how keys fall into tiles.
+    """
+    width = LANES  # lanes of a group: what is left of one sum
+    while width > 1:
+        half = width // 2
+        groups = LANES // width
+        low = [source + g * width + i for source in (0, LANES) for g in range(groups) for i in range(half)]
+        high = [lane + half for lane in low]
+        pairs = zip(sums[::2], sums[1::2], strict=True) if len(sums) > 1 else [(sums[0], sums[0])]
+        sums = [builder.fadd(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high)) for a, b in pairs]
+        width = half
+    return sums[0]
+
+
+def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
+
+
+def _products(builder: Any, query_rows: list[Any], key_rows: list[Any], stored: Any, width: Any) -> Any:
+    """Emit the inner products of all rows at the given addresses: query-major in the lanes of one vector."""
+    stored_ir = _FLOAT if stored == types.float32 else ir.IntType(16)
+    size = 4 if stored == types.float32 else 2
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    slots = [cgutils.alloca_once(builder, _VECTOR) for _ in range(len(query_rows) * len(key_rows))]
+    for slot in slots:
+        builder.store(zero, slot)
+    signature = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    muladd = cgutils.get_or_insert_function(builder.module, signature, f"llvm.fmuladd.v{LANES}f32")
+    lanes = ir.Constant(_INT64, LANES)
+    with cgutils.for_range(builder, builder.udiv(width, lanes)) as loop:
+        element = builder.mul(loop.index, lanes)
+        keys = []
+        for row in key_rows:
+            pointer = builder.inttoptr(
+                _offset(builder, row, element, size), ir.VectorType(stored_ir, LANES).as_pointer()
+            )
+            keys.append(_widen(builder, builder.load(pointer, align=size), stored, LANES))
+        for i, row in enumerate(query_rows):
+            pointer = builder.inttoptr(_offset(builder, row, element, 4), _VECTOR.as_pointer())
+            query = builder.load(pointer, align=4)
+            for j, key in enumerate(keys):
+                slot = slots[i * len(keys) + j]
+                builder.store(builder.call(muladd, [query, key, builder.load(slot)]), slot)
+    return _fold(builder, [builder.load(slot) for slot in slots])
+
+
+def _tile_codegen(num_keys: int) -> Any:
+    def codegen(context, builder, signature, args):
+        queries, first, keys, row, width, out, column = args
+        query_type, _, key_type, _, _, out_type, _ = signature.args
+
+        def rows(array_type, array, start, count):
+            numbers = [builder.add(start, ir.Constant(_INT64, i)) for i in range(count)]
+            return [_row_address(context, builder, array_type, array, number) for number in numbers]
+
+        query_rows = rows(query_type, queries, first, TILE_QUERIES)
+        products = _products(builder, query_rows, rows(key_type, keys, row, num_keys), key_type.dtype, width)
+        pointer_type = ir.VectorType(_FLOAT, num_keys).as_pointer()
+        for i, address in enumerate(rows(out_type, out, ir.Constant(_INT64, 0), TILE_QUERIES)):
+            pointer = builder.inttoptr(_offset(builder, address, column, 4), pointer_type)
+            lanes = list(range(i * num_keys, (i + 1) * num_keys))
+            builder.store(_shuffled(builder, products, products, lanes), pointer, align=4)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _tile_signature(queries: Any, keys: Any, out: Any) -> Any:
+    if not (_is_float_rows(queries) and _is_rows(keys) and _is_float_rows(out)):
+        return None
+    return types.void(queries, types.int64, keys, types.int64, types.int64, out, types.int64)
+
+
+@intrinsic
+def _dot_4x4(typingctx, queries, first, keys, row, width, out, column):
+    """out[i, column + j] = queries[first + i] . keys[row + j] for i, j < 4, over width // LANES * LANES."""
+    signature = _tile_signature(queries, keys, out)
+    return None if signature is None else (signature, _tile_codegen(TILE_KEYS))
+
+
+@intrinsic
+def _dot_4x1(typingctx, queries, first, keys, row, width, out, column):
+    """out[i, column] = queries[first + i] . keys[row] for i < 4, bit-identical to what _dot_4x4 gives."""
+    signature = _tile_signature(queries, keys, out)
+    return None if signature is None else (signature, _tile_codegen(1))
+
+
+@intrinsic
+def _dot_1x1(typingctx, queries, first, keys, row, width):
+    """queries[first] . keys[row] over width // LANES * LANES, bit-identical to what _dot_4x4 gives."""
+    if not (_is_float_rows(queries) and _is_rows(keys)):
+        return None
+
+    def codegen(context, builder, signature, args):
+        queries, first, keys, row, width = args
+        query_row = _row_address(context, builder, signature.args[0], queries, first)
+        key_row = _row_address(context, builder, signature.args[2], keys, row)
+        products = _products(builder, [query_row], [key_row], signature.args[2].dtype, width)
+        return builder.extract_element(products, ir.Constant(_INT32, 0))
+
+    return types.float32(queries, types.int64, keys, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def dot(queries, query, keys, row):
+    """Inner product of queries[query] (float32) and keys[row] (stored format), float32."""
+    dim = keys.shape[1]
+    total = _dot_1x1(queries, query, keys, row, dim)
+    for j in range(dim // LANES * LANES, dim):
+        total += queries[query, j] * widen(keys[row, j])
+    return total
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def score_tile(queries, first, keys, start, size, out):
+    """out[i, t] = queries[first + i] . keys[start + t] for i < 4, t < size.
+
+    queries (at least first + 4, d) float32, keys (n, d) stored format, out (4, at least size) float32; rows
+    contiguous. A score is bit-identical wherever the key falls in a tile.
+    """
+    dim = keys.shape[1]
+    whole = size // TILE_KEYS * TILE_KEYS
+    for t in range(0, whole, TILE_KEYS):
+        _dot_4x4(queries, first, keys, start + t, dim, out, t)
+    for t in range(whole, size):
+        _dot_4x1(queries, first, keys, start + t, dim, out, t)
+    for j in range(dim // LANES * LANES, dim):
+        for t in range(size):
+            key = widen(keys[start + t, j])
+            for i in range(TILE_QUERIES):
+                out[i, t] += queries[first + i, j] * key
+
+
+@intrinsic
+def candidates(typingctx, scores, row, column, bound):
+    """Bit i of the result: not scores[row, column + i] < bound, for i < LANES (a NaN sets it)."""
+    if not (_is_float_rows(scores) and bound == types.float32):
+        return None
+
+    def codegen(context, builder, signature, args):
+        scores, row, column, bound = args
+        address = _row_address(context, builder, signature.args[0], scores, row)
+        pointer = builder.inttoptr(_offset(builder, address, column, 4), _VECTOR.as_pointer())
+        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), bound, ir.Constant(_INT32, 0))
+        bounds = _shuffled(builder, first, first, [0] * LANES)
+        keep = builder.fcmp_unordered(">=", builder.load(pointer, align=4), bounds)
+        return builder.zext(builder.bitcast(keep, ir.IntType(LANES)), _INT64)
+
+    return types.int64(scores, types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def lowest_bit(typingctx, bits):
+    """Position of the lowest bit set in int64 `bits`, which must not be 0."""
+    if bits != types.int64:
+        return None
+    return types.int64(bits), lambda context, builder, signature, args: builder.cttz(
+        args[0], ir.Constant(ir.IntType(1), 1)
+    )
+
+
+@intrinsic
+def prefetch_row(typingctx, array, row):
+    """Ask the cache for every line of array[row] (two axes). Never faults, changes nothing."""
+    if not _is_rows(array):
+        return None
+    size = 4 if array.dtype == types.float32 else 2
+
+    def codegen(context, builder, signature, args):
+        pointer_type = ir.IntType(8).as_pointer()
+        signature_ir = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
+        prefetch = cgutils.get_or_insert_function(builder.module, signature_ir, "llvm.prefetch.p0")
+        base = _row_address(context, builder, array, args[0], args[1])
+        shape = context.make_array(array)(context, builder, args[0]).shape
+        row_bytes = builder.mul(builder.extract_value(shape, 1), ir.Constant(_INT64, size))
+        lines = builder.udiv(
+            builder.add(row_bytes, ir.Constant(_INT64, CACHE_LINE - 1)), ir.Constant(_INT64, CACHE_LINE)
+        )
+        with cgutils.for_range(builder, lines) as loop:
+            pointer = builder.inttoptr(_offset(builder, base, loop.index, CACHE_LINE), pointer_type)
+            builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen

@@ -113,7 +113,8 @@ class CacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many."""
-        count = self.columns - min(tokens_to_remove, self.columns) if tokens_to_remove > 0 else -tokens_to_remove
+        given = int(tokens_to_remove)  # assisted decoding passes a tensor
+        count = self.columns - min(given, self.columns) if given > 0 else -given
         if count > self.columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {self.columns}.")
         if count:

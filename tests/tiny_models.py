@@ -1,0 +1,103 @@
+"""Random-weight models of the supported types, small enough to run every feature in float32 on a CPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 97
+LAYERS = 4
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [1.0 + 0.5 * step for step in range(8)],
+    "short_factor": [1.0 + 0.05 * step for step in range(8)],
+    "original_max_position_embeddings": 64,
+}
+
+# name -> (model_type, changes to _BASE). Yi is of type llama with another rope base and no llama-3 scaling.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama31": ("llama", {"rope_parameters": _LLAMA31_ROPE}),
+    "yi": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_sliding": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "phi3": (
+        "phi3",
+        {
+            "hidden_size": 96,  # Phi-3 has no head_dim of its own: 96 / 6 heads = 16
+            "sliding_window": None,
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {"sliding_window": 24, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
+    ),
+    "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 24,
+            "layer_types": _ALTERNATING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+@lru_cache(maxsize=None)
+def tiny_model(name: str) -> PreTrainedModel:
+    """A float32 model of `name` with seeded weights, eager attention, eval mode. Shared: leave it as it was."""
+    model_type, changes = CONFIGS[name]
+    config = CONFIG_MAPPING[model_type](**{**_BASE, **changes})
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    # Random weights give nearly uniform attention, in which a lost key would hardly show: make scores vary.
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if any(part in parameter_name for part in ("q_proj", "k_proj", "qkv_proj")) and parameter.ndim == 2:
+                parameter.mul_(6.0)
+            if parameter_name.endswith("sinks"):
+                parameter.normal_(0.0, 1.0)
+    return model
+
+
+def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    """(batch, tokens) ids that avoid the special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)

@@ -19,7 +19,16 @@ import numpy.typing as npt
 from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot, prefetch_row, score_tile, widen
+from retrieval_attn.index.dots import (
+    TILE_QUERIES,
+    bits_to_float,
+    dot,
+    float_to_bits,
+    prefetch_row,
+    score_tile,
+    weigh_tile,
+    widen,
+)
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.threads import kernel_threads
 
@@ -27,7 +36,7 @@ Partial = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 AHEAD = 8
 """Gathered rows that are prefetched before their turn."""
-TILE_TOKENS = 32
+TILE_TOKENS = 64
 PART_TOKENS = 1024
 """Fewest tokens of a range that are worth a task of their own."""
 WANTED_TASKS = 64
@@ -63,12 +72,41 @@ def _exp(x):
     return value if x > _LEAST else zero
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _finish_score(product, scale, softcap):
-    score = np.float32(product * scale)
+@njit(nogil=True, cache=True)
+def _scale_scores(scores, count, scale, softcap):
+    """Turn products scores[:count] into scores in place; returns the largest, or -inf without any.
+
+    NaN: the result may be anything, the weights that follow are NaN all the same.
+    """
+    for i in range(count):
+        scores[i] *= scale
     if softcap > 0:
-        score = np.float32(softcap * np.float32(math.tanh(np.float32(score / softcap))))
-    return score
+        for i in range(count):
+            scores[i] = softcap * np.float32(math.tanh(np.float32(scores[i] / softcap)))
+    top = np.int32(-0x7F800001)  # the code of -inf
+    for i in range(
+        count
+    ):  # in integers, which LLVM takes several at a time: the maximum of floats it does not
+        bits = float_to_bits(scores[i])
+        code = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        top = max(top, code)
+    return bits_to_float(np.int32(top ^ ((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
+@njit(nogil=True, cache=True)
+def _exponentiate(scores, count, shift):
+    """scores[:count] = exp(scores[:count] - shift), all scores <= shift."""
+    for i in range(count):
+        scores[i] = _exp(scores[i] - shift)
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def _total(weights, count):
+    """Sum of weights[:count] in float64."""
+    total = 0.0
+    for i in range(count):
+        total += np.float64(weights[i])
+    return total
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -82,22 +120,16 @@ def _attend_gathered(queries, query, keys, values, ids, scale, softcap, out):
         if ids[i] >= 0:
             rows[count] = ids[i]
             count += 1
-    top = np.float32(-np.inf)
     for i in range(count):
         if i + AHEAD < count:
             prefetch_row(keys, rows[i + AHEAD])
-        score = _finish_score(dot(queries, query, keys, rows[i]), scale, softcap)
-        weights[i] = score
-        if score > top:
-            top = score
-    shift = top if top > -np.inf else np.float32(0.0)  # all -inf: -inf - -inf would be NaN
+        weights[i] = dot(queries, query, keys, rows[i])
     for i in range(min(AHEAD, count)):
         prefetch_row(values, rows[i])
-    for i in range(count):
-        weights[i] = _exp(weights[i] - shift)
-    total = 0.0
-    for i in range(count):
-        total += weights[i]
+    top = _scale_scores(weights, count, scale, softcap)
+    shift = top if top > -np.inf else np.float32(0.0)  # all -inf: -inf - -inf would be NaN
+    _exponentiate(weights, count, shift)
+    total = _total(weights, count)
     for j in range(value_dim):
         out[j] = np.float32(0.0)
     if total == 0.0:
@@ -137,52 +169,24 @@ def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums
     """Four queries over tokens [start, stop): writes sums (4, value_dim) not normalised, tops (4,), totals
     (4,).
     """
-    value_dim = values.shape[1]
-    weights = np.zeros((TILE_QUERIES, TILE_TOKENS), np.float32)
-    wide = np.empty((TILE_TOKENS, value_dim), np.float32)
-    for r in range(TILE_QUERIES):
-        tops[r] = -np.inf
-        totals[r] = 0.0
-        for j in range(value_dim):
-            sums[r, j] = np.float32(0.0)
+    weights = np.empty((TILE_QUERIES, TILE_TOKENS), np.float32)
+    sums[:] = np.float32(0.0)
+    tops[:] = np.float32(-np.inf)
+    totals[:] = 0.0
     for tile in range(start, stop, TILE_TOKENS):
         size = min(TILE_TOKENS, stop - tile)
         score_tile(queries, first, keys, tile, size, weights)
-        for t in range(size):
-            for j in range(value_dim):
-                wide[t, j] = widen(values[tile + t, j])
-        quads = (size + 3) // 4 * 4
-        for t in range(size, quads):  # the last tile is filled up to a multiple of 4 with tokens of weight 0
-            for j in range(value_dim):
-                wide[t, j] = np.float32(0.0)
         for r in range(TILE_QUERIES):
-            top = tops[r]
-            for t in range(size):
-                score = _finish_score(weights[r, t], scale, softcap)
-                weights[r, t] = score
-                if score > top:
-                    top = score
+            top = max(tops[r], _scale_scores(weights[r], size, scale, softcap))
             shift = top if top > -np.inf else np.float32(0.0)
-            for t in range(size):
-                weights[r, t] = _exp(weights[r, t] - shift)
-            total = np.float64(0.0)
-            for t in range(size):
-                total += weights[r, t]
-            for t in range(size, quads):
-                weights[r, t] = np.float32(0.0)
+            _exponentiate(weights[r], size, shift)
             if top > tops[r]:
                 fade = _exp(tops[r] - shift)
                 totals[r] *= fade
-                for j in range(value_dim):
-                    sums[r, j] *= fade
+                sums[r] *= fade
                 tops[r] = top
-            totals[r] += total
-            for t in range(0, quads, 4):
-                w0, w1, w2, w3 = weights[r, t], weights[r, t + 1], weights[r, t + 2], weights[r, t + 3]
-                for j in range(value_dim):
-                    low = w0 * wide[t, j] + w1 * wide[t + 1, j]
-                    high = w2 * wide[t + 2, j] + w3 * wide[t + 3, j]
-                    sums[r, j] += low + high
+            totals[r] += _total(weights[r], size)
+        weigh_tile(weights, values, tile, size, sums)
 
 
 @njit(parallel=True, nogil=True, cache=True)

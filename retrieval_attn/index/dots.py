@@ -97,7 +97,7 @@ def _offset(builder: Any, address: Any, elements: Any, size: int) -> Any:
 
 
 def _fold(builder: Any, sums: list[Any]) -> Any:
-    """Emit the sum over the lanes of each of 1, 2, 4, 8 or 16 vectors: lane i of the result is that of sums[i].
+    """Emit the sum over the lanes of each of 1, 2, 4, 8 or 16 vectors: lane i of the result is sums[i]'s.
 
     Always adds lane i to lane i + 8, then + 4, + 2, + 1: a sum is bit-identical whichever vectors it is
     folded with, so that a score does not depend on how keys fall into tiles.
@@ -118,6 +118,17 @@ def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
+def _spread(builder: Any, scalar: Any) -> Any:
+    """Emit a vector of copies of a float32."""
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INT32, 0))
+    return _shuffled(builder, first, first, [0] * LANES)
+
+
+def _muladd(builder: Any) -> Any:
+    signature = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return cgutils.get_or_insert_function(builder.module, signature, f"llvm.fmuladd.v{LANES}f32")
+
+
 def _products(builder: Any, query_rows: list[Any], key_rows: list[Any], stored: Any, width: Any) -> Any:
     """Emit the inner products of all rows at the given addresses: query-major in the lanes of one vector."""
     stored_ir = _FLOAT if stored == types.float32 else ir.IntType(16)
@@ -126,8 +137,7 @@ def _products(builder: Any, query_rows: list[Any], key_rows: list[Any], stored: 
     slots = [cgutils.alloca_once(builder, _VECTOR) for _ in range(len(query_rows) * len(key_rows))]
     for slot in slots:
         builder.store(zero, slot)
-    signature = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    muladd = cgutils.get_or_insert_function(builder.module, signature, f"llvm.fmuladd.v{LANES}f32")
+    muladd = _muladd(builder)
     lanes = ir.Constant(_INT64, LANES)
     with cgutils.for_range(builder, builder.udiv(width, lanes)) as loop:
         element = builder.mul(loop.index, lanes)
@@ -234,6 +244,62 @@ def score_tile(queries, first, keys, start, size, out):
 
 
 @intrinsic
+def _weigh(typingctx, weights, values, start, size, sums, column):
+    """sums[i, column:][:LANES] += weights[i, t] * values[start + t, column:][:LANES], i < 4, t < size."""
+    if not (_is_float_rows(weights) and _is_rows(values) and _is_float_rows(sums)):
+        return None
+    stored = values.dtype
+    stored_ir = _FLOAT if stored == types.float32 else ir.IntType(16)
+    item = 4 if stored == types.float32 else 2
+
+    def codegen(context, builder, signature, args):
+        weights, values, start, size, sums, column = args
+        weights_type, values_type, _, _, sums_type, _ = signature.args
+        numbers = [ir.Constant(_INT64, i) for i in range(TILE_QUERIES)]
+        weight_rows = [_row_address(context, builder, weights_type, weights, i) for i in numbers]
+        pointers, slots = [], []
+        for i in numbers:
+            address = _offset(builder, _row_address(context, builder, sums_type, sums, i), column, 4)
+            pointers.append(builder.inttoptr(address, _VECTOR.as_pointer()))
+            slots.append(cgutils.alloca_once(builder, _VECTOR))
+            builder.store(builder.load(pointers[-1], align=4), slots[-1])
+        muladd = _muladd(builder)
+        with cgutils.for_range(builder, size) as loop:
+            row = _row_address(context, builder, values_type, values, builder.add(start, loop.index))
+            pointer = builder.inttoptr(
+                _offset(builder, row, column, item), ir.VectorType(stored_ir, LANES).as_pointer()
+            )
+            value = _widen(builder, builder.load(pointer, align=item), stored, LANES)
+            for weight_row, slot in zip(weight_rows, slots, strict=True):
+                address = _offset(builder, weight_row, loop.index, 4)
+                weight = builder.load(builder.inttoptr(address, _FLOAT.as_pointer()))
+                spread = _spread(builder, weight)
+                builder.store(builder.call(muladd, [spread, value, builder.load(slot)]), slot)
+        for pointer, slot in zip(pointers, slots, strict=True):
+            builder.store(builder.load(slot), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(weights, values, types.int64, types.int64, sums, types.int64), codegen
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def weigh_tile(weights, values, start, size, sums):
+    """sums[i] += weights[i, t] * values[start + t] for i < 4, summed over t < size in that order.
+
+    weights (4, at least size) float32, values (n, dv) stored format, sums (4, dv) float32; rows contiguous.
+    """
+    value_dim = values.shape[1]
+    whole = value_dim // LANES * LANES
+    for column in range(0, whole, LANES):
+        _weigh(weights, values, start, size, sums, column)
+    for j in range(whole, value_dim):
+        for t in range(size):
+            value = widen(values[start + t, j])
+            for i in range(TILE_QUERIES):
+                sums[i, j] += weights[i, t] * value
+
+
+@intrinsic
 def candidates(typingctx, scores, row, column, bound):
     """Bit i of the result: not scores[row, column + i] < bound, for i < LANES (a NaN sets it)."""
     if not (_is_float_rows(scores) and bound == types.float32):
@@ -243,9 +309,7 @@ def candidates(typingctx, scores, row, column, bound):
         scores, row, column, bound = args
         address = _row_address(context, builder, signature.args[0], scores, row)
         pointer = builder.inttoptr(_offset(builder, address, column, 4), _VECTOR.as_pointer())
-        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), bound, ir.Constant(_INT32, 0))
-        bounds = _shuffled(builder, first, first, [0] * LANES)
-        keep = builder.fcmp_unordered(">=", builder.load(pointer, align=4), bounds)
+        keep = builder.fcmp_unordered(">=", builder.load(pointer, align=4), _spread(builder, bound))
         return builder.zext(builder.bitcast(keep, ir.IntType(LANES)), _INT64)
 
     return types.int64(scores, types.int64, types.int64, types.float32), codegen

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 97
-LAYERS = 4
+LAYERS = 2
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

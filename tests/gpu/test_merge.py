@@ -1,0 +1,79 @@
+"""Partials and their merge, against float64 softmax over the union of the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retrieval_attn.errors import ShapeError
+from retrieval_attn.gpu.merge import Partial, empty_partial, merge, sink_logit_partial
+from retrieval_attn.gpu.reference import reference_attention
+
+
+def parts_of(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Partial]:
+    """Float32 partials over consecutive key ranges; equal bounds give empty parts."""
+    parts = []
+    for start, stop in zip([0, *bounds], [*bounds, key.shape[2]], strict=True):
+        found = reference_attention(query, key[:, :, start:stop], value[:, :, start:stop], scale=0.3)
+        parts.append(Partial(found.out.float(), found.lse.float()))
+    return parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bounds=st.lists(st.integers(0, 65), max_size=4).map(sorted),
+    group=st.sampled_from([1, 4]),
+    spread=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_any_partition_merges_to_the_whole(bounds: list[int], group: int, spread: float, seed: int) -> None:
+    """Equal to attention over all keys, however they are split; scores up to +-1000."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, 2 * group, 3, 16, generator=generator) * spread
+    key, value = torch.randn(2, 1, 2, 65, 16, generator=generator)
+    whole = reference_attention(query, key, value, scale=0.3)
+    merged = merge(parts_of(query, key, value, bounds))
+    same_precision = Partial(*(item.float() for item in whole))
+    rounding = (same_precision.out - whole.out).abs().max()
+    assert (merged.out - whole.out).abs().max() <= 2e-6 + 2 * rounding
+    assert (merged.lse - whole.lse).abs().max() <= 1e-6 * max(1.0, float(whole.lse.abs().max()))
+
+
+def test_all_parts_empty_is_zero_and_minus_infinity_not_nan() -> None:
+    """The plain formula gives NaN here (0 / 0), and one NaN row would poison every later layer."""
+    query = torch.randn(2, 4, 3, 8)
+    merged = merge([empty_partial(query, 5), empty_partial(query, 5)])
+    assert torch.equal(merged.out, torch.zeros(2, 4, 3, 5))
+    assert torch.isneginf(merged.lse).all()
+
+
+def test_an_empty_part_changes_nothing() -> None:
+    query, key, value = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    part = parts_of(query, key, value, [])[0]
+    merged = merge([empty_partial(query, 8), part, empty_partial(query, 8)])
+    torch.testing.assert_close(merged.out, part.out, rtol=0, atol=1e-7)
+    torch.testing.assert_close(merged.lse, part.lse, rtol=0, atol=1e-6)
+
+
+def test_sink_logits_equal_an_extra_key_of_value_zero() -> None:
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    logits = torch.randn(4)
+    expected = reference_attention(query, key, value, scale=0.3, sink_logits=logits)
+    part = Partial(*(item.float() for item in reference_attention(query, key, value, scale=0.3)))
+    merged = merge([part, sink_logit_partial(logits, query, 8)])
+    torch.testing.assert_close(merged.out.double(), expected.out, rtol=0, atol=1e-6)
+    torch.testing.assert_close(merged.lse.double(), expected.lse, rtol=0, atol=1e-6)
+
+
+def test_bad_parts_are_refused() -> None:
+    query = torch.randn(1, 2, 3, 8)
+    part = empty_partial(query, 8)
+    with pytest.raises(ShapeError, match="at least one"):
+        merge([])
+    with pytest.raises(ShapeError, match="float32"):
+        merge([part, Partial(part.out.bfloat16(), part.lse)])
+    with pytest.raises(ShapeError, match="share one shape"):
+        merge([part, empty_partial(query[:, :, :2], 8)])

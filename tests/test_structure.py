@@ -190,15 +190,24 @@ def test_files_need_nothing_outside_the_repository() -> None:
     assert not hits, f"machine-specific paths in {hits}"
 
 
-def test_readme_help_is_the_programs_help() -> None:
-    """README's help block is generated; it must equal what the program prints today."""
+def test_help_in_the_documents_is_the_programs_help() -> None:
+    """Help blocks in README.md and docs/commands.md are generated: they equal what the program prints."""
     from retrieval_attn.cli import build_parser
-    from tools.update_help import README, help_markdown, replace_block
+    from tools.update_help import outdated
 
     if sys.version_info[:2] not in {(3, 11), (3, 12)}:
         pytest.skip("argparse words its help differently in other Python versions")
-    text = README.read_text(encoding="utf-8")
-    assert text == replace_block(text, help_markdown(build_parser())), "run: python -m tools.update_help"
+    assert not outdated(build_parser()), "run: python -m tools.update_help"
+
+
+def test_help_markers_must_be_there() -> None:
+    """A lost marker must not make the help block vanish or grow silently."""
+    from tools.update_help import BEGIN, END, replace_block
+
+    assert replace_block(f"a\n{BEGIN}\nold\n{END}\nb", "new\n") == f"a\n{BEGIN}\nnew\n{END}\nb"
+    for broken in ("a", f"a {BEGIN} b", f"a {END} b {BEGIN}"):
+        with pytest.raises(ValueError, match="needs the lines"):
+            replace_block(broken, "new")
 
 
 def test_constraints_satisfy_the_declared_dependencies() -> None:

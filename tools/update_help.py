@@ -1,6 +1,8 @@
-"""Writes the program's own help into README.md between two markers.
+"""Writes the program's own help into the documents, between two markers each.
 
-python -m tools.update_help [--check]
+    python -m tools.update_help [--check]
+
+README.md gets the list of commands, docs/commands.md the options of every command.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- help: begin, written by python -m tools.update_help -->"
 END = "<!-- help: end -->"
 WIDTH = 100
@@ -24,19 +26,21 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
     return {}
 
 
-def help_markdown(parser: argparse.ArgumentParser) -> str:
-    """Help of the program and of each subcommand as fenced blocks, WIDTH columns on any terminal."""
+def blocks(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """What stands between the markers of each document, by path from the root; WIDTH columns."""
     before = os.environ.get("COLUMNS")
-    # argparse asks the environment for the width, and 3.14 colours its output unless told not to.
+    # argparse takes the width from the environment before it asks the terminal.
     os.environ["COLUMNS"] = str(WIDTH)
     try:
-        texts = [parser.format_help(), *(sub.format_help() for sub in subparsers(parser).values())]
+        overview = parser.format_help()
+        details = {name: sub.format_help() for name, sub in subparsers(parser).items()}
     finally:
         if before is None:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return "\n".join(f"```text\n{text.rstrip()}\n```\n" for text in texts)
+    sections = [f"## {parser.prog} {name}\n\n{_fenced(text)}" for name, text in details.items()]
+    return {"README.md": _fenced(overview), "docs/commands.md": "\n" + "\n".join(sections) + "\n"}
 
 
 def replace_block(text: str, block: str) -> str:
@@ -44,25 +48,41 @@ def replace_block(text: str, block: str) -> str:
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md needs the lines {BEGIN!r} and {END!r} around the help text")
+        raise ValueError(f"the document needs the lines {BEGIN!r} and {END!r} around the help text")
     return f"{head}{BEGIN}\n{block}{END}{tail}"
 
 
+def outdated(parser: argparse.ArgumentParser) -> dict[Path, str]:
+    """Documents whose help differs from the program's, with the text they should have."""
+    found = {}
+    for name, block in blocks(parser).items():
+        path = ROOT / name
+        old = path.read_text(encoding="utf-8")
+        new = replace_block(old, block)
+        if new != old:
+            found[path] = new
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites README.md, or with --check only says whether it is current (exit status 1 if not)."""
+    """Rewrites what is out of date, or with --check only says so (exit status 1)."""
     from retrieval_attn.cli import build_parser
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
     args = parser.parse_args(arguments)
-    old = README.read_text(encoding="utf-8")
-    new = replace_block(old, help_markdown(build_parser()))
-    if args.check:
-        if old != new:
-            print("README.md: help text is out of date; run: python -m tools.update_help", file=sys.stderr)
-        return int(old != new)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    changes = outdated(build_parser())
+    for path, text in changes.items():
+        print(f"{path.relative_to(ROOT)}: {'out of date' if args.check else 'written'}")
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(changes) and args.check)
+
+
+def _fenced(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"
 
 
 if __name__ == "__main__":

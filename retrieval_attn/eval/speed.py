@@ -156,7 +156,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
             f"{row.full_bytes / MIB:,.2f}",
             f"{touched:,.2f}",
             f"{row.host_gb_per_second:.1f}",
-            f"{row.same_token:.0%}",
+            "-" if row.same_token is None else f"{row.same_token:.0%}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     worst = max(row.logit_error for row in rows)
@@ -203,10 +203,11 @@ def _measure(args: argparse.Namespace, lengths: list[int]) -> tuple[list[Row], d
     device = pick_device(args.device)
     model, tokenizer = _load(args, device)
     read = min(args.read, max(lengths))
-    source = read_prompt(model, _prompt(args, tokenizer, model, read), config)
+    prompt = _prompt(args, tokenizer, model, read + args.tokens + 1)
+    source, ids = read_prompt(model, prompt[:, :read], config), prompt[0, read:]
     rows = []
     for length in tqdm(lengths, desc="decode", unit="length", file=sys.stderr):
-        row = measure(model, source, length, config, tokens=args.tokens, rounds=args.rounds, seed=args.seed)
+        row = measure(model, source, length, config, ids=ids, rounds=args.rounds)
         rows.append(row)
     about = {
         "model": args.model,

@@ -83,8 +83,9 @@ class Row:
     """One context length. Bytes are of keys and values per token, weights not included.
 
     static: retrieval over sinks and window only, the floor that does not know the context. logit_error:
-    largest relative difference between full attention and top_k="all". same_token: share of measured steps
-    where retrieval's most likely token is full attention's.
+    largest relative difference between full attention and top_k="all". same_token: share of steps where
+    retrieval's most likely token is full attention's; None where keys repeat, so that top-k sees few
+    distinct.
     """
 
     context: int
@@ -97,7 +98,7 @@ class Row:
     keys_scanned: int
     host_gb_per_second: float
     logit_error: float
-    same_token: float
+    same_token: float | None
 
 
 def random_model(shape: str, dtype: torch.dtype, seed: int) -> Any:
@@ -120,6 +121,10 @@ class _Source:
 
     keys: list[Tensor]
     values: list[Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return self.keys[0].shape[2]
 
     def layers(self, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values for `tokens` tokens: a prefix, or all of them again and again."""
@@ -159,23 +164,18 @@ def read_prompt(model: Any, ids: Tensor, config: ra.Config) -> _Source:
 
 
 @torch.no_grad()
-def measure(
-    model: Any, source: _Source, context: int, config: ra.Config, *, tokens: int, rounds: int, seed: int
-) -> Row:
-    """Time `rounds` turns of `tokens` decode steps after `context` tokens, full and retrieval alternating.
+def measure(model: Any, source: _Source, context: int, config: ra.Config, *, ids: Tensor, rounds: int) -> Row:
+    """Time `rounds` turns of decode steps after `context` tokens, full and retrieval alternating.
 
-    The fed tokens are drawn once from the vocabulary, the same for all methods. Raises Disagreement,
-    ContextLengthError.
+    ids: (steps,) at least two tokens that every turn feeds; the first step of a turn is not timed.
+    Raises Disagreement, ContextLengthError.
     """
     limit = model.config.max_position_embeddings
-    if context + tokens + 1 > limit:
+    if context + len(ids) > limit:
         raise ContextLengthError(
-            f"{context} tokens of context and {tokens + 1} steps need that many positions, the model has "
-            f"{limit}; "
-            "give smaller --lengths."
+            f"{context} tokens of context and {len(ids)} steps need that many positions, the model has "
+            f"{limit}; give smaller --lengths."
         )
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.config.vocab_size, (tokens + 1,), generator=generator).to(model.device)
     full = _full_cache(model, source, context)
     error, wanted = _check(model, source, full, ids, context, config)
     retrieval = _retrieval_cache(model, source, context, config)
@@ -214,7 +214,7 @@ def measure(
         keys_scanned=sum(stats.keys_scanned for stats in forks) // steps,
         host_gb_per_second=host_bytes / host_seconds / 1e9 if host_seconds else 0.0,
         logit_error=error,
-        same_token=agreed / steps,
+        same_token=agreed / steps if context <= source.tokens else None,
     )
 
 

@@ -15,6 +15,7 @@ from retrieval_attn.errors import ConfigError, ContextLengthError, RunFolderErro
 from retrieval_attn.eval import speed, speed_decode
 
 CONFIG = ra.Config(sink=4, window=16, top_k=8, prefill_chunk=64)
+IDS = torch.tensor([3, 1, 4, 1, 5])
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,8 @@ def test_report_has_rows_machine_and_a_last_line_of_json(
     for row in report["rows"]:
         assert row["full"]["median"] > 0
         assert row["logit_error"] < 1e-4
+    assert report["rows"][0]["same_token"] is not None
+    assert report["rows"][1]["same_token"] is None, "300 tokens repeat the 100 that were read"
 
 
 def test_bytes_per_token_equal_hand_sums(model: Any, source: Any) -> None:
@@ -67,7 +70,7 @@ def test_bytes_per_token_equal_hand_sums(model: Any, source: Any) -> None:
     The flat index reads every key between sinks and window once, and attention the 8 retrieved keys and
     values of each of 4 heads.
     """
-    row = speed_decode.measure(model, source, 200, CONFIG, tokens=2, rounds=1, seed=0)
+    row = speed_decode.measure(model, source, 200, CONFIG, ids=IDS[:3], rounds=1)
     assert row.full_bytes == (200 + 1) * 512
     keys = (200 - 20) * 256
     assert row.host_bytes == keys + 8 * 4 * 2 * 128
@@ -77,7 +80,7 @@ def test_bytes_per_token_equal_hand_sums(model: Any, source: Any) -> None:
 
 def test_everything_retrieved_chooses_the_same_tokens(model: Any, source: Any) -> None:
     """top_k="all" is full attention: every greedy choice is the same."""
-    row = speed_decode.measure(model, source, 150, CONFIG.replace(top_k="all"), tokens=4, rounds=1, seed=0)
+    row = speed_decode.measure(model, source, 90, CONFIG.replace(top_k="all"), ids=IDS, rounds=1)
     assert row.same_token == 1.0
 
 

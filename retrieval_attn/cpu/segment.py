@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from retrieval_attn.index.formats import Format
 log = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
+# Python names it from 3.13 on; reserved is far more than is used, which strict accounting would charge for
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _advice_failed = threading.Event()
 
 
@@ -210,7 +213,7 @@ def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDA
     nbytes = int(np.prod(shape, dtype=np.int64)) * fmt.bytes
     huge = expected * shape[2] * fmt.bytes >= 2 * HUGE_PAGE  # wasted: at most half as much as is used
     total = max(1, nbytes) + (HUGE_PAGE if huge else 0)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, total, flags=flags)
     except (OSError, OverflowError, ValueError) as error:

@@ -337,7 +337,8 @@ class HostPath:
     ) -> Partial:
         parts = []
         for segment, low, high in pieces:
-            keys, values = segment.read(0, high)
+            # whole arrays, not slices: kernels are compiled once per memory layout
+            keys, values = segment.keys, segment.values
             parts.append(attend_range_heads(queries, keys, values, low, high, self._fmt, scale, softcap))
         return merge_partials(parts)
 
@@ -351,20 +352,20 @@ class HostPath:
     ) -> tuple[Partial, int, int]:
         """Search every piece, keep the top_k best of all, attend to them piece by piece."""
         found = [
-            (segment, high, hit)
+            (segment, hit)
             for segment, low, high in pieces
             for hit in segment.search(queries, top_k, low, high)
         ]
-        chosen = _best_of_all([hit.ids for *_, hit in found], [hit.scores for *_, hit in found], top_k)
+        chosen = _best_of_all([hit.ids for _, hit in found], [hit.scores for _, hit in found], top_k)
         parts = []
         gathered = 0
-        for (segment, high, _), ids in zip(found, chosen, strict=True):
-            keys, values = segment.read(0, high)
+        for (segment, _), ids in zip(found, chosen, strict=True):
+            keys, values = segment.keys, segment.values
             parts.append(attend_ids_heads(queries, keys, values, ids, self._fmt, scale, softcap))
             gathered += int(np.count_nonzero(ids >= 0))
         row_bytes = (self._head_dim + self._value_dim) * self._fmt.bytes
-        bytes_read = sum(hit.bytes_read for *_, hit in found) + gathered * row_bytes
-        return merge_partials(parts), sum(hit.keys_scanned for *_, hit in found), bytes_read
+        bytes_read = sum(hit.bytes_read for _, hit in found) + gathered * row_bytes
+        return merge_partials(parts), sum(hit.keys_scanned for _, hit in found), bytes_read
 
 
 def _best_of_all(

@@ -1,0 +1,93 @@
+"""Attention and top-k in float64 NumPy, written from the definitions, and data for comparing with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.index.formats import Format, from_float32
+
+EPS = float(np.finfo(np.float32).eps)
+Floats = npt.NDArray[np.floating]
+
+
+def attention(
+    queries: Floats,
+    keys: Floats,
+    values: Floats,
+    taken: npt.NDArray[np.bool_],
+    scale: float,
+    softcap: float | None = None,
+    dtype: type[np.floating] = np.float64,
+) -> tuple[Floats, Floats]:
+    """queries (n, d) over keys (t, d) and values (t, dv) where taken (n, t) is true, computed in dtype."""
+    scores = queries.astype(dtype) @ keys.astype(dtype).T * dtype(scale)
+    if softcap is not None:
+        scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
+    scores = np.where(taken, scores, dtype(-np.inf))
+    top = scores.max(axis=1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isneginf(top), dtype(0), top))
+    total = weights.sum(axis=1, keepdims=True)
+    out = weights @ values.astype(dtype) / np.where(total == 0, dtype(1), total)
+    with np.errstate(divide="ignore"):
+        return out, (top + np.log(total))[:, 0]
+
+
+def assert_attention(
+    got: tuple[Floats, Floats],
+    queries: Floats,
+    keys: Floats,
+    values: Floats,
+    taken: npt.NDArray[np.bool_],
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """At most twice the error of the same computation in float32 NumPy, or 2 ulp of the largest result.
+
+    The error of one float32 computation is a matter of luck when few numbers are compared: the worst of four
+    orders of summation is taken.
+    """
+    exact = attention(queries, keys, values, taken, scale, softcap)
+    rng = np.random.default_rng(0)
+    errors = [0.0, 0.0]
+    for _ in range(4):
+        dims, tokens = rng.permutation(keys.shape[1]), rng.permutation(len(keys))
+        shuffled = queries[:, dims], keys[tokens][:, dims], values[tokens], taken[:, tokens]
+        single = attention(*shuffled, scale, softcap, np.float32)
+        errors = [max(error, largest(a, b)) for error, a, b in zip(errors, single, exact, strict=True)]
+    for name, mine, right, numpy32 in zip(("out", "lse"), got, exact, errors, strict=True):
+        assert mine.dtype == np.float32 and mine.shape == right.shape, name
+        infinite = ~np.isfinite(right)
+        np.testing.assert_array_equal(mine[infinite], right[infinite], err_msg=name)
+        allowed = 2 * max(numpy32, EPS * np.abs(right[~infinite]).max(initial=1.0))
+        error = largest(mine, right)
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def largest(a: Floats, b: Floats) -> float:
+    """Largest difference where b is finite; 0 if nowhere."""
+    finite = np.isfinite(b)
+    return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+
+
+def best_ids(scores: Floats, k: int) -> npt.NDArray[np.int64]:
+    """ids (n, k) of the k largest of scores (n, t), best first, equal scores by lower id; -1 padded."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.pad(order, ((0, 0), (0, k - order.shape[1])), constant_values=-1)
+
+
+def strided(array: npt.NDArray) -> npt.NDArray:
+    """The same numbers with a gap after every row: the layout that a slice of a larger store has."""
+    room = np.zeros((*array.shape[:-1], array.shape[-1] + 8), array.dtype)
+    room[..., : array.shape[-1]] = array
+    return room[..., : array.shape[-1]]
+
+
+def whole_numbers(rng: np.random.Generator, shape: tuple[int, ...], most: int = 3) -> npt.NDArray[np.float32]:
+    """Small whole numbers: their products are exact in every format, and many of them tie."""
+    return rng.integers(-most, most + 1, shape).astype(np.float32)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], fmt: Format) -> npt.NDArray:
+    """Normal numbers in storage format."""
+    return from_float32(rng.standard_normal(shape, dtype=np.float32), fmt)

@@ -1,0 +1,207 @@
+"""The exact index against a full sort in float64."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.index import FlatIndex, Format
+from retrieval_attn.index import flat as flat_module
+from retrieval_attn.index.formats import from_float32, to_float32
+from retrieval_attn.index.threads import kernel_threads
+from tests.cpu.reference import EPS, best_ids, normal, strided, whole_numbers
+
+SIZES = (1, 63, 65, 1000)
+
+
+def make(keys: npt.NDArray[np.float32], fmt: Format = Format.FLOAT32) -> FlatIndex:
+    return FlatIndex(strided(from_float32(keys, fmt)), fmt)
+
+
+def assert_search(
+    index: FlatIndex, queries: npt.NDArray, keys: npt.NDArray, k: int, limit: int | None = None
+) -> None:
+    """Equal to a stable sort; the numbers must be exact in float32."""
+    found = index.search(queries, k, limit=limit)
+    scores = queries.astype(np.float64) @ keys[:limit].astype(np.float64).T
+    ids = best_ids(scores, k)
+    np.testing.assert_array_equal(found.ids, ids)
+    padded = np.pad(scores, ((0, 0), (0, 1)), constant_values=-np.inf)  # id -1 -> the last column
+    np.testing.assert_array_equal(found.scores, np.take_along_axis(padded, ids, axis=1))
+    assert (found.ids.dtype, found.scores.dtype) == (np.int32, np.float32)
+    assert found.keys_scanned == scores.size
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+@pytest.mark.parametrize("size", SIZES)
+def test_whole_numbers_with_ties(size: int, fmt: Format) -> None:
+    """ids exactly as a stable sort gives them: breaks on any wrong score, tie order or k > keys handling."""
+    rng = np.random.default_rng(size)
+    for dim in (64, 80, 128, 256, 7):
+        keys = whole_numbers(rng, (size, dim))
+        index = make(keys, fmt)
+        for group, k in ((1, 1), (4, 10), (8, 100), (5, 1500)):
+            assert_search(index, whole_numbers(rng, (group, dim)), keys, k)
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+def test_normal_numbers(fmt: Format) -> None:
+    """Scores to twice the rounding of NumPy's float32 product; nothing better is left out."""
+    rng = np.random.default_rng(3)
+    for dim in (64, 128, 80, 7):
+        stored = normal(rng, (5000, dim), fmt)
+        keys = to_float32(stored, fmt)
+        queries = rng.standard_normal((4, dim), dtype=np.float32)
+        found = FlatIndex(strided(stored), fmt).search(queries, 50)
+        exact = queries.astype(np.float64) @ keys.astype(np.float64).T
+        allowed = 2 * max(np.abs(queries @ keys.T - exact).max(), EPS * np.abs(exact).max())
+        assert np.abs(found.scores - np.take_along_axis(exact, found.ids, axis=1)).max() <= allowed
+        left_out = exact.copy()
+        np.put_along_axis(left_out, found.ids, -np.inf, axis=1)
+        assert (left_out.max(axis=1) <= found.scores[:, -1] + 2 * allowed).all()
+        assert (np.diff(found.scores, axis=1) <= 0).all()
+        assert all(len(set(row)) == 50 for row in found.ids.tolist())
+
+
+def test_pools_that_overflow_often() -> None:
+    """Ascending scores push every key into the pool: breaks if halving it loses a candidate or keeps a wrong one."""
+    keys = np.repeat(np.arange(20000, dtype=np.float32)[:, None], 3, axis=1)
+    queries = np.array([[1, 0, 0], [-1, 0, 0], [0, 1, -1], [1, 1, 0]], np.float32)
+    for k in (1, 2, 99, 2500):
+        assert_search(make(keys), queries, keys, k)
+
+
+def test_all_equal_keys_and_signed_zeros() -> None:
+    """The lowest ids win, and 0.0 equals -0.0: breaks if equal scores order by bits or by thread."""
+    for value in (1.0, 0.0, -0.0):
+        keys = np.full((9000, 16), value, np.float32)
+        keys[::3] *= -1 if value == 0 else 1
+        found = make(keys).search(np.ones((2, 16), np.float32), 20)
+        np.testing.assert_array_equal(found.ids, np.tile(np.arange(20), (2, 1)))
+
+
+def test_a_score_does_not_depend_on_the_place_in_a_tile() -> None:
+    """One key repeated: all scores bit-identical, or ties would order by position modulo the tile."""
+    rng = np.random.default_rng(1)
+    for dim in (128, 80, 7):
+        keys = np.tile(rng.standard_normal((1, dim), dtype=np.float32), (71, 1))
+        found = make(keys).search(rng.standard_normal((5, dim), dtype=np.float32), 71)
+        assert (found.scores == found.scores[:, :1]).all()
+        np.testing.assert_array_equal(found.ids, np.tile(np.arange(71), (5, 1)))
+
+
+def test_limit_and_growth() -> None:
+    """Only ids below the limit, over inserts that do and do not lie next to each other in memory."""
+    rng = np.random.default_rng(5)
+    keys = whole_numbers(rng, (3000, 16))
+    queries = whole_numbers(rng, (4, 16))
+    stored = strided(keys)
+    index = FlatIndex(stored[:0], Format.FLOAT32)
+    assert_search(index, queries, keys[:0], 3)
+    index.insert(stored[:1])
+    index.insert(stored[1:1000])  # joins the first
+    index.insert(stored[1000:1000])
+    index.insert(stored[1000:1700].copy())  # lies elsewhere
+    index.insert(stored[1700:])
+    assert len(index) == 3000 and index.head_dim == 16 and index.nbytes == 0
+    assert len(index._pieces) == 3
+    for limit in (None, 0, 1, 999, 1001, 1700, 2999, 5000):
+        assert_search(index, queries, keys, 30, limit)
+    assert index.truncate(1200) and len(index) == 1200
+    assert_search(index, queries, keys[:1200], 30)
+    index.insert(stored[2000:2500])
+    assert_search(index, queries, np.concatenate([keys[:1200], keys[2000:2500]]), 30)
+
+
+def test_keys_stay_the_callers() -> None:
+    """Views, not copies: a flat index over 128K keys must cost nothing."""
+    keys = np.zeros((50, 8), np.float32)
+    index = FlatIndex(keys[:20], Format.FLOAT32)
+    index.insert(keys[20:])
+    assert len(index._pieces) == 1 and np.shares_memory(index._pieces[0], keys)
+
+
+def test_the_same_at_every_thread_count() -> None:
+    """Bit for bit: breaks if a merge depends on which thread came first or on how the keys were cut."""
+    rng = np.random.default_rng(7)
+    index = make(np.concatenate([rng.standard_normal((30000, 64), dtype=np.float32)] * 2))
+    queries = rng.standard_normal((4, 64), dtype=np.float32)
+    before = numba.get_num_threads()
+    results = []
+    for threads in range(1, before + 1):
+        with kernel_threads(threads):
+            results.append(index.search(queries, 101))
+    assert numba.get_num_threads() == before
+    for other in results[1:]:
+        np.testing.assert_array_equal(other.ids, results[0].ids)
+        np.testing.assert_array_equal(other.scores, results[0].scores)
+    assert (results[0].ids[:, 1:100:2] == results[0].ids[:, :100:2] + 30000).all()
+
+
+def test_many_queries_take_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound on pool memory must not change answers."""
+    rng = np.random.default_rng(8)
+    keys, queries = whole_numbers(rng, (700, 16)), whole_numbers(rng, (301, 16))
+    monkeypatch.setattr(flat_module, "POOL_BYTES", 40_000)
+    assert_search(make(keys), queries, keys, 12)
+
+
+def test_nan_and_infinity() -> None:
+    """NaN ranks below -inf, infinities rank as numbers; a NaN query gets the first keys, scored NaN."""
+    keys = np.array([[1.0], [np.nan], [np.inf], [-np.inf], [2.0]], np.float32)
+    found = make(keys).search(np.array([[1.0], [np.nan], [-1.0]], np.float32), 6)
+    np.testing.assert_array_equal(found.ids, [[2, 4, 0, 3, 1, -1], [0, 1, 2, 3, 4, -1], [3, 0, 4, 2, 1, -1]])
+    np.testing.assert_array_equal(found.scores[0], [np.inf, 2, 1, -np.inf, np.nan, -np.inf])
+    assert np.isnan(found.scores[1, :5]).all()
+    keys = np.full((9000, 1), np.nan, np.float32)
+    keys[8999] = -1
+    assert make(keys).search(np.ones((1, 1), np.float32), 2).ids.tolist() == [[8999, 0]]
+
+
+def test_scratch_is_not_read(nan_empty: None) -> None:
+    """Pools start with arbitrary memory: an entry that nobody wrote must not be a candidate."""
+    rng = np.random.default_rng(9)
+    keys, queries = whole_numbers(rng, (9001, 16)), whole_numbers(rng, (3, 16))
+    assert_search(make(keys), queries, keys, 5)
+    assert_search(make(keys[:3]), queries, keys[:3], 5)
+
+
+def test_bad_input_is_named() -> None:
+    """Each would otherwise be read as other numbers, or out of bounds."""
+    keys = np.zeros((5, 4), np.float32)
+    index = FlatIndex(keys, Format.FLOAT32)
+    queries = np.zeros((2, 4), np.float32)
+    for k in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="k="):
+            index.search(queries, k)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="limit=-1"):
+        index.search(queries, 1, limit=-1)
+    with pytest.raises(ShapeError, match="float64"):
+        index.search(np.zeros((2, 4)), 1)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"\(1, n, 4\)"):
+        index.search(np.zeros((2, 5), np.float32), 1)
+    with pytest.raises(ShapeError, match="2 axes"):
+        index.search(np.zeros(4, np.float32), 1)
+    with pytest.raises(ShapeError, match="uint16"):
+        FlatIndex(keys, Format.BFLOAT16)
+    with pytest.raises(ShapeError, match="contiguous"):
+        FlatIndex(np.zeros((4, 5), np.float32).T, Format.FLOAT32)
+    with pytest.raises(ShapeError, match=r"\(n, 4\)"):
+        index.insert(np.zeros((2, 5), np.float32))
+    with pytest.raises(ShapeError, match="at least 1 long"):
+        FlatIndex(np.zeros((3, 0), np.float32), Format.FLOAT32)
+    with pytest.raises(ShapeError, match="at most 2147483647"):
+        index.insert(np.broadcast_to(np.zeros(4, np.float32), (2**31, 4)))
+    assert index.search(queries[:0], 3).ids.shape == (0, 3)
+    strided_queries = np.ones((2, 8), np.float32)[:, ::2]
+    np.testing.assert_array_equal(index.search(strided_queries, 1).ids, [[0], [0]])
+
+
+def test_thread_counts_that_cannot_be_had() -> None:
+    """More threads than there are would otherwise be a ValueError deep in Numba."""
+    for threads in (0, 10_000, 1.0, True):
+        with pytest.raises(ConfigError, match="threads="), kernel_threads(threads):  # type: ignore[arg-type]
+            pass

@@ -67,7 +67,7 @@ def test_normal_numbers(fmt: Format) -> None:
 
 
 def test_pools_that_overflow_often() -> None:
-    """Ascending scores push every key into the pool: breaks if halving it loses a candidate or keeps a wrong one."""
+    """Ascending scores push every key into the pool: breaks if halving it loses a candidate."""
     keys = np.repeat(np.arange(20000, dtype=np.float32)[:, None], 3, axis=1)
     queries = np.array([[1, 0, 0], [-1, 0, 0], [0, 1, -1], [1, 1, 0]], np.float32)
     for k in (1, 2, 99, 2500):

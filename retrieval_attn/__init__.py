@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from retrieval_attn.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
-    from retrieval_attn.enable import disable, enable
-    from retrieval_attn.generate import generate
+    from retrieval_attn.switch import disable, enable
+    from retrieval_attn.generation import generate
     from retrieval_attn.llm import LLM
     from retrieval_attn.memory_plan import Plan, plan
     from retrieval_attn.prefill import prefill_by_layer
-    from retrieval_attn.verify import Report, verify
+    from retrieval_attn.verification import Report, verify
 
 __version__ = "0.1.0"
 
@@ -31,16 +31,16 @@ _HOME = {
     "Context": "context",
     "LLM": "llm",
     "Plan": "memory_plan",
-    "Report": "verify",
+    "Report": "verification",
     "RetrievalCache": "cache",
     "Sampling": "answer",
     "Stats": "answer",
-    "disable": "enable",
-    "enable": "enable",
-    "generate": "generate",
+    "disable": "switch",
+    "enable": "switch",
+    "generate": "generation",
     "plan": "memory_plan",
     "prefill_by_layer": "prefill",
-    "verify": "verify",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # `enable`, `generate` and `verify` are also modules: the public object wins
+    globals()[name] = value
     return value
 
 

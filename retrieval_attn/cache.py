@@ -12,7 +12,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_laye
 
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
-from retrieval_attn.layers import CacheLayer, LayerStats, RetrievalLayer
+from retrieval_attn.index.base import check_kind
+from retrieval_attn.layers import CacheLayer, LayerStats, RetrievalLayer, index_kind
 from retrieval_attn.models import require_supported
 from retrieval_attn.sliding import SlidingLayer
 
@@ -33,6 +34,7 @@ class RetrievalCache(Cache):
         check=False skips the support check (and its one-time verification of untested model types).
         """
         self.config = resolve(config, overrides)
+        check_kind(index_kind(self.config.index), dict(self.config.index_options))
         if check:
             require_supported(model)
         text_config = model.config.get_text_config(decoder=True)

@@ -27,7 +27,7 @@ from retrieval_attn.answer import Answer, Sampling, Stats
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.decode import Generated, forward, positions, run
-from retrieval_attn.enable import enabled_config, using_retrieval
+from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.prefill import LayerProgress

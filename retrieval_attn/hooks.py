@@ -74,13 +74,22 @@ class KVView:
     ) -> Any:
         raise UnsupportedModelError(
             f"The model applied {getattr(func, '__name__', func)} to cached keys or values, which live on the host. "
-            'Either attn_implementation is not "retrieval" (call retrieval_attn.enable(model)), or this model '
+            'Either its attn_implementation is not "retrieval" (call retrieval_attn.enable(model)), or this model '
             "transforms its keys after the cache and cannot run with a RetrievalCache."
         )
 
+    def _touched(self, *args: object) -> Any:
+        raise UnsupportedModelError(
+            "The model indexed or computed with cached keys or values, which live on the host. Either its "
+            'attn_implementation is not "retrieval" (call retrieval_attn.enable(model)), or it transforms its keys '
+            "after the cache and cannot run with a RetrievalCache."
+        )
+
+    __getitem__ = __iter__ = __len__ = __matmul__ = __rmatmul__ = __mul__ = __add__ = _touched
+
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedModelError(
-            f"The model used .{name} of cached keys or values, which live on the host. Either attn_implementation "
+            f"The model used .{name} of cached keys or values, which live on the host. Either its attn_implementation "
             'is not "retrieval" (call retrieval_attn.enable(model)), or this model cannot run with a RetrievalCache.'
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.flash import attend
 from retrieval_attn.gpu.merge import Partial, merge, sink_logit_partial
@@ -236,7 +236,7 @@ class RetrievalLayer(CacheLayer):
     @property
     def host_nbytes(self) -> int:
         """Bytes of host memory for keys, values and indexes, shared paths counted once."""
-        return sum(host.nbytes + host.index_nbytes for host in _distinct(self.hosts))
+        return held_bytes(self.hosts)
 
     def begin_pass(self, total: int) -> None:
         self._expect_total = total
@@ -278,13 +278,12 @@ class RetrievalLayer(CacheLayer):
         self._middle = [0] * rows
 
     def _new_host(self, kv_heads: int, head_dim: int, value_dim: int) -> HostPath:
-        kind = "flat" if self.config.index == "auto" else self.config.index
         return HostPath(
             kv_heads,
             head_dim,
             value_dim,
             self.fmt,
-            index_kind=kind,
+            index_kind=index_kind(self.config.index),
             index_options=dict(self.config.index_options),
             threads=self.config.threads,
         )
@@ -581,6 +580,11 @@ def _causal(
     parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
     parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
     return merge(parts)
+
+
+def index_kind(name: str) -> str:
+    """The index that `config.index` stands for; "auto" is the exact flat index, the only one so far."""
+    return "flat" if name == "auto" else name
 
 
 def _distinct(hosts: list[HostPath]) -> list[HostPath]:

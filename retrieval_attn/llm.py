@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.context import Context
-from retrieval_attn.enable import enable
+from retrieval_attn.switch import enable
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.memory_plan import plan
 

@@ -80,7 +80,7 @@ def require_supported(model: PreTrainedModel) -> None:
         )
     if model_type in TESTED or model in _verified:
         return
-    from retrieval_attn.verify import verify
+    from retrieval_attn.verification import verify
 
     report = verify(model)
     if not report.ok:

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     from retrieval_attn.llm import choose_device, choose_dtype, load
-    from retrieval_attn.verify import verify
+    from retrieval_attn.verification import verify
 
     device = choose_device(args.device)
     model = load(AutoModelForCausalLM, args.model, dtype=choose_dtype(args.dtype, device)).to(device)

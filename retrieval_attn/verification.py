@@ -50,7 +50,7 @@ def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> R
     that fails; the report says why.
     """
     from retrieval_attn.cache import RetrievalCache  # models.py calls verify: avoid the import circle
-    from retrieval_attn.enable import using_retrieval
+    from retrieval_attn.switch import using_retrieval
 
     text_config = model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
@@ -88,7 +88,7 @@ def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> R
 
 
 def _eager_logits(model: PreTrainedModel, ids: Tensor, tokens: int) -> Tensor:
-    from retrieval_attn.enable import set_attention
+    from retrieval_attn.switch import set_attention
 
     before = model.config._attn_implementation
     set_attention(model, "eager")

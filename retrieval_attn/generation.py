@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from retrieval_attn.cache import RetrievalCache, is_empty
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.decode import Generated, forward, positions, run
-from retrieval_attn.enable import enabled_config, using_retrieval
+from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import CacheMismatchError, ConfigError
 
 

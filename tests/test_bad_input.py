@@ -1,0 +1,280 @@
+"""What users get wrong: each a specific error that says what was needed, what was given and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BloomConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import retrieval_attn as ra
+from retrieval_attn.errors import (
+    CacheMismatchError,
+    ConfigError,
+    ContextLengthError,
+    InputDataError,
+    MemoryPlanError,
+    UnsupportedMaskError,
+    UnsupportedModelError,
+)
+from tests.tiny_models import VOCABULARY, random_ids, tiny_model
+
+CONFIG = ra.Config(sink=4, window=16, spill=8, top_k=10)
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    found = tiny_model("llama")
+    yield found
+    ra.disable(found)
+    found.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": -1}, "window must be an integer >= 0, got -1"),
+        ({"sink": 1.5}, "sink must be an integer"),
+        ({"top_k": 0}, "top_k=0 retrieves nothing"),
+        ({"top_k": 1.0}, "top_k=1.0"),
+        ({"top_k": True}, "top_k=True"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be"),
+        ({"host_dtype": "int3"}, "host_dtype must be one of"),
+        ({"threads": 0}, "threads must be"),
+        ({"exact_append": "yes"}, "exact_append must be True or False"),
+        ({"index": ""}, "index must be the name"),
+    ],
+)
+def test_config_values(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ra.Config(**options)
+
+
+def test_unknown_options_are_refused_everywhere(model: PreTrainedModel) -> None:
+    """A typo must never be an ignored option."""
+    with pytest.raises(TypeError):
+        ra.Config(windw=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="Unknown option windw; the options are sink"):
+        ra.enable(model, windw=1)
+    with pytest.raises(ConfigError, match="Unknown option windw"):
+        ra.RetrievalCache(model, windw=1)
+    with pytest.raises(ConfigError, match="index 'flat' has no option wrong"):
+        ra.RetrievalCache(model, CONFIG, index_options={"wrong": 1})
+    with pytest.raises(ConfigError, match="rorgraph"):
+        ra.RetrievalCache(model, CONFIG, index="rorgraph")
+    assert model.config._attn_implementation == "eager"
+
+
+def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor | None = None, **options: Any) -> None:
+    """One forward with retrieval attention."""
+    ra.enable(model, CONFIG)
+    try:
+        with torch.no_grad():
+            model(input_ids=random_ids(1, 60) if ids is None else ids, past_key_values=cache, **options)
+    finally:
+        ra.disable(model)
+
+
+def test_a_cache_belongs_to_one_model(model: PreTrainedModel) -> None:
+    cache = ra.RetrievalCache(model, CONFIG)
+    run(model, cache)
+    with pytest.raises(CacheMismatchError, match="filled by another model"):
+        run(tiny_model("llama31"), cache)
+    with pytest.raises(CacheMismatchError, match="made for a llama model"):
+        run(tiny_model("llama"), ra.RetrievalCache(one_layer_model(), CONFIG))
+
+
+def one_layer_model() -> PreTrainedModel:
+    config = tiny_model("llama").config.__class__.from_dict(
+        {**tiny_model("llama").config.to_dict(), "num_hidden_layers": 1}
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_cache_keeps_its_batch(model: PreTrainedModel) -> None:
+    cache = ra.RetrievalCache(model, CONFIG)
+    run(model, cache)
+    with pytest.raises(CacheMismatchError, match="holds 1 sequences, the forward has 2"):
+        run(model, cache, random_ids(2, 3))
+
+
+def test_a_forward_that_failed_leaves_a_cache_that_says_so(model: PreTrainedModel) -> None:
+    cache = ra.RetrievalCache(model, CONFIG)
+    with pytest.raises(UnsupportedMaskError, match="dense mask"):
+        run(model, cache, attention_mask=torch.zeros(1, 1, 60, 60))
+    with pytest.raises(CacheMismatchError, match="never attended"):
+        run(model, cache)
+
+
+def test_tokens_that_disagree_with_the_cache(model: PreTrainedModel) -> None:
+    ids = random_ids(1, 60)
+    options: dict[str, Any] = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    mask = torch.ones_like(ids)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=ra.generate,
+        retrieval=CONFIG,
+        return_dict_in_generate=True,
+        **options,
+    )
+    changed = torch.cat([out.sequences, random_ids(1, 5, seed=3)], dim=1)
+    changed[0, 17] = (changed[0, 17] + 1) % VOCABULARY
+    with pytest.raises(CacheMismatchError, match="differ from the prompt at token 17"):
+        model.generate(
+            changed,
+            attention_mask=torch.ones_like(changed),
+            custom_generate=ra.generate,
+            past_key_values=out.past_key_values,
+            **options,
+        )
+
+
+def test_a_mask_that_disagrees_with_the_cache(model: PreTrainedModel) -> None:
+    cache = ra.RetrievalCache(model, CONFIG)
+    run(model, cache)
+    wrong = torch.ones(1, 65, dtype=torch.long)
+    wrong[0, :5] = 0
+    with pytest.raises(CacheMismatchError, match="other padding in the first 60 columns"):
+        run(model, cache, random_ids(1, 5), attention_mask=wrong)
+    cache = ra.RetrievalCache(model, CONFIG)
+    run(model, cache)
+    with pytest.raises(CacheMismatchError, match="attention_mask covers 5 tokens"):
+        run(model, cache, random_ids(1, 5), attention_mask=torch.ones(1, 5, dtype=torch.long))
+
+
+def test_our_cache_needs_our_attention(model: PreTrainedModel) -> None:
+    """sdpa or eager with this cache must not give wrong text."""
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with (
+            pytest.raises(UnsupportedModelError, match='attn_implementation is not "retrieval"'),
+            torch.no_grad(),
+        ):
+            model(input_ids=random_ids(1, 60), past_key_values=ra.RetrievalCache(model, CONFIG))
+
+
+def test_our_attention_needs_our_cache(model: PreTrainedModel) -> None:
+    """Another cache that already holds tokens: not a silent fall back to full attention."""
+    model.set_attn_implementation("eager")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=random_ids(1, 20), past_key_values=cache)
+        model.set_attn_implementation("retrieval")
+        with pytest.raises(CacheMismatchError, match="another cache that already holds 20 tokens"):
+            model(input_ids=random_ids(1, 5), past_key_values=cache)
+
+
+def test_more_tokens_than_positions(model: PreTrainedModel) -> None:
+    limit = model.config.max_position_embeddings
+    with pytest.raises(ContextLengthError, match=f"more than the model's {limit} positions"):
+        run(model, ra.RetrievalCache(model, CONFIG), random_ids(1, limit + 1))
+
+
+def test_models_that_cannot_run_say_why() -> None:
+    """Latent attention, bidirectional models, models whose attention is written in, encoder-decoders."""
+    bidirectional = AutoModelForCausalLM.from_config(
+        BertConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        ra.enable(bidirectional)
+    legacy = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="attention interface"):
+        ra.enable(legacy)
+    latent = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["deepseek_v3"](
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            first_k_dense_replace=1,
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="deepseek_v3 is not supported: its cache holds latents"):
+        ra.RetrievalCache(latent)
+    with pytest.raises(UnsupportedModelError, match="PreTrainedModel is needed"):
+        ra.enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_an_untested_model_type_is_verified_once() -> None:
+    """Qwen2-MoE is not on the tested list: the first use compares it with eager attention, later ones do not."""
+    config = CONFIG_MAPPING["olmo2"](
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    ra.RetrievalCache(model)
+    assert len(calls) > 0
+    first = len(calls)
+    ra.RetrievalCache(model)
+    assert len(calls) == first
+    handle.remove()
+
+
+def test_beam_search_is_sent_to_plain_generate(model: PreTrainedModel) -> None:
+    ids = random_ids(1, 30)
+    with pytest.raises(ConfigError, match="num_beams=2 is not served by this loop"):
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=2,
+            custom_generate=ra.generate,
+            max_new_tokens=2,
+            pad_token_id=0,
+        )
+
+
+def test_llm_arguments(tmp_path: Any) -> None:
+    with pytest.raises(InputDataError, match="No model could be loaded from"):
+        ra.LLM(tmp_path / "nothing-here")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="sees no CUDA device"):
+            ra.LLM(tmp_path, device="cuda")
+    with pytest.raises(ConfigError, match="not a torch device"):
+        ra.LLM(tmp_path, device="gpu0")
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "tiny")
+    with pytest.raises(MemoryPlanError, match="gpu_memory='24GiB' was given"):
+        ra.LLM(tmp_path / "tiny", device="cpu", gpu_memory="24GiB")
+    with pytest.raises(ContextLengthError, match="beyond the model's 4096 positions"):
+        ra.LLM(tmp_path / "tiny", device="cpu", max_context=9999)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"stop": "x"}, "tuple of strings"),
+    ],
+)
+def test_sampling_values(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ra.Sampling(**options)

@@ -1,0 +1,277 @@
+"""Context and LLM: read once, ask many times, extend, fork; plain transformers around them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import TextIteratorStreamer
+
+import retrieval_attn as ra
+from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.gpu.merge import Partial, empty_partial
+from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.template import PromptTemplate
+from tests.tiny_models import random_ids, tiny_model
+
+CONFIG = ra.Config(sink=8, window=64, spill=16, top_k=50, prefill_chunk=512)
+NEEDLE = "The special magic Bergen number is: 7391846."
+QUESTION = "What is the special magic Bergen number?"
+
+
+@pytest.fixture(scope="module")
+def loaded(needle_model_path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The bundled model in float32, with transformers' own attention."""
+    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(needle_model_path)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """About 2,500 tokens of prose with the needle in the middle."""
+    from retrieval_attn.eval.prose import prose
+
+    filler = prose(10_000, seed=5)
+    middle = filler.index(". ", len(filler) // 2) + 2
+    return filler[:middle] + NEEDLE + " " + filler[middle:]
+
+
+@pytest.fixture(scope="module")
+def context(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], text: str) -> ra.Context:
+    return ra.Context(*loaded, CONFIG).read(text)
+
+
+def full_attention(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], ids: list[int], new: int
+) -> list[int]:
+    """Greedy continuation by transformers alone."""
+    model, _ = loaded
+    prompt = torch.tensor([ids])
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("append", ["exact", "retrieval"])
+def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, append: Any) -> None:
+    """The answer stands 1,200 tokens back, behind the index; the question was not known when it was built."""
+    answer = context.ask(QUESTION, max_new_tokens=24, append=append)
+    assert "7391846" in answer.text
+    assert answer.finish_reason == "stop"
+    assert answer.stats.keys_scanned > 0
+    assert answer.stats.context_tokens == context.num_tokens
+
+
+def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: with an empty retrieved part the number cannot be found."""
+
+    def nothing(layer: RetrievalLayer, query: torch.Tensor, value_dim: int, *rest: Any) -> Partial:
+        return empty_partial(query, value_dim)
+
+    monkeypatch.setattr(RetrievalLayer, "_retrieve", nothing)
+    assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, append="retrieval").text
+
+
+def test_ask_equals_full_attention_and_leaves_the_context(
+    context: ra.Context, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> None:
+    """Same tokens as transformers on context + question, twice in a row."""
+    ids = [*context.cache.token_ids[0].tolist(), *context.template.question_ids(QUESTION)]  # type: ignore[index]
+    expected = full_attention(loaded, ids, 16)
+    for _ in range(2):
+        got = context.ask(QUESTION, max_new_tokens=16).tokens
+        assert got == expected[: len(got)] and got
+    assert context.cache.get_seq_length() == context.num_tokens
+
+
+def test_ask_many_equals_asking_one_by_one(context: ra.Context) -> None:
+    """Questions of different lengths in one batch: padding lies between the context and the shorter ones."""
+    questions = [
+        QUESTION,
+        "What is the special magic Bergen number mentioned in the text above?",
+        "Which number?",
+    ]
+    together = context.ask_many(questions, max_new_tokens=12)
+    alone = [context.ask(question, max_new_tokens=12) for question in questions]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert "7391846" in together[0].text
+    # the context's keys are held once for the three rows
+    assert together[0].stats.host_bytes < 1.2 * alone[0].stats.host_bytes
+
+
+def test_extend_continues_the_context(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], text: str
+) -> None:
+    """Tokens read in two pieces answer like the same tokens read at once, and text can be appended too."""
+    whole = ra.Context(*loaded, CONFIG).read(text)
+    ids = whole.template.context_ids(text)
+    pieces = ra.Context(*loaded, CONFIG).read(ids[:900]).extend(ids[900:])
+    assert pieces.num_tokens == whole.num_tokens
+    assert pieces.ask(QUESTION, max_new_tokens=16).tokens == whole.ask(QUESTION, max_new_tokens=16).tokens
+
+
+def test_forks_are_independent_and_share_memory(context: ra.Context) -> None:
+    held = context.cache.host_nbytes
+    fork = context.fork()
+    fork.extend(" The special magic Turin number is: 1112223. ")
+    assert fork.num_tokens > context.num_tokens
+    assert context.cache.host_nbytes == held
+    assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text
+    assert "1112223" not in context.ask("What is the special magic Turin number?", max_new_tokens=16).text
+
+
+def test_stream_yields_the_answer_in_pieces(context: ra.Context) -> None:
+    pieces = list(context.stream(QUESTION, max_new_tokens=16))
+    assert len(pieces) > 1
+    assert "".join(pieces) == context.ask(QUESTION, max_new_tokens=16).text
+
+
+def test_sampling_is_seeded_and_stop_strings_stop(context: ra.Context) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 50.0, "top_k": 50, "top_p": 0.95}
+    first = context.ask(QUESTION, seed=1, **options)
+    assert first.tokens == context.ask(QUESTION, seed=1, **options).tokens
+    assert any(context.ask(QUESTION, seed=seed, **options).tokens != first.tokens for seed in range(2, 8))
+    stopped = context.ask(QUESTION, max_new_tokens=16, stop=("39",))
+    assert stopped.finish_reason == "stop" and "39" not in stopped.text
+
+
+def test_wrong_use_of_a_context(
+    context: ra.Context, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> None:
+    empty = ra.Context(*loaded, CONFIG)
+    with pytest.raises(InputDataError, match="The context is empty"):
+        empty.ask(QUESTION)
+    with pytest.raises(InputDataError, match="no tokens"):
+        empty.read([])
+    with pytest.raises(InputDataError, match="holds .* tokens already"):
+        context.read("again")
+    with pytest.raises(InputDataError, match="non-empty question"):
+        context.ask("  ")
+    with pytest.raises(InputDataError, match="non-empty list"):
+        context.ask_many([])
+    with pytest.raises(ConfigError, match="Unknown sampling option max_tokens"):
+        context.ask(QUESTION, max_tokens=3)
+    with pytest.raises(ConfigError, match='append must be "exact" or "retrieval"'):
+        context.ask(QUESTION, append="fast")  # type: ignore[arg-type]
+    with pytest.raises(InputDataError, match="Token ids must be in"):
+        empty.read([5, 10**6])
+
+
+def test_llm_generates_and_reads(needle_model_path: Path, text: str) -> None:
+    """The script interface on the bundled model, from its folder."""
+    llm = ra.LLM(needle_model_path, device="cpu", config=CONFIG)
+    prompt = f"{text}\n\nQuestion: {QUESTION}\nAnswer:"
+    answers = llm.generate([prompt, prompt], ra.Sampling(max_new_tokens=16))
+    assert ["7391846" in answer.text for answer in answers] == [True, True]
+    assert "7391846" in llm.read(text).ask(QUESTION, max_new_tokens=16).text
+
+
+def test_streamer_of_plain_generate() -> None:
+    """transformers' own streamers see the tokens of a generate() with a retrieval cache."""
+
+    class Recorder(TextIteratorStreamer):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            pass
+
+    model = tiny_model("llama")
+    ids = random_ids(1, 50)
+    ra.enable(model, sink=4, window=16, spill=8, top_k="all")
+    try:
+        recorder = Recorder()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=5,
+            do_sample=False,
+            streamer=recorder,
+            pad_token_id=0,
+        )
+    finally:
+        ra.disable(model)
+    assert recorder.seen == out[0].tolist()
+
+
+def test_enable_and_disable_restore_the_model() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+    before = (model.config._attn_implementation, layer.forward, model._prepare_cache_for_generation)
+    ra.enable(model, window=8)
+    ra.enable(model, window=16)
+    assert layer.forward != before[1]
+    ra.disable(model)
+    ra.disable(model)
+    assert (model.config._attn_implementation, layer.forward, model._prepare_cache_for_generation) == before
+
+
+def test_prefill_by_layer_restores_what_was_there() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+    plain = layer.forward
+    with ra.prefill_by_layer(model, chunk=16):
+        assert layer.forward.chunk == 16
+    assert layer.forward == plain
+
+
+def test_plain_forward_without_a_cache_equals_eager() -> None:
+    """attn_implementation="retrieval" without any cache: transformers' own attention, padding included."""
+    for name in ("llama", "gemma2", "gpt_oss"):
+        model = tiny_model(name)
+        ids = random_ids(2, 40)
+        mask = torch.ones_like(ids)
+        mask[1, :11] = 0
+        with torch.no_grad():
+            expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            model.set_attn_implementation("retrieval")
+            got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            model.set_attn_implementation("eager")
+        assert (got - expected)[mask.bool()].abs().max() <= 1e-5
+
+
+def test_importing_the_package_is_enough_to_load_a_model_with_it(tmp_path: Any) -> None:
+    """`import retrieval_attn` first, transformers later: from_pretrained knows the implementation."""
+    import subprocess
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    code = (
+        "import retrieval_attn, sys; assert 'torch' not in sys.modules\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, attn_implementation='retrieval')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_chat_templates_are_split_around_context_and_question(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    """Opening, middle and closing join to what apply_chat_template gives; one begin-of-sequence token."""
+    import copy
+
+    tokenizer = copy.deepcopy(loaded[1])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    template = PromptTemplate.of(tokenizer)
+    turn = [{"role": "user", "content": "A story.\n\nWho?"}]
+    whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert template.opening + "A story." + template.middle + "Who?" + template.closing == whole
+    assert template.context_ids("A story.").count(tokenizer.bos_token_id) == 1
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    """Shared tiny models go back to eager attention whatever a test did."""
+    yield
+    for name in ("llama", "gemma2", "gpt_oss"):
+        ra.disable(tiny_model(name))
+        tiny_model(name).set_attn_implementation("eager")

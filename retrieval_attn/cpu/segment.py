@@ -49,7 +49,7 @@ class _SegmentIndex:
 
     @property
     def stop(self) -> int:
-        return self.first + len(self.heads[0])
+        return self.first + len(self.heads[-1])  # the last one to grow: another thread may be at it
 
 
 class Segment:
@@ -230,10 +230,14 @@ def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDA
 
 def _advise_huge_pages(memory: mmap.mmap) -> None:
     try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        _madvise(memory)
     except (AttributeError, OSError) as error:
         if not _advice_failed.is_set():
             _advice_failed.set()
             log.warning(
                 "2 MiB pages are not available for host keys and values (%s): search will be slower", error
             )
+
+
+def _madvise(memory: mmap.mmap) -> None:
+    memory.madvise(mmap.MADV_HUGEPAGE)

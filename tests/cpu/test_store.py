@@ -1,0 +1,394 @@
+"""The host store against a plain list of tokens, over appends, crops, forks and searches in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from retrieval_attn.cpu import segment as segment_module
+from retrieval_attn.cpu import store as store_module
+from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
+from retrieval_attn.index import FlatIndex, register
+from retrieval_attn.index.formats import Format, to_float32
+from tests.cpu.reference import attention, best_ids, normal, whole_numbers
+
+HEADS, DIM, VALUE_DIM = 2, 8, 5
+F32 = Format.FLOAT32
+
+
+@register
+class CopyingIndex(FlatIndex):
+    """An index that keeps its own copy and cannot forget: stale keys show, as they would in a graph."""
+
+    kind = "test-copying"
+
+    def insert(self, keys: npt.NDArray[Any]) -> None:
+        super().insert(keys.copy())
+
+    def truncate(self, length: int) -> bool:
+        return False
+
+
+@dataclass
+class Model:
+    """Tokens of a path as one array, grown by copying."""
+
+    keys: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros((HEADS, 0, DIM), np.float32))
+    values: npt.NDArray[np.float32] = field(
+        default_factory=lambda: np.zeros((HEADS, 0, VALUE_DIM), np.float32)
+    )
+
+    def append(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> None:
+        self.keys = np.concatenate([self.keys, keys], axis=1)
+        self.values = np.concatenate([self.values, values], axis=1)
+
+    def truncate(self, length: int) -> None:
+        self.keys, self.values = self.keys[:, :length], self.values[:, :length]
+
+    def fork(self) -> Model:
+        return Model(self.keys, self.values)
+
+
+def tokens(rng: np.random.Generator, count: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    return whole_numbers(rng, (HEADS, count, DIM)), rng.standard_normal(
+        (HEADS, count, VALUE_DIM), dtype=np.float32
+    )
+
+
+def assert_attend(
+    path: HostPath,
+    keys: npt.NDArray[np.float32],
+    values: npt.NDArray[np.float32],
+    queries: npt.NDArray[np.float32],
+    start: int,
+    stop: int,
+    top_k: int | None,
+    softcap: float | None = None,
+) -> None:
+    """Equal to attention over exactly the best top_k of [start, stop); keys and queries are whole numbers."""
+    got = path.attend(queries, start, stop, top_k, scale=0.25, softcap=softcap)
+    q_heads, n, _ = queries.shape
+    group = q_heads // keys.shape[0]
+    assert got.out.shape == (q_heads, n, values.shape[2]) and got.lse.shape == (q_heads, n)
+    assert got.out.dtype == got.lse.dtype == np.float32
+    for head in range(q_heads):
+        mine, value = keys[head // group, start:stop], values[head // group, start:stop]
+        ids = best_ids(queries[head] @ mine.T, stop - start if top_k is None else top_k)
+        taken = np.zeros((n, stop - start + 1), bool)  # id -1 falls into a last column that is dropped
+        np.put_along_axis(taken, ids, True, axis=1)
+        out, lse = attention(queries[head], mine, value, taken[:, :-1], 0.25, softcap)
+        np.testing.assert_allclose(got.out[head], out, atol=2e-6)
+        np.testing.assert_allclose(got.lse[head], lse, atol=2e-6)
+    assert got.keys_scanned == q_heads * n * (stop - start)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Segments of a few tokens, so that short sequences of operations cross all their borders."""
+    monkeypatch.setattr(store_module, "MIN_TAIL_TOKENS", 4)
+    monkeypatch.setattr(store_module, "COPIED_TOKENS", 3)
+    yield
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["append", "append", "attend", "attend", "truncate", "fork", "build", "drop", "reserve"]
+        ),
+        st.integers(0, 99),
+        st.integers(0, 20),
+        st.integers(0, 20),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("kind", ["flat", "test-copying"])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(operations=operations)
+def test_any_sequence_of_operations(
+    kind: str, small_segments: None, operations: list[tuple[str, int, int, int]]
+) -> None:
+    """Every path answers as its own list of tokens would, whatever its forks do.
+
+    Breaks if a fork's memory is overwritten, if an index returns keys of forgotten tokens or misses new ones, if
+    results of segments are merged in the wrong order, or if positions shift at a segment's border.
+    """
+    rng = np.random.default_rng(0)
+    paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind=kind, reserve_tokens=6), Model())]
+    for name, which, a, b in operations:
+        path, model = paths[which % len(paths)]
+        length = len(path)
+        start, stop = sorted((a * length // 20, b * length // 20))
+        if name == "append":
+            new = tokens(rng, a)
+            path.append(*new)
+            model.append(*new)
+        elif name == "truncate":
+            path.truncate(length - a % (length + 1))
+            model.truncate(len(path))
+        elif name == "fork" and len(paths) < 4:
+            paths.append((path.fork(), model.fork()))
+        elif name == "drop" and len(paths) > 1:
+            paths.pop(which % len(paths))
+        elif name == "build":
+            path.build_index(start, stop)
+        elif name == "reserve":
+            path.reserve(a)
+        elif name == "attend":
+            queries = whole_numbers(rng, (2 * HEADS, 1 + which % 3, DIM))
+            top_k = None if which % 4 == 0 else 1 + which % 7
+            assert_attend(path, model.keys, model.values, queries, start, stop, top_k)
+        for path, model in paths:
+            assert len(path) == model.keys.shape[1]
+            keys, values = path.read(0, len(path))
+            np.testing.assert_array_equal(keys, model.keys)
+            np.testing.assert_array_equal(values, model.values)
+    for path, model in paths:
+        queries = whole_numbers(rng, (2 * HEADS, 2, DIM))
+        for top_k in (3, None):
+            assert_attend(path, model.keys, model.values, queries, 0, len(path), top_k)
+
+
+@pytest.mark.parametrize("fmt", [Format.FLOAT32, Format.BFLOAT16])
+def test_real_sizes(fmt: Format, nan_empty: None) -> None:
+    """One long segment and its tail, groups of 1, 4 and 8, soft-cap, top_k above the number of keys."""
+    rng = np.random.default_rng(1)
+    keys = whole_numbers(rng, (2, 5000, 64))
+    values = normal(rng, (2, 5000, 64), fmt)
+    stored = keys if fmt is F32 else (keys.view(np.uint32) >> 16).astype(np.uint16)
+    path = HostPath(2, 64, 64, fmt, reserve_tokens=4100)
+    path.append(stored[:, :3000], values[:, :3000])
+    path.build_index(4, 2900)
+    path.append(stored[:, 3000:], values[:, 3000:])
+    assert len(path.segments) == 2 and path.nbytes == 2 * 5000 * 128 * fmt.bytes
+    for q_heads, n, top_k, softcap in (
+        (2, 1, 100, None),
+        (8, 3, 100, 5.0),
+        (16, 1, 6000, None),
+        (8, 1, None, 5.0),
+    ):
+        queries = whole_numbers(rng, (q_heads, n, 64), 1)
+        assert_attend(path, keys, to_float32(values, fmt), queries, 4, 4990, top_k, softcap)
+
+
+def test_forks_hold_memory_once() -> None:
+    """A second continuation of 2,000 tokens costs its own tokens only; reads are views."""
+    rng = np.random.default_rng(2)
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=3000)
+    path.append(*tokens(rng, 2000))
+    token_bytes = HEADS * (DIM + VALUE_DIM) * 4
+    forks = [path.fork() for _ in range(3)]
+    for fork in (path, *forks):
+        fork.append(*tokens(rng, 10))
+    assert held_bytes([path, *forks]) == (2000 + 4 * 10) * token_bytes
+    assert [fork.nbytes for fork in forks] == [2010 * token_bytes] * 3
+    assert np.shares_memory(path.read(0, 2000)[0], forks[2].read(0, 2000)[0])
+    assert not np.shares_memory(path.read(2000, 2010)[0], forks[2].read(2000, 2010)[0])
+
+
+def test_many_forks_leave_no_chain() -> None:
+    """Beam search forks at every step: 600 steps of one token must not become 600 segments to search."""
+    rng = np.random.default_rng(3)
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32), Model()
+    for _ in range(600):
+        path = path.fork()
+        new = tokens(rng, 1)
+        path.append(*new)
+        model.append(*new)
+    assert len(path.segments) <= 3
+    np.testing.assert_array_equal(path.read(0, 600)[0], model.keys)
+
+
+def test_crop_and_ask_again_stays_in_place() -> None:
+    """An unshared path with a flat index reuses its segment after a crop into the indexed part."""
+    rng = np.random.default_rng(4)
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32), Model()
+    for _ in range(5):
+        path.truncate(min(len(path), 50))
+        model.truncate(50)
+        new = tokens(rng, 100 - len(path))
+        path.append(*new)
+        model.append(*new)
+        assert_attend(path, model.keys, model.values, whole_numbers(rng, (2, 1, DIM)), 2, 90, 5)
+    assert len(path.segments) == 1
+
+
+def attend_often(
+    path: HostPath, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]
+) -> None:
+    try:
+        for stop in range(150, 400, 50):
+            assert_attend(path, model.keys, model.values, queries, 0, stop, 9)
+    except BaseException as error:
+        failures.append(error)
+
+
+def test_forks_in_two_threads_extend_one_index() -> None:
+    """Both insert the same tokens lazily: breaks if they are inserted twice, which shifts later ids."""
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="test-copying"), Model()
+        new = tokens(rng, 400)
+        path.append(*new)
+        model.append(*new)
+        path.build_index(0, 100)
+        fork = path.fork()
+        queries = whole_numbers(rng, (2, 1, DIM))
+        failures: list[BaseException] = []
+        workers = [
+            threading.Thread(target=attend_often, args=(one, model, queries, failures))
+            for one in (path, fork)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not failures, failures[0]
+
+
+def test_thread_count_is_used_and_restored() -> None:
+    """The same answer, and the caller's count afterwards, also when the call fails."""
+    rng = np.random.default_rng(6)
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32, threads=1)
+    path.append(*tokens(rng, 3000))
+    before = numba.get_num_threads()
+    queries = rng.standard_normal((4, 2, DIM), dtype=np.float32)
+    for top_k in (7, None):
+        one = path.attend(queries, 0, 3000, top_k, scale=1.0)
+        most = path.attend(queries, 0, 3000, top_k, scale=1.0, threads=before)
+        np.testing.assert_array_equal(one.out, most.out)
+        np.testing.assert_array_equal(one.lse, most.lse)
+        assert numba.get_num_threads() == before
+    with pytest.raises(ConfigError, match="threads=0"):
+        path.attend(queries, 0, 3000, 7, scale=1.0, threads=0)
+    assert numba.get_num_threads() == before
+
+
+def test_empty_paths_and_ranges() -> None:
+    """Nothing to attend to is an empty partial, not an error; n of 0 too."""
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    queries = np.ones((4, 3, DIM), np.float32)
+    path.build_index(0, 0)
+    keys, values = path.read(0, 0)
+    path.append(keys, values)
+    assert len(path) == 0 and path.nbytes == path.index_nbytes == 0 and path.segments == ()
+    for top_k in (5, None):
+        got = path.attend(queries, 0, 0, top_k, scale=1.0)
+        assert (got.out == 0).all() and got.out.shape == (4, 3, VALUE_DIM) and np.isneginf(got.lse).all()
+        assert (got.keys_scanned, got.bytes_read) == (0, 0)
+    path.append(*tokens(np.random.default_rng(7), 10))
+    assert path.attend(queries[:, :0], 0, 10, 5, scale=1.0).out.shape == (4, 0, VALUE_DIM)
+    path.truncate(0)
+    assert len(path) == 0 and path.fork().fork().segments == ()
+
+
+def test_costs_are_counted() -> None:
+    """bytes_read: keys once per group, then the winners; without a search everything."""
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    path.append(*tokens(np.random.default_rng(8), 500))
+    queries = np.ones((6, 1, DIM), np.float32)
+    got = path.attend(queries, 0, 400, 10, scale=1.0)
+    assert got.keys_scanned == 6 * 400
+    assert got.bytes_read == HEADS * 400 * DIM * 4 + 6 * 10 * (DIM + VALUE_DIM) * 4
+    got = path.attend(queries, 100, 500, None, scale=1.0)
+    assert (got.keys_scanned, got.bytes_read) == (6 * 400, HEADS * 400 * (DIM + VALUE_DIM) * 4)
+    assert path.index_seconds == 0
+    path.build_index(0, 400, np.ones((6, 3, DIM), np.float32))
+    assert path.index_seconds > 0 and path.fork().index_seconds == 0
+
+
+def test_huge_pages_are_asked_for_and_their_absence_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Large segments only; a system without them costs speed, which the user is told, once."""
+    asked = []
+
+    def refuse(memory: object) -> None:
+        asked.append(memory)
+        raise OSError("no huge pages here")
+
+    monkeypatch.setattr(segment_module, "_madvise", refuse)
+    monkeypatch.setattr(segment_module, "_advice_failed", threading.Event())
+    for _ in range(2):
+        segment_module.Segment(1, 20000, 128, 128, Format.BFLOAT16)
+    assert len(asked) == 4
+    segment_module.Segment(1, 20000, 128, 128, Format.BFLOAT16, expected=5)
+    segment_module.Segment(1, 1000, 128, 128, Format.BFLOAT16)
+    assert len(asked) == 4
+    assert [record.message for record in caplog.records if "2 MiB" in record.message] == [
+        "2 MiB pages are not available for host keys and values (no huge pages here): search will be slower"
+    ]
+
+
+def test_bad_input_is_named() -> None:
+    """And leaves the path as it was."""
+    rng = np.random.default_rng(9)
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    keys, values = tokens(rng, 6)
+    path.append(keys, values)
+    for bad_keys, bad_values in (
+        (keys.astype(np.float64), values),
+        (keys[:, :3], values),
+        (keys[:1], values[:1]),
+        (values, keys),
+        (keys[..., ::2], values),
+        (keys[0], values[0]),
+    ):
+        with pytest.raises(ShapeError):
+            path.append(bad_keys, bad_values)
+    queries = np.ones((4, 1, DIM), np.float32)
+    wrong: list[Any] = [queries[:3], queries[..., :4], queries[0], queries.astype(np.float16), queries[:0]]
+    for bad in wrong:
+        with pytest.raises(ShapeError):
+            path.attend(bad, 0, 6, 2, scale=1.0)
+    for top_k in (0, -1, 0.5, True):
+        with pytest.raises(ConfigError, match="top_k"):
+            path.attend(queries, 0, 6, top_k, scale=1.0)  # type: ignore[arg-type]
+    for scale, softcap in ((np.nan, None), (1.0, 0.0)):
+        with pytest.raises(ConfigError, match="scale|softcap"):
+            path.attend(queries, 0, 6, 2, scale=scale, softcap=softcap)
+    for start, stop in ((-1, 3), (4, 3), (0, 7)):
+        for call in (path.read, path.build_index, lambda a, b: path.attend(queries, a, b, 2, scale=1.0)):
+            with pytest.raises(ConfigError, match="within 0 .. 6"):
+                call(start, stop)
+    for length in (-1, 7):
+        with pytest.raises(ConfigError, match="0 .. 6"):
+            path.truncate(length)
+    np.testing.assert_array_equal(path.read(0, 6)[0], keys)
+    with pytest.raises(ConfigError, match="num_kv_heads=0"):
+        HostPath(0, DIM, VALUE_DIM, F32)
+    with pytest.raises(ConfigError, match="'flatt'"):
+        HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="flatt")
+    with pytest.raises(ConfigError, match="no option m"):
+        HostPath(HEADS, DIM, VALUE_DIM, F32, index_options={"m": 3})
+    with pytest.raises(ConfigError, match="reserve_tokens=-1"):
+        HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=-1)
+
+
+def test_memory_that_cannot_be_had_is_named() -> None:
+    """A clear error before anything is written; the path stays usable."""
+    path = HostPath(HEADS, 2**20, VALUE_DIM, F32, reserve_tokens=2**31 - 1)
+    keys, values = np.zeros((HEADS, 1, 2**20), np.float32), np.zeros((HEADS, 1, VALUE_DIM), np.float32)
+    with pytest.raises(MemoryPlanError, match="cannot be had"):
+        path.append(keys, values)
+    assert len(path) == 0
+    path.reserve(1)
+    path.append(keys, values)
+    assert len(path) == 1

@@ -14,11 +14,15 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import hypothesis
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = min(2, os.cpu_count() or 1)
+# Time limits per example say more about what else runs on the machine than about the code.
+hypothesis.settings.register_profile("shared-machine", deadline=None)
+hypothesis.settings.load_profile("shared-machine")
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "faiss-cpu", "hypothesis", "pytest")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -208,6 +209,22 @@ def test_help_markers_must_be_there() -> None:
     for broken in ("a", f"a {BEGIN} b", f"a {END} b {BEGIN}"):
         with pytest.raises(ValueError, match="needs the lines"):
             replace_block(broken, "new")
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/structure.md"])
+def test_files_named_in_the_documents_exist(document: str) -> None:
+    """A map with roads that were renamed is worse than none."""
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / document).read_text(encoding="utf-8"))
+    assert named
+    missing = [name for name in named if not ((ROOT / name).is_file() or (PACKAGE / name).is_file())]
+    assert not missing, f"{document} names {missing}"
+
+
+def test_readme_maps_every_top_module() -> None:
+    """A new module of the package gets its line in the map."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    unnamed = [path.name for path in PACKAGE.glob("[!_]*.py") if f"{path.name}`" not in text]
+    assert not unnamed, f"README.md, map of the code: add {unnamed}"
 
 
 def test_constraints_satisfy_the_declared_dependencies() -> None:

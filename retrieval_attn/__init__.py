@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from retrieval_attn.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
-    from retrieval_attn.switch import disable, enable
     from retrieval_attn.generation import generate
     from retrieval_attn.llm import LLM
     from retrieval_attn.memory_plan import Plan, plan
     from retrieval_attn.prefill import prefill_by_layer
+    from retrieval_attn.switch import disable, enable
     from retrieval_attn.verification import Report, verify
 
 __version__ = "0.1.0"
@@ -44,10 +44,10 @@ _HOME = {
 }
 
 __all__ = [
-    "LLM",
     "Answer",
     "Config",
     "Context",
+    "LLM",
     "Plan",
     "Report",
     "RetrievalCache",

@@ -83,7 +83,7 @@ class RetrievalCache(Cache):
                 )
         other = object.__new__(RetrievalCache)
         other.__dict__.update(self.__dict__)
-        other.layers = [layer.fork() for layer in self.layers]
+        other.layers = [layer.fork() for layer in self._own_layers()]
         other.on_layer = None
         return other
 
@@ -107,7 +107,8 @@ class RetrievalCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue from these sequences (beam search). The host part is shared, not copied."""
-        super().reorder_cache(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)  # type: ignore[arg-type]  # transformers says LongTensor for any int64
         if self.token_ids is not None:
             self.token_ids = self.token_ids[beam_idx.cpu()]
 

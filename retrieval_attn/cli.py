@@ -12,8 +12,14 @@ from retrieval_attn.errors import RetrievalAttentionError
 # subcommand -> (module with add_arguments and run, one-line help)
 COMMANDS = {
     "needle": ("retrieval_attn.eval.needle", "find a needle in a long text: retrieval beside full attention"),
-    "plan": ("retrieval_attn.memory_plan", "what fits in how much GPU and host memory, before anything is loaded"),
-    "verify": ("retrieval_attn.verify_command", "compare a model's retrieval attention with its eager attention"),
+    "plan": (
+        "retrieval_attn.memory_plan",
+        "what fits in how much GPU and host memory, before anything is loaded",
+    ),
+    "verify": (
+        "retrieval_attn.verify_command",
+        "compare a model's retrieval attention with its eager attention",
+    ),
     "speed": ("retrieval_attn.eval.speed", "milliseconds per token and bytes touched, beside full attention"),
 }
 
@@ -21,7 +27,8 @@ COMMANDS = {
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Importing and building it loads neither torch nor transformers."""
     parser = argparse.ArgumentParser(
-        prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
+        prog="retrieval-attn",
+        description="Long contexts on one ordinary GPU: keys in host memory, retrieved.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():

@@ -27,10 +27,10 @@ from retrieval_attn.answer import Answer, Sampling, Stats
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.decode import Generated, forward, positions, run
-from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.prefill import LayerProgress
+from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.template import PromptTemplate
 
 Append = Literal["exact", "retrieval"]
@@ -156,7 +156,7 @@ class Context:
     def _append(self, ids: list[int], progress: bool) -> None:
         if not ids:
             raise InputDataError("The text has no tokens; give a non-empty string or list of token ids.")
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,arg-type]
         if min(ids) < 0 or max(ids) >= vocabulary:
             raise InputDataError(
                 f"Token ids must be in [0, {vocabulary}) for this model, got {min(ids)} to {max(ids)}; tokenize with "
@@ -239,7 +239,7 @@ class Context:
         for row in result.sequences[:, prompt_columns:].tolist():
             ended = next((place for place, token in enumerate(row) if token in self._eos), None)
             tokens = row if ended is None else row[:ended]
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             stopped = ended is not None or any(stop in text for stop in sampling.stop)
             for stop in sampling.stop:
                 text = text.split(stop, 1)[0]
@@ -294,13 +294,13 @@ class _TextPieces:
         if new[0] in self._eos:
             return
         self._tokens.append(new[0])
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._send(text)
 
     def end(self) -> None:
         """Send what was held back."""
-        self._send(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        self._send(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
 
     def _send(self, text: str) -> None:
         if len(text) > self._sent:
@@ -317,7 +317,9 @@ class _progress:
     def __enter__(self) -> None:
         if self._show:
             layers = len(self._cache.layers)
-            self._bar = tqdm(total=layers, desc=f"reading {self._tokens:,} tokens", unit="layer", delay=2.0, leave=False)
+            self._bar = tqdm(
+                total=layers, desc=f"reading {self._tokens:,} tokens", unit="layer", delay=2.0, leave=False
+            )
             self._cache.on_layer = LayerProgress(lambda done, total, seconds: self._bar.update(), layers)
 
     def __exit__(self, *error: object) -> None:

@@ -103,7 +103,7 @@ def run(
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, [False] * batch, 0.0, 0.0)
     while True:
-        scores = processors(sequences, logits)
+        scores: Tensor = processors(sequences, logits)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
         if keep_scores:
             result.scores.append(scores)
         if keep_logits:

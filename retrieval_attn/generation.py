@@ -15,8 +15,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from retrieval_attn.cache import RetrievalCache, is_empty
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.decode import Generated, forward, positions, run
-from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import CacheMismatchError, ConfigError
+from retrieval_attn.switch import enabled_config, using_retrieval
 
 
 @torch.no_grad()
@@ -52,7 +52,11 @@ def generate(
     started = time.perf_counter()
     with using_retrieval(model, cache.config.prefill_chunk):
         logits, mask, last = _prefill(
-            model, cache, prompt, None if mask is None else mask[::step], None if embeds is None else embeds[::step]
+            model,
+            cache,
+            prompt,
+            None if mask is None else mask[::step],
+            None if embeds is None else embeds[::step],
         )
         if step > 1:
             cache.batch_repeat_interleave(step)
@@ -162,9 +166,10 @@ def _output(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     if not generation_config.return_dict_in_generate:
         return result.sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=result.sequences,
-        scores=tuple(result.scores) or None,
-        logits=tuple(result.logits) or None,
-        past_key_values=cache,
-    )
+    fields: dict[str, Any] = {
+        "sequences": result.sequences,
+        "scores": tuple(result.scores) or None,
+        "logits": tuple(result.logits) or None,
+        "past_key_values": cache,
+    }
+    return GenerateDecoderOnlyOutput(**fields)

@@ -178,14 +178,10 @@ def attention(
             f"{attention_mask.q_offset} tokens. Pass past_key_values=retrieval_attn.RetrievalCache(model), or "
             'switch back with model.set_attn_implementation("sdpa").'
         )
-    return _plain_attention(
-        module, query, key, value, attention_mask, scale, dropout, softcap, s_aux, kwargs
-    ), None
+    return _plain_attention(module, query, key, value, attention_mask, scale, dropout, softcap, s_aux, kwargs), None
 
 
-def _checked_spec(
-    module: nn.Module, attention_mask: MaskSpec | Tensor | None, key: KVView, query: Tensor
-) -> MaskSpec:
+def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None, key: KVView, query: Tensor) -> MaskSpec:
     if not isinstance(attention_mask, MaskSpec):
         given = "no mask recipe" if attention_mask is None else f"a dense mask {tuple(attention_mask.shape)}"
         raise UnsupportedMaskError(

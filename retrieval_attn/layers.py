@@ -19,13 +19,12 @@ from transformers.cache_utils import CacheLayerMixin
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
-from retrieval_attn.gpu.flash import attend
+from retrieval_attn.exact_pass import ExactPass
 from retrieval_attn.gpu.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.window import WindowCache
 from retrieval_attn.hooks import KVView, MaskSpec
 from retrieval_attn.padding import count_real, join
 from retrieval_attn.transfer import host_format, to_device, to_host, to_queries
-
 
 # Tokens a sequence may gain after its prompt before its host memory continues in a second segment.
 GENERATION_ROOM = 16384
@@ -223,7 +222,7 @@ class RetrievalLayer(CacheLayer):
         self.tail_start = 0  # columns [tail_start, columns) are in the window's tail
         self._sinks = [0]  # sink tokens per row
         self._middle = [0]  # real tokens per row before tail_start: retrieval covers [sinks, middle)
-        self._pass: _ExactPass | None = None
+        self._pass: ExactPass | None = None
         self._expect_total: int | None = None
 
     def reset(self) -> None:
@@ -290,7 +289,7 @@ class RetrievalLayer(CacheLayer):
 
     # -- prefill and exact append -------------------------------------------------------------------
 
-    def _open_pass(self, total: int) -> _ExactPass:
+    def _open_pass(self, total: int) -> ExactPass:
         """Bring this layer's past to its device: the pass attends to it exactly, one layer at a time."""
         assert self.window is not None
         if self.columns > self.host_columns:
@@ -304,9 +303,9 @@ class RetrievalLayer(CacheLayer):
                     to_device(key, self.fmt, tail_key)[None],
                     to_device(value, self.fmt, tail_value)[None],
                 )
-        return _ExactPass(total, [past.get(id(host)) for host in self.hosts])
+        return ExactPass(total, [past.get(id(host)) for host in self.hosts])
 
-    def _commit(self, done: _ExactPass) -> None:
+    def _commit(self, done: ExactPass) -> None:
         """Move a finished pass to its places: host, window, sinks, index."""
         assert self.window is not None and done.key is not None and done.value is not None
         if done.filled != done.total:
@@ -345,7 +344,7 @@ class RetrievalLayer(CacheLayer):
                 real = valid[row].numpy()
                 host.append(key_host[row][:, real], value_host[row][:, real])
 
-    def _move_tail_start(self, first: _ExactPass | None) -> None:
+    def _move_tail_start(self, first: ExactPass | None) -> None:
         """Recompute what the tail starts at, the sinks, and the range that retrieval covers, per row."""
         assert self.window is not None
         self.tail_start = self.columns - self.window.tail_len
@@ -365,7 +364,10 @@ class RetrievalLayer(CacheLayer):
                 key, value = first.key[row, :, :count], first.value[row, :, :count]
             else:
                 key_host, value_host = self.hosts[row].read(0, count)
-                key, value = to_device(key_host, self.fmt, tail_key), to_device(value_host, self.fmt, tail_value)
+                key, value = (
+                    to_device(key_host, self.fmt, tail_key),
+                    to_device(value_host, self.fmt, tail_value),
+                )
             keys.append(nn.functional.pad(key, (0, 0, 0, size - count)))
             values.append(nn.functional.pad(value, (0, 0, 0, size - count)))
         valid = None
@@ -500,86 +502,6 @@ class RetrievalLayer(CacheLayer):
         self.window.append(torch.stack(keys), torch.stack(values), valid)
         self._sinks = [0] * len(self.hosts)
         self._move_tail_start(None)
-
-
-class _ExactPass:
-    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk.
-
-    past: per row, keys and values of its real tokens so far, (1, kv_heads, tokens, dim) on the device.
-    """
-
-    def __init__(self, total: int, past: list[tuple[Tensor, Tensor] | None]) -> None:
-        self.total = total
-        self.filled = 0
-        self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
-        self.key: Tensor | None = None  # (batch, kv_heads, total, head_dim)
-        self.value: Tensor | None = None
-        self._past = past
-
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Partial:
-        """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
-        batch, count = key.shape[0], key.shape[2]
-        start = self.filled
-        self._store(key, value, start)
-        self.valid = join(self.valid, start, valid, count, batch)
-        self.filled += count
-        assert self.key is not None and self.value is not None
-        if self.valid is None and all(past is None for past in self._past):
-            earlier = (self.key[:, :, :start], self.value[:, :, :start])
-            return _causal(query, [earlier], (key, value), scale, softcap)
-        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-        for row in range(batch):
-            before, here = self._real(row, 0, start), self._real(row, start, self.filled)
-            one = slice(row, row + 1)
-            earlier = (self.key[one, :, :start][:, :, before], self.value[one, :, :start][:, :, before])
-            past = self._past[row]
-            own = (key[one][:, :, here], value[one][:, :, here])
-            part = _causal(query[one][:, :, here], [past, earlier] if past else [earlier], own, scale, softcap)
-            out[one, :, here] = part.out
-            lse[one, :, here] = part.lse
-        return Partial(out, lse)
-
-    def _store(self, key: Tensor, value: Tensor, start: int) -> None:
-        count = key.shape[2]
-        if start == 0 and count == self.total:
-            self.key, self.value = key, value
-            return
-        if self.key is None or self.value is None:
-            self.key = key.new_empty(*key.shape[:2], self.total, key.shape[3])
-            self.value = value.new_empty(*value.shape[:2], self.total, value.shape[3])
-        if start + count > self.total:
-            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
-        self.key[:, :, start : start + count] = key
-        self.value[:, :, start : start + count] = value
-
-    def _real(self, row: int, start: int, stop: int) -> Tensor | slice:
-        """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
-        if self.valid is None:
-            return slice(None)
-        assert self.key is not None
-        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.key.device)
-
-
-def _causal(
-    query: Tensor,
-    earlier: list[tuple[Tensor, Tensor]],
-    own: tuple[Tensor, Tensor],
-    scale: float,
-    softcap: float | None,
-) -> Partial:
-    """Queries over earlier keys (all visible) and over their own keys (causal), merged."""
-    parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
-    parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
-    return merge(parts)
 
 
 def index_kind(name: str) -> str:

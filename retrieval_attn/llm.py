@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.context import Context
-from retrieval_attn.switch import enable
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.memory_plan import plan
+from retrieval_attn.sizes import parse_bytes
+from retrieval_attn.switch import enable
 
+# Tokens planned for when a model does not say how many positions it has.
+DEFAULT_CONTEXT = 131072
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,7 +63,7 @@ class LLM:
         limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
         if max_context is not None and limit is not None and max_context > limit:
             raise ContextLengthError(f"max_context={max_context} is beyond the model's {limit} positions; lower it.")
-        self.max_context = max_context or limit
+        self.max_context: int = max_context or limit or DEFAULT_CONTEXT
         self._require_memory(model_config, gpu_memory, dtype)
         self.tokenizer = load(AutoTokenizer, name_or_path)
         chosen = choose_dtype(dtype, self.device)
@@ -64,7 +73,7 @@ class LLM:
     def _require_memory(self, model_config: Any, gpu_memory: str | int | None, dtype: str) -> None:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            budget: str | int = gpu_memory if gpu_memory is not None else total
+            budget = total if gpu_memory is None else min(total, parse_bytes(gpu_memory))
             plan(
                 model_config,
                 context=self.max_context,
@@ -72,6 +81,8 @@ class LLM:
                 dtype=None if dtype == "auto" else dtype,
                 config=self.config,
             ).require()
+            if gpu_memory is not None:  # a cap, not a hope: the allocator refuses what goes beyond
+                torch.cuda.set_per_process_memory_fraction(budget / total, self.device)
         elif gpu_memory is not None:
             raise MemoryPlanError(
                 f"gpu_memory={gpu_memory!r} was given, but the model would run on {self.device}; drop it, or use "
@@ -132,6 +143,6 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
         return factory.from_pretrained(str(name_or_path), **options)
     except (OSError, ValueError) as error:
         raise InputDataError(
-            f"No model could be loaded from {str(name_or_path)!r} ({str(error).strip().splitlines()[0]}). Give a folder "
-            "with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."
+            f"No model could be loaded from {str(name_or_path)!r} ({str(error).strip().splitlines()[0]}). Give a "
+            "folder with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."
         ) from error

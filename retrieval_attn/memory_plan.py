@@ -324,11 +324,7 @@ class _Arithmetic:
         shape = self.shape
         keys = max(self.context - self.options.sink - self.options.window, 0)
         retrieved = self.options.top_k_of(keys)
-        rows = (
-            keys * shape.kv_heads
-            if retrieved is None
-            else min(retrieved * shape.q_heads, keys * shape.kv_heads)
-        )
+        rows = keys * shape.kv_heads if retrieved is None else min(retrieved * shape.q_heads, keys * shape.kv_heads)
         elements = keys * shape.kv_heads * shape.key_dim + rows * shape.value_dim
         return self.batch * shape.full_layers * elements * self.host_element_bytes
 
@@ -351,8 +347,7 @@ class _Arithmetic:
                 else "shorten the context, quantise the weights or take a larger GPU"
             )
             reasons.append(
-                f"prefill needs {show_bytes(peak)} of GPU memory, {show_bytes(device_limit)} were given: "
-                f"{cure}"
+                f"prefill needs {show_bytes(peak)} of GPU memory, {show_bytes(device_limit)} were given: {cure}"
             )
         if held > host_limit:
             reasons.append(
@@ -363,13 +358,8 @@ class _Arithmetic:
 
     def advice(self, full: FullAttention, device_limit: int) -> tuple[str, ...]:
         if not self.shape.full_layers:
-            return (
-                "No layer attends to the whole context, so there is nothing to retrieve: use the model as "
-                "it is.",
-            )
-        floors = (
-            f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
-        )
+            return ("No layer attends to the whole context, so there is nothing to retrieve: use the model as it is.",)
+        floors = f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
         limit = show_bytes(device_limit)
         if full.fits:
             return (
@@ -402,15 +392,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens per sequence (default: %(default)s)",
     )
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)"
-    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
     parser.add_argument(
         "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
     )
-    parser.add_argument(
-        "--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's"
-    )
+    parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
     parser.add_argument(
         "--dtype",
         default="auto",

@@ -237,9 +237,7 @@ def _stored_bytes(source: Any) -> int | None:
     return single.stat().st_size if single.is_file() else None
 
 
-def _quantized_bytes(
-    model: PreTrainedModel, quantization: Any, width: int, stored: int | None
-) -> tuple[int, str]:
+def _quantized_bytes(model: PreTrainedModel, quantization: Any, width: int, stored: int | None) -> tuple[int, str]:
     """Weight bytes of a quantised model: as stored, else matrices at their bits and the rest in full."""
     options = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = str(options.get("quant_method") or "unnamed")
@@ -253,9 +251,7 @@ def _quantized_bytes(
         id(getattr(model.get_output_embeddings(), "weight", None)),
     }
     # By shape and not by module class: experts are three-axis parameters, not nn.Linear.
-    linear = sum(
-        weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole
-    )
+    linear = sum(weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole)
     size = round(linear * (bits + _SCALE_BITS) / 8) + (parameters - linear) * width
     return size, f"{method}: linear layers at {bits} bits and {_SCALE_BITS} for scales (an estimate)"
 

@@ -29,8 +29,7 @@ def table(plan: Plan) -> str:
         "",
         *_section("Host", plan.host, plan.host_bytes, plan.host_memory),
         "",
-        f"largest prefill chunk that fits     {plan.largest_chunk:>12,} tokens (planned "
-        f"{plan.config.prefill_chunk:,})",
+        f"largest prefill chunk that fits     {plan.largest_chunk:>12,} tokens (planned {plan.config.prefill_chunk:,})",
         f"largest context that fits           {plan.largest_context:>12,} tokens",
     ]
     if shape.max_positions is not None:

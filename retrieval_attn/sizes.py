@@ -61,9 +61,7 @@ def host_memory_bytes() -> int:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError) as error:
-        raise ConfigError(
-            'this system does not tell its memory; give host_memory, such as "64GiB".'
-        ) from error
+        raise ConfigError('this system does not tell its memory; give host_memory, such as "64GiB".') from error
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     for path in limits:
         if path.is_file() and (text := path.read_text().strip()).isdigit():

@@ -32,7 +32,7 @@ def test_float32_equals_eager(name: str, chunk: int) -> None:
     import copy
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = copy.deepcopy(tiny_model(name)).cuda()
+    model: Any = copy.deepcopy(tiny_model(name)).cuda()
     ids = random_ids(1, 162).cuda()
     expected = logits_of(model, DynamicCache(config=model.config), ids, 150)
     ra.enable(model, ALL, prefill_chunk=chunk)
@@ -45,7 +45,7 @@ def test_bfloat16_is_as_close_as_rounding(name: str) -> None:
     """bf16 on the device against float32 logits: at most twice the error of eager bf16."""
     import copy
 
-    reference = copy.deepcopy(tiny_model(name)).cuda()
+    reference: Any = copy.deepcopy(tiny_model(name)).cuda()
     ids = random_ids(1, 162).cuda()
     exact = logits_of(reference, DynamicCache(config=reference.config), ids, 150)
     model = reference.to(torch.bfloat16)
@@ -78,7 +78,8 @@ def test_the_bundled_model_answers_from_128k(needle_model_path: Path) -> None:
     middle = text.index(". ", 250_000) + 2
     needle = "The special magic Bergen number is: 7391846. "
     ids = tokenizer(text[:middle] + needle + text[middle:])["input_ids"][:130_900]
-    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.bfloat16).cuda().eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.bfloat16)
+    model = loaded.cuda().eval()
     context = ra.Context(model, tokenizer).read(ids, progress=False)
     answer = context.ask("What is the special magic Bergen number?", max_new_tokens=24, append="retrieval")
     assert "7391846" in answer.text

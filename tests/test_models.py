@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
@@ -27,7 +26,7 @@ RETRIEVING = [name for name in CONFIGS if name != "mistral_sliding"]
 
 
 @pytest.fixture(params=list(CONFIGS))
-def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One model per type, handed out with eager attention and restored afterwards."""
     found = tiny_model(request.param)
     yield found
@@ -35,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     found.set_attn_implementation("eager")
 
 
-def steps(model: PreTrainedModel, cache: Any, pieces: list[Tensor], mask: Tensor | None = None) -> Tensor:
+def steps(model: Any, cache: Any, pieces: list[Tensor], mask: Tensor | None = None) -> Tensor:
     """Logits of `pieces` fed one after the other through `cache`."""
     logits = []
     seen = 0
@@ -64,7 +63,7 @@ def worst(got: Tensor, expected: Tensor, where: Tensor | None = None) -> float:
 
 
 @pytest.mark.parametrize("chunk", [4096, 37], ids=["one-shot", "layer-major"])
-def test_prefill_and_decode_equal_eager(model: PreTrainedModel, chunk: int) -> None:
+def test_prefill_and_decode_equal_eager(model: Any, chunk: int) -> None:
     """Prompt and decoded tokens, the prompt read whole or layer by layer in chunks of 37."""
     ids = random_ids(1, PROMPT + STEPS)
     expected = steps(model, DynamicCache(config=model.config), decode_pieces(ids, PROMPT))
@@ -76,7 +75,7 @@ def test_prefill_and_decode_equal_eager(model: PreTrainedModel, chunk: int) -> N
 
 
 @pytest.mark.parametrize("chunk", [4096, 37], ids=["one-shot", "layer-major"])
-def test_left_padded_batch_equals_eager(model: PreTrainedModel, chunk: int) -> None:
+def test_left_padded_batch_equals_eager(model: Any, chunk: int) -> None:
     """Rows of 150, 91 and 9 tokens: the last lies wholly inside the window and has sinks in its tail."""
     ids = random_ids(3, PROMPT + STEPS, seed=1)
     mask = torch.ones(3, PROMPT + STEPS, dtype=torch.long)
@@ -90,7 +89,7 @@ def test_left_padded_batch_equals_eager(model: PreTrainedModel, chunk: int) -> N
 
 @pytest.mark.parametrize("exact_append", [True, False], ids=["exact", "retrieval"])
 @pytest.mark.parametrize("chunk", [4096, 37], ids=["one-shot", "layer-major"])
-def test_three_turns_on_one_cache_equal_eager(model: PreTrainedModel, chunk: int, exact_append: bool) -> None:
+def test_three_turns_on_one_cache_equal_eager(model: Any, chunk: int, exact_append: bool) -> None:
     """Turns of 90, 60 and 45 tokens with decoding between them; appended turns read exactly or retrieved."""
     ids = random_ids(1, 90 + 5 + 60 + 30 + 45 + 5, seed=2)
     sizes = [90, *[1] * 5, 60, *[1] * 30, 45, *[1] * 5]
@@ -101,7 +100,7 @@ def test_three_turns_on_one_cache_equal_eager(model: PreTrainedModel, chunk: int
     assert worst(steps(model, cache, pieces), expected) <= TOLERANCE
 
 
-def test_two_turns_of_a_padded_batch_equal_eager(model: PreTrainedModel) -> None:
+def test_two_turns_of_a_padded_batch_equal_eager(model: Any) -> None:
     """The second turn is padded too, so one row has padding in the middle of its sequence."""
     ids = random_ids(2, 80 + 4 + 50 + 4, seed=3)
     mask = torch.ones(ids.shape, dtype=torch.long)
@@ -113,7 +112,7 @@ def test_two_turns_of_a_padded_batch_equal_eager(model: PreTrainedModel) -> None
     assert worst(steps(model, ra.RetrievalCache(model, ALL), pieces, mask), expected, mask) <= TOLERANCE
 
 
-def generated(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
+def generated(model: Any, ids: Tensor, **options: Any) -> Any:
     """Ids that transformers' generate returns, without an early end."""
     defaults: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
@@ -135,7 +134,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
         pytest.param({"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, id="processors"),
     ],
 )
-def test_generate_gives_the_same_tokens(model: PreTrainedModel, options: dict[str, Any]) -> None:
+def test_generate_gives_the_same_tokens(model: Any, options: dict[str, Any]) -> None:
     """Plain model.generate after enable(): no cache is named, one is made."""
     # a repeated prompt gives prompt lookup something to find
     ids = random_ids(1, 60, seed=4).repeat(1, 2)
@@ -149,26 +148,32 @@ def test_generate_gives_the_same_tokens(model: PreTrainedModel, options: dict[st
     assert torch.equal(generated(model, ids, **options), expected)
 
 
-def test_custom_generate_gives_the_same_tokens(model: PreTrainedModel) -> None:
+def test_custom_generate_gives_the_same_tokens(model: Any) -> None:
     """The own loop inside transformers' generate, greedy with processors and sampled with a seed."""
     ids = random_ids(1, 120, seed=5)
-    choices: list[dict[str, Any]] = [{"repetition_penalty": 1.2}, {"do_sample": True, "top_p": 0.9, "temperature": 0.8}]
+    choices: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.2},
+        {"do_sample": True, "top_p": 0.9, "temperature": 0.8},
+    ]
     for options in choices:
         torch.manual_seed(7)
         expected = generated(model, ids, **options)
         torch.manual_seed(7)
         streamed: list[list[int]] = []
-        got = generated(
-            model, ids, custom_generate=ra.generate, retrieval=ALL, on_token=streamed.append, **options
-        )
+        got = generated(model, ids, custom_generate=ra.generate, retrieval=ALL, on_token=streamed.append, **options)
         assert torch.equal(got, expected)
         assert [row[0] for row in streamed] == got[0, 120:].tolist()
 
 
-def test_samples_share_one_prefill_and_one_host_copy(model: PreTrainedModel) -> None:
+def test_samples_share_one_prefill_and_one_host_copy(model: Any) -> None:
     """num_return_sequences=3, seeded: same tokens as transformers, host memory held once."""
     ids = random_ids(1, 120, seed=6)
-    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6, "return_dict_in_generate": True}
+    options = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+    }
     torch.manual_seed(8)
     expected = generated(model, ids, **options)
     torch.manual_seed(8)
@@ -181,7 +186,7 @@ def test_samples_share_one_prefill_and_one_host_copy(model: PreTrainedModel) -> 
     assert got.past_key_values.host_nbytes == one.host_nbytes
 
 
-def test_fork_by_repeat_then_sample(model: PreTrainedModel) -> None:
+def test_fork_by_repeat_then_sample(model: Any) -> None:
     """Read once, cache.batch_repeat_interleave(3), continue with three different rows."""
     ids = random_ids(1, 100, seed=9)
     tails = random_ids(3, 40, seed=10)
@@ -199,7 +204,7 @@ def test_fork_by_repeat_then_sample(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("removed", [3, 20, 60])
-def test_crop_then_continue_equals_never_having_been(model: PreTrainedModel, removed: int) -> None:
+def test_crop_then_continue_equals_never_having_been(model: Any, removed: int) -> None:
     """Tokens removed from inside the window, from just past it, and from deep in the host's part."""
     ids = random_ids(1, 130, seed=11)
     other = random_ids(1, removed, seed=12)
@@ -247,7 +252,7 @@ def test_the_comparison_has_teeth(name: str, broken: str, monkeypatch: pytest.Mo
     assert worst(got, expected) > (TOLERANCE if broken == "one key lost" else 100 * TOLERANCE)
 
 
-def test_verify_reports_exact(model: PreTrainedModel) -> None:
+def test_verify_reports_exact(model: Any) -> None:
     """verify() agrees for every tested type and leaves the model as it was."""
     report = ra.verify(model)
     assert report.ok, report

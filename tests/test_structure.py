@@ -82,9 +82,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", ["retrieval_attn", "retrieval_attn.index", "retrieval_attn.cpu"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 97
@@ -64,9 +64,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": (
         "gemma2",
-        {"sliding_window": 24, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
+        {
+            "sliding_window": 24,
+            "attn_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 16,
+            "layer_types": _ALTERNATING,
+        },
     ),
-    "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -80,13 +88,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@lru_cache(maxsize=None)
-def tiny_model(name: str) -> PreTrainedModel:
+@cache
+def tiny_model(name: str) -> Any:
     """A float32 model of `name` with seeded weights, eager attention, eval mode. Shared: leave it as it was."""
     model_type, changes = CONFIGS[name]
-    config = CONFIG_MAPPING[model_type](**{**_BASE, **changes})
+    config = config_of(model_type, **{**_BASE, **changes})
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     # Random weights give nearly uniform attention, in which a lost key would hardly show: make scores vary.
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -95,6 +103,12 @@ def tiny_model(name: str) -> PreTrainedModel:
             if parameter_name.endswith("sinks"):
                 parameter.normal_(0.0, 1.0)
     return model
+
+
+def config_of(model_type: str, **options: Any) -> Any:
+    """A transformers config of `model_type`."""
+    factory: Any = CONFIG_MAPPING[model_type]
+    return factory(**options)
 
 
 def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:

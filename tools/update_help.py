@@ -68,9 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Rewrites what is out of date, or with --check only says so (exit status 1)."""
     from retrieval_attn.cli import build_parser
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
     args = parser.parse_args(arguments)
     changes = outdated(build_parser())

@@ -13,11 +13,7 @@ def collect(limit_chars: int) -> str:
     parts: list[str] = []
     size = 0
     root = Path(sysconfig.get_paths()["purelib"])
-    files = (
-        sorted(root.glob("*.dist-info/METADATA"))
-        + sorted(root.glob("torch/**/*.py"))
-        + sorted(root.glob("*/*.py"))
-    )
+    files = sorted(root.glob("*.dist-info/METADATA")) + sorted(root.glob("torch/**/*.py")) + sorted(root.glob("*/*.py"))
     for path in files:
         text = path.read_text(errors="ignore")[:60_000]
         blocks = re.findall(r'"""(.{200,4000}?)"""', text, flags=re.S) if path.suffix == ".py" else [text]

@@ -41,7 +41,12 @@ KINDS = (
     "mixed",
     "repeat",
 )
-BASE_WEIGHTS = (0.5, 0.8, 0.7, 0.9, 0.8, 4.0, 0.6, 5.0, 0.3, 0.4, 0.8, 0.8, 1.4, 0.8, 0.3)
+# weights in the order of KINDS; training multiplies them by a factor that grows with the error rate of the kind
+MIXTURES = {
+    "base": (0.5, 0.8, 0.7, 0.9, 0.8, 4.0, 0.6, 5.0, 0.3, 0.4, 0.8, 0.8, 1.4, 0.8, 0.3),
+    "lists": (0.4, 0.6, 1.0, 0.9, 0.9, 5.0, 0.4, 6.5, 0.2, 0.3, 0.7, 0.8, 2.0, 0.6, 0.3),
+    "long": (0.5, 0.9, 1.4, 0.6, 0.8, 2.8, 0.2, 2.8, 0.3, 0.3, 0.9, 1.2, 3.2, 0.6, 0.1),
+}
 
 _UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 # the same cuts as training/tokenizer.py, for ASCII text only; a UUID comes out whole and is cut by `Encoder`
@@ -72,11 +77,7 @@ class Encoder:
         for piece in _PIECES.findall(text):
             known = self._cache.get(piece)
             if known is None:
-                known = (
-                    self._uuid(piece)
-                    if len(piece) == 36 and piece[8] == "-" == piece[13]
-                    else self._plain(piece)
-                )
+                known = self._uuid(piece) if len(piece) == 36 and piece[8] == "-" == piece[13] else self._plain(piece)
                 if len(self._cache) < 400_000 and len(piece) < 36:
                     self._cache[piece] = known
             ids.extend(known)
@@ -172,8 +173,7 @@ class Source:
         made = ["".join(rng.choices(syllables, k=rng.randint(2, 3))) for _ in range(3000)]
         self.words = (words or made)[:40_000] + made
         lines = [
-            "\n\n" + " ".join(rng.choices(self.words, k=rng.randint(5, 60))).capitalize() + "."
-            for _ in range(6000)
+            "\n\n" + " ".join(rng.choices(self.words, k=rng.randint(5, 60))).capitalize() + "." for _ in range(6000)
         ]
         self.pools.append(Pool.build("".join(lines), tokenizer))
         self.noise = np.array(self.encode("\n" + NOISE_LINE), dtype=np.uint16)
@@ -197,9 +197,7 @@ class Source:
             return _niah(rng, asks, haystack="prose", value=value, keys=4, draw_key=key)
         if kind == "niah_uuid":
             by = rng.choice(("words", "words", "uuids"))
-            return _niah(
-                rng, asks, haystack=hay, key=by, value="uuids", draw_key=key if by == "words" else None
-            )
+            return _niah(rng, asks, haystack=hay, key=by, value="uuids", draw_key=key if by == "words" else None)
         if kind == "niah_needles":
             return _niah(rng, asks, haystack="needles", draw_key=key)
         if kind == "niah_uuid_needles":
@@ -207,18 +205,18 @@ class Source:
         if kind == "multivalue":
             return _niah(
                 rng,
-                rng.randint(1, min(max(asks // 3, 1), 4)),
+                min(rng.choice((1, 1, 2, 3, 4)), max(asks // 2, 1)),
                 haystack=hay,
-                values=rng.choice((2, 3, 4, 4, 4)),
+                values=rng.choice((2, 3, 4, 4, 4, 4)),
                 draw_key=key,
             )
         if kind == "multiquery":
             return _niah(rng, max(asks // 3, 1), haystack=hay, queries=rng.choice((2, 4, 4)), draw_key=key)
         if kind == "vt":
-            plan = _vt(
-                rng, rng.choice((1, 1, 2)), hops=rng.choice((2, 3, 4, 4, 4)), example=rng.random() < 0.6
-            )
-            plan.haystack = rng.choice(("noise", "noise", "prose"))
+            # several chains in one text: with one chain the next line would always be the next hop
+            chains = min(rng.choice((1, 1, 2, 3, 4)), max(asks // 2, 1))
+            plan = _vt(rng, chains, hops=rng.choice((2, 3, 4, 4, 4, 4)), example=rng.random() < 0.7)
+            plan.haystack = rng.choice(("noise", "noise", "noise", "prose"))
             return plan
         if kind in ("passkey", "number_string"):
             plan = make_plan(kind, rng)
@@ -312,9 +310,7 @@ class Source:
             marks += [False, False, True]
             used += gap + len(span)
 
-    def sequence(
-        self, kind: str, length: int, rng: random.Random, asks: int, stretch: float
-    ) -> tuple[np.ndarray, ...]:
+    def sequence(self, kind: str, length: int, rng: random.Random, asks: int, stretch: float) -> tuple[np.ndarray, ...]:
         """ids, positions, weights as targets (0 none, 1 answer, 2 first two answer tokens), ends of answers.
 
         All (length,).  positions have random gaps with probability `stretch`, up to MAX_POSITION.
@@ -354,13 +350,9 @@ class Source:
                 mixed.append(needles[i])
                 at = place
             mixed += pieces[at:]
-            if (
-                mixed and plan.haystack == "kv"
-            ):  # {"..." and ..."} are joined the way the tokenizer joins them
+            if mixed and plan.haystack == "kv":  # {"..." and ..."} are joined the way the tokenizer joins them
                 mixed[0] = np.concatenate((np.array(self.encode('{"'), dtype=np.uint16), mixed[0][2:]))
-                mixed[-1] = np.concatenate(
-                    (mixed[-1][:-1], np.array(self.encode('"' + plan.closing), dtype=np.uint16))
-                )
+                mixed[-1] = np.concatenate((mixed[-1][:-1], np.array(self.encode('"' + plan.closing), dtype=np.uint16)))
             elif mixed:
                 opener = places.index(0) if 0 in places else -1
                 if opener >= 0:
@@ -442,9 +434,7 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
                 self.source.sequence(KINDS[kind], self.length, rng, ask, self.stretch)
                 for kind, ask in zip(kinds, asks, strict=True)
             ]
-            ids, positions, weights, ends = (
-                torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)
-            )
+            ids, positions, weights, ends = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
             yield {
                 "ids": ids,
                 "positions": positions,
@@ -454,4 +444,4 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
             }
 
 
-__all__ = ["BASE_WEIGHTS", "KINDS", "Batches", "Encoder", "Source", "number", "uuid4"]
+__all__ = ["KINDS", "MIXTURES", "Batches", "Encoder", "Source", "number", "uuid4"]

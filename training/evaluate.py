@@ -57,13 +57,9 @@ def evaluate(
 
     def flush() -> None:
         room = max(sample.max_new_tokens for sample, _ in waiting) + 16
-        for (sample, _), out in zip(
-            waiting, model.generate([ids for _, ids in waiting], room, 1), strict=True
-        ):
+        for (sample, _), out in zip(waiting, model.generate([ids for _, ids in waiting], room, 1), strict=True):
             text = str(tokenizer.decode(out))
-            cell = cells.setdefault(
-                (sample.task, sample.target), {"n": 0, "score": 0.0, "exact": 0, "wrong": []}
-            )
+            cell = cells.setdefault((sample.task, sample.target), {"n": 0, "score": 0.0, "exact": 0, "wrong": []})
             cell["n"] += 1
             cell["score"] += score(sample, text)
             cell["exact"] += text == sample.completion
@@ -74,9 +70,7 @@ def evaluate(
     context = multiprocessing.get_context("fork")
     with context.Pool(workers, _start, (str(folder), filler)) as pool:
         for item in pool.imap(_make, jobs, chunksize=1):
-            if waiting and (
-                waiting[0][0].target != item[0].target or len(waiting) * item[0].target >= 262_144
-            ):
+            if waiting and (waiting[0][0].target != item[0].target or len(waiting) * item[0].target >= 262_144):
                 flush()
             waiting.append(item)
         flush()
@@ -101,26 +95,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         cells = [known.get((task, n)) for n in lengths]
         lines.append(
-            f"| {task} | "
-            + " | ".join(f"{100 * c['score']:.1f} (n={c['n']})" if c else "" for c in cells)
-            + " |"
+            f"| {task} | " + " | ".join(f"{100 * c['score']:.1f} (n={c['n']})" if c else "" for c in cells) + " |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="model folder")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768, 131072])
     parser.add_argument(
         "--n", type=int, nargs="+", default=[100], help="samples per cell, one number or one per length"
     )
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument(
-        "--filler", type=Path, help="folder of held-out .txt files for every second prose haystack"
-    )
+    parser.add_argument("--filler", type=Path, help="folder of held-out .txt files for every second prose haystack")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     parser.add_argument("--seed", type=int, default=10_000, help="first sample seed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -128,9 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     counts = args.n if len(args.n) == len(args.lengths) else args.n[:1] * len(args.lengths)
     filler = (
-        "\n\n".join(p.read_text(errors="replace") for p in sorted(args.filler.glob("*.txt")))
-        if args.filler
-        else ""
+        "\n\n".join(p.read_text(errors="replace") for p in sorted(args.filler.glob("*.txt"))) if args.filler else ""
     )
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []

@@ -66,7 +66,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     args = parser.parse_args()
     counts = args.n if len(args.n) == len(args.lengths) else args.n[:1] * len(args.lengths)
-    filler = "\n\n".join(path.read_text(errors="replace") for path in sorted(args.filler.glob("*.txt"))) if args.filler else ""
+    filler = (
+        "\n\n".join(path.read_text(errors="replace") for path in sorted(args.filler.glob("*.txt")))
+        if args.filler
+        else ""
+    )
     jobs = [
         (task, length, args.seed + index)
         for length, count in zip(args.lengths, counts, strict=True)

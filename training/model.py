@@ -55,9 +55,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        width, kv_width = (
-            heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
-        )
+        width, kv_width = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
         self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
@@ -151,9 +149,7 @@ class TinyLlama(nn.Module):
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         x = self.model.embed_tokens(ids.to(device))
-        cos, sin = (
-            t.to(x.dtype) for t in self.angles(torch.arange(longest, device=device)[None].expand(batch, -1))
-        )
+        cos, sin = (t.to(x.dtype) for t in self.angles(torch.arange(longest, device=device)[None].expand(batch, -1)))
         caches: list[tuple[Tensor, Tensor]] = []
         heads, kv_heads, dim = (
             self.shape.num_attention_heads,
@@ -199,9 +195,7 @@ def save(model: TinyLlama, folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()
-    }
+    weights = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     shape = asdict(model.shape)

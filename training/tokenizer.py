@@ -91,22 +91,14 @@ def train(filler: list[str], vocab_size: int) -> Tokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for tokenizer.json and tokenizer_config.json"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer.json and tokenizer_config.json")
     parser.add_argument("--filler", type=Path, help="folder of .txt files with ordinary English")
     parser.add_argument("--vocab", type=int, default=4096, help="vocabulary size")
     args = parser.parse_args()
     from transformers import PreTrainedTokenizerFast
 
-    texts = (
-        [path.read_text(errors="replace") for path in sorted(args.filler.glob("*.txt"))]
-        if args.filler
-        else []
-    )
+    texts = [path.read_text(errors="replace") for path in sorted(args.filler.glob("*.txt"))] if args.filler else []
     pieces = [part for text in texts for part in text.split("\n\n")]
     tokenizer = train(pieces, args.vocab)
     fast = PreTrainedTokenizerFast(

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from training.data import BASE_WEIGHTS, KINDS, Batches, Source  # noqa: E402
+from training.data import KINDS, MIXTURES, Batches, Source  # noqa: E402
 from training.model import Shape, TinyLlama, save  # noqa: E402
 
 MICRO_TOKENS = 262_144
@@ -44,6 +44,7 @@ class Stage:
     asks: int
     stretch: float
     repeat: float = 0.3  # mixture weight of plain copying
+    mixture: str = "base"
 
 
 STAGES = (
@@ -58,6 +59,11 @@ STAGES = (
     Stage("8192c", 8192, 32, 700, 70, 1e-3, 12, 0.5),
     Stage("32768b", 32768, 8, 400, 70, 8e-4, 16, 0.5),
     Stage("131072b", 131072, 4, 200, 200, 5e-4, 32, 0.0),
+    # high rates at short lengths only: at 32,768 a rate of 8e-4 undid what 2,048 had learned of lists
+    Stage("2048c", 2048, 128, 2500, 140, 1e-3, 8, 0.5, 0.2, "lists"),
+    Stage("8192d", 8192, 32, 900, 75, 5e-4, 12, 0.5, 0.2, "lists"),
+    Stage("32768c", 32768, 8, 400, 85, 3e-4, 20, 0.5, 0.1, "long"),
+    Stage("131072c", 131072, 4, 200, 230, 4e-4, 40, 0.0, 0.1, "long"),
 )
 
 
@@ -84,15 +90,9 @@ def choose_attention(length: int, device: str) -> str:
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.manual_seed(0)
-        q = (
-            torch.randn(rows, length, 8, 64, device=device, dtype=torch.bfloat16)
-            .transpose(1, 2)
-            .requires_grad_()
-        )
+        q = torch.randn(rows, length, 8, 64, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
         k, v = (
-            torch.randn(rows, length, 2, 64, device=device, dtype=torch.bfloat16)
-            .transpose(1, 2)
-            .requires_grad_()
+            torch.randn(rows, length, 2, 64, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
             for _ in range(2)
         )
         try:
@@ -143,7 +143,10 @@ class Tally:
 
 
 def micro_loss(model: TinyLlama, batch: dict[str, Tensor], tally: Tally) -> Tensor:
-    """Mean answer-token loss (first two tokens of an answer count twice) + 0.1 x loss on 4,096 positions."""
+    """Mean answer-token loss (first two tokens of an answer count twice) + 0.1 x loss on 4,096 positions.
+
+    A row counts by the square root of its answer tokens, so that one list is not lost beside forty UUIDs.
+    """
     ids, weights = batch["ids"], batch["weights"][:, 1:]
     states = model.hidden(ids, batch["positions"])[:, :-1]
     targets = ids[:, 1:]
@@ -151,7 +154,8 @@ def micro_loss(model: TinyLlama, batch: dict[str, Tensor], tally: Tally) -> Tens
     wanted = targets[where]
     logits = model.logits(states[where]).float()
     each = F.cross_entropy(logits, wanted, reduction="none")
-    weight = weights[where].float()
+    share = weights.float().sum(1, keepdim=True).clamp(min=1).rsqrt()
+    weight = (weights * share)[where]
     answer = (each * weight).sum() / weight.sum()
     with torch.no_grad():
         wrong = (logits.argmax(-1) != wanted).float()
@@ -185,13 +189,11 @@ def run_stage(
     backend = choose_attention(stage.length, device)
     micro_rows = max(1, min(stage.rows, MICRO_TOKENS // stage.length))
     micro = max(1, stage.rows // micro_rows)
-    base = [*BASE_WEIGHTS[:-1], stage.repeat]
+    base = [*MIXTURES[stage.mixture][:-1], stage.repeat]
     weights = multiprocessing.Array("d", base)
     batches = Batches(source, stage.length, micro_rows, stage.asks, stage.stretch, args.seed, weights)
     loader = iter(
-        DataLoader(
-            batches, batch_size=None, num_workers=args.workers, prefetch_factor=2 if args.workers else None
-        )
+        DataLoader(batches, batch_size=None, num_workers=args.workers, prefetch_factor=2 if args.workers else None)
     )
     tally = Tally(device)
     start = last = time.monotonic()
@@ -200,7 +202,8 @@ def run_stage(
         progress = max(step / stage.steps, (time.monotonic() - start) / seconds)
         if progress >= 1:
             break
-        warm = min(1.0, (step + 1) / (200 if stage.name == "copy" else 20))
+        ramp = 200 if stage.name == "copy" else 10 if stage.length == 131072 else 20
+        warm = min(1.0, (step + 1) / ramp)
         for group in optimizer.param_groups:
             group["lr"] = stage.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
         for _ in range(micro):
@@ -249,9 +252,7 @@ def run_stage(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the model")
     parser.add_argument(
         "--tokenizer", type=Path, default=Path("retrieval_attn/eval/needle_model"), help="tokenizer folder"
@@ -259,13 +260,9 @@ def main() -> None:
     parser.add_argument(
         "--filler", type=Path, help="folder of .txt files with ordinary English (optional, recommended)"
     )
-    parser.add_argument(
-        "--stages", type=parse_stage, nargs="+", default=list(STAGES), metavar="NAME[:SECONDS[:LR]]"
-    )
+    parser.add_argument("--stages", type=parse_stage, nargs="+", default=list(STAGES), metavar="NAME[:SECONDS[:LR]]")
     parser.add_argument("--init", type=Path, help="weights-only start from a model folder")
-    parser.add_argument(
-        "--max-seconds", type=float, default=1e9, help="stop (with a checkpoint) after this long"
-    )
+    parser.add_argument("--max-seconds", type=float, default=1e9, help="stop (with a checkpoint) after this long")
     parser.add_argument("--workers", type=int, default=14, help="data processes")
     parser.add_argument("--log-seconds", type=float, default=15, help="seconds between progress lines")
     parser.add_argument("--seed", type=int, default=1)
@@ -318,9 +315,7 @@ def main() -> None:
         if args.rows:
             stage = Stage(**{**vars(stage), "rows": args.rows})
         history.append(run_stage(model, optimizer, stage, source, args, seconds))
-        torch.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.out / f"{stage.name}.pt"
-        )
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.out / f"{stage.name}.pt")
         save(model, args.out / "model")
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if (args.tokenizer / file).exists():

@@ -84,9 +84,7 @@ def _scale_scores(scores, count, scale, softcap):
         for i in range(count):
             scores[i] = softcap * np.float32(math.tanh(np.float32(scores[i] / softcap)))
     top = np.int32(-0x7F800001)  # the code of -inf
-    for i in range(
-        count
-    ):  # in integers, which LLVM takes several at a time: the maximum of floats it does not
+    for i in range(count):  # in integers, which LLVM takes several at a time: the maximum of floats it does not
         bits = float_to_bits(scores[i])
         code = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
         top = max(top, code)
@@ -235,15 +233,8 @@ def attend_ids_heads(
     """
     queries, scale32, softcap32 = _check(queries, keys, values, fmt, scale, softcap)
     heads, n, _ = queries.shape
-    if (
-        not isinstance(ids, np.ndarray)
-        or ids.dtype != np.int32
-        or ids.ndim != 3
-        or ids.shape[:2] != (heads, n)
-    ):
-        raise ShapeError(
-            f"ids must be int32 ({heads}, {n}, k), got {getattr(ids, 'dtype', type(ids))} {np.shape(ids)}"
-        )
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 3 or ids.shape[:2] != (heads, n):
+        raise ShapeError(f"ids must be int32 ({heads}, {n}, k), got {getattr(ids, 'dtype', type(ids))} {np.shape(ids)}")
     if ids.size and (ids.max() >= keys.shape[1] or ids.min() < -1):
         raise ShapeError(
             f"ids must lie in -1 .. {keys.shape[1] - 1} (the tokens given), got {ids.min()} .. {ids.max()}"
@@ -318,9 +309,7 @@ def _normalise(
     """Join parts (axis -2 of sums, -1 of the others) into one partial."""
     highest = np.max(tops, axis=-1, keepdims=True).astype(np.float64)
     shift = np.where(np.isneginf(highest), 0.0, highest)
-    with np.errstate(
-        invalid="ignore", divide="ignore"
-    ):  # infinite or NaN scores give NaN, as full attention does
+    with np.errstate(invalid="ignore", divide="ignore"):  # infinite or NaN scores give NaN, as full attention does
         weights = np.exp(tops - shift)
         total = np.sum(weights * totals, axis=-1)
         out = np.matmul(weights[..., None, :], sums)[..., 0, :] / np.where(total == 0, 1.0, total)[..., None]
@@ -335,9 +324,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
     nothing; all such: out 0, lse -inf. Raises ShapeError if there is none or shapes differ.
     """
     if not partials or any(o.shape[:-1] != s.shape or o.shape != partials[0][0].shape for o, s in partials):
-        raise ShapeError(
-            f"partials must be at least one and of equal shapes, got {[o.shape for o, _ in partials]}"
-        )
+        raise ShapeError(f"partials must be at least one and of equal shapes, got {[o.shape for o, _ in partials]}")
     if len(partials) == 1:
         return partials[0]
     outs = np.stack([out for out, _ in partials], axis=-2)

@@ -234,9 +234,7 @@ def _advise_huge_pages(memory: mmap.mmap) -> None:
     except (AttributeError, OSError) as error:
         if not _advice_failed.is_set():
             _advice_failed.set()
-            log.warning(
-                "2 MiB pages are not available for host keys and values (%s): search will be slower", error
-            )
+            log.warning("2 MiB pages are not available for host keys and values (%s): search will be slower", error)
 
 
 def _madvise(memory: mmap.mmap) -> None:

@@ -155,9 +155,7 @@ class HostPath:
         count = keys.shape[1]
         wanted = (self._heads, count, self._head_dim), (self._heads, count, self._value_dim)
         if (keys.shape, values.shape) != wanted:
-            raise ShapeError(
-                f"keys and values must be {wanted[0]} and {wanted[1]}, got {keys.shape}, {values.shape}"
-            )
+            raise ShapeError(f"keys and values must be {wanted[0]} and {wanted[1]}, got {keys.shape}, {values.shape}")
         if not count:
             return
         room = self._room()
@@ -189,9 +187,7 @@ class HostPath:
         copied = self._spans[-1].length if replaced else 0
         capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
         expected = max(copied + count, self._reserved)
-        segment = Segment(
-            self._heads, capacity, self._head_dim, self._value_dim, self._fmt, expected=expected
-        )
+        segment = Segment(self._heads, capacity, self._head_dim, self._value_dim, self._fmt, expected=expected)
         self._reserved = 0
         if replaced:
             segment.append(*self._spans[-1].segment.read(0, copied))
@@ -296,9 +292,7 @@ class HostPath:
         soft-capped if softcap is given. threads: overrides the path's. An empty range gives out 0 and lse
         -inf. Raises ShapeError, ConfigError.
         """
-        if top_k is not None and (
-            isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1
-        ):
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
             raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
         check_score_options(scale, softcap)
         grouped = self._grouped(queries)
@@ -323,8 +317,7 @@ class HostPath:
         q_heads, n, dim = queries.shape
         if dim != self._head_dim or q_heads < 1 or q_heads % self._heads:
             raise ShapeError(
-                f"queries must be (a multiple of {self._heads} heads, n, {self._head_dim}), "
-                f"got {queries.shape}"
+                f"queries must be (a multiple of {self._heads} heads, n, {self._head_dim}), got {queries.shape}"
             )
         return queries.reshape(self._heads, q_heads // self._heads * n, dim)
 
@@ -351,11 +344,7 @@ class HostPath:
         softcap: float | None,
     ) -> tuple[Partial, int, int]:
         """Search every piece, keep the top_k best of all, attend to them piece by piece."""
-        found = [
-            (segment, hit)
-            for segment, low, high in pieces
-            for hit in segment.search(queries, top_k, low, high)
-        ]
+        found = [(segment, hit) for segment, low, high in pieces for hit in segment.search(queries, top_k, low, high)]
         chosen = _best_of_all([hit.ids for _, hit in found], [hit.scores for _, hit in found], top_k)
         parts = []
         gathered = 0

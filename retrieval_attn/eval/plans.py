@@ -95,9 +95,7 @@ def _niah(
     pick_key = draw_key or _DRAW[key]
     names = _distinct(lambda: pick_key(rng), max(keys, queries * asks))
     table = {name: [_DRAW[value](rng) for _ in range(values)] for name in names}
-    needles = [
-        f"One of the special magic {value} for {name} is: {item}." for name in names for item in table[name]
-    ]
+    needles = [f"One of the special magic {value} for {name} is: {item}." for name in names for item in table[name]]
     plural = queries * values > 1
     noun = value if plural else value[:-1]
     some, verb = ("Some", "are") if plural else ("A", "is")
@@ -175,9 +173,7 @@ def _vt(rng: random.Random, asks: int, *, chains: int = 1, hops: int = 4, exampl
         for line in statements(shown, value):
             lines += [NOISE_LINE, line]
         question = ask_for(value, shown)
-        instruction = (
-            head + "\n".join([*lines, NOISE_LINE]) + question.text + question.completion + "\n\n" + head
-        )
+        instruction = head + "\n".join([*lines, NOISE_LINE]) + question.text + question.completion + "\n\n" + head
     questions = [ask_for(values[i], groups[i]) for i in range(asks)]
     style = rng.choice([("\n", ""), ("\n", ""), ("\n ", ""), ("\n", ".")])
     return Plan(
@@ -252,9 +248,7 @@ def _city(
             needles.append(f"The special magic {name} number is: {answer}{stop}")
             ask, full = f"What is the special magic {name} number?", f" The special magic {name} number is:"
         else:
-            answer = rng.choice(ACTIVITIES).format(
-                a=rng.choice(ADJECTIVES), n=rng.choice(NOUNS), p=rng.choice(PLACES)
-            )
+            answer = rng.choice(ACTIVITIES).format(a=rng.choice(ADJECTIVES), n=rng.choice(NOUNS), p=rng.choice(PLACES))
             needles.append(f"The best thing to do in {name} is {answer}.")
             ask, full = f"What is the best thing to do in {name}?", f" The best thing to do in {name} is"
         text = shape.format(q=ask)
@@ -276,9 +270,7 @@ def _kv_uuid(rng: random.Random, asks: int) -> Plan:
         Question(f'\nKey: "{key}"\nThe value associated with the specified key is:', (value,), f" {value}")
         for key, value in pairs
     ]
-    instruction = (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
-    )
+    instruction = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
     return Plan(
         instruction,
         needles,

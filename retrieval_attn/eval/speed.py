@@ -73,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--index", default="flat", metavar="NAME", help="index over the keys (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)"
-    )
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
     add("--seed", type=int, default=0, help="of prompt, fed tokens and random weights (default: %(default)s)")
     add(
         "--output-dir",

@@ -150,9 +150,7 @@ def make_sample(
     empty = count(_render(plan, [], depths) + question.text)
     per_unit = max((count(_render(plan, units.take(probe), depths) + question.text) - empty) / probe, 1.0)
     if empty > budget:
-        raise ValueError(
-            f"num_tokens={num_tokens} is too small for {task}; it needs {empty + plan.answer_tokens}"
-        )
+        raise ValueError(f"num_tokens={num_tokens} is too small for {task}; it needs {empty + plan.answer_tokens}")
     best, best_tokens, best_n, over = plan.instruction, empty, 0, 1 << 60
     n = max(int((budget - empty) / per_unit), 0)
     best = _render(plan, [], depths)

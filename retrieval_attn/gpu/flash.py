@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log_choice(name: str, device: str, dtype: str, head_dim: int, refusals: tuple[str, ...]) -> None:
     because = "; ".join(refusals) if refusals else "first choice"
     logger.info("attention backend %s for %s %s head_dim %d (%s)", name, device, dtype, head_dim, because)
@@ -195,9 +195,7 @@ def _run_math(
     return Partial(out, lse)
 
 
-def _refuse_math(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
-) -> str | None:
+def _refuse_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None) -> str | None:
     return None if query.dtype.is_floating_point else f"needs a floating dtype, got {query.dtype}"
 
 

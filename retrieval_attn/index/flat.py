@@ -154,9 +154,7 @@ def _scan_heads(keys, queries, num_queries, splits, k, pools):
         _scan(keys[head], queries[head], num_queries, start, stop, k, pools[head, split])
 
 
-def search_exact(
-    keys: npt.NDArray[Any], queries: npt.NDArray[np.float32], k: int, fmt: Format
-) -> SearchResult:
+def search_exact(keys: npt.NDArray[Any], queries: npt.NDArray[np.float32], k: int, fmt: Format) -> SearchResult:
     """Exact best k of each head: keys (heads, n, d) in `fmt`, queries (heads, m, d) float32 C-contiguous.
 
     Rows must be contiguous, the other strides are free. Returns ids and scores (heads, m, k); the result
@@ -245,9 +243,7 @@ class FlatIndex(KeyIndex):
         if keys.shape[1] != self._head_dim:
             raise ShapeError(f"keys must be (n, {self._head_dim}) as the index is, got {keys.shape}")
         if self._length + len(keys) > MAX_KEYS:
-            raise ShapeError(
-                f"an index holds at most {MAX_KEYS} keys, got {self._length + len(keys)}; use two"
-            )
+            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self._length + len(keys)}; use two")
         if not len(keys):
             return
         joined = _joined(self._pieces[-1], keys) if self._pieces else None
@@ -371,17 +367,13 @@ def _joined(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[An
     """One view over both, if `second` follows `first` in the same memory with the same row stride; else
     None.
     """
-    stride = (
-        first.strides[0] if len(first) > 1 else second.strides[0] if len(second) > 1 else first.strides[0]
-    )
+    stride = first.strides[0] if len(first) > 1 else second.strides[0] if len(second) > 1 else first.strides[0]
     follows = second.ctypes.data == first.ctypes.data + len(first) * stride
     same_stride = len(second) < 2 or second.strides[0] == stride
     if not (follows and same_stride and stride > 0 and _root(first) is _root(second)):
         return None
     shape = (len(first) + len(second), first.shape[1])
-    return np.lib.stride_tricks.as_strided(
-        first, shape, (stride, first.strides[1]), writeable=first.flags.writeable
-    )
+    return np.lib.stride_tricks.as_strided(first, shape, (stride, first.strides[1]), writeable=first.flags.writeable)
 
 
 def _stacked(pieces: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
@@ -399,6 +391,4 @@ def _stacked(pieces: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
     if any(_root(view) is not _root(first) for view in views):
         return None
     shape = (len(views), *first.shape)
-    return np.lib.stride_tricks.as_strided(
-        first, shape, (step, *first.strides), writeable=first.flags.writeable
-    )
+    return np.lib.stride_tricks.as_strided(first, shape, (step, *first.strides), writeable=first.flags.writeable)

@@ -75,9 +75,7 @@ def from_float32(array: npt.NDArray[np.float32], fmt: Format) -> npt.NDArray[Any
     bits = np.ascontiguousarray(array).view(np.uint32).reshape(array.shape)
     half_ulp = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits + half_ulp) >> np.uint32(16)).astype(np.uint16)
-    quiet = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(
-        np.uint16
-    )  # rounding could carry a NaN into infinity
+    quiet = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)  # rounding could carry a NaN into infinity
     return np.where(np.isnan(array), quiet, rounded)
 
 
@@ -85,9 +83,7 @@ def check_dtype(name: str, array: npt.NDArray[Any], fmt: Format) -> None:
     """Raise ShapeError unless `array` is a NumPy array of fmt.dtype."""
     if not isinstance(array, np.ndarray) or array.dtype != fmt.dtype:
         given = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise ShapeError(
-            f"{name} must be a NumPy array of {fmt.dtype} ({fmt.value}), got {given}; convert it first"
-        )
+        raise ShapeError(f"{name} must be a NumPy array of {fmt.dtype} ({fmt.value}), got {given}; convert it first")
 
 
 def check_rows(name: str, array: npt.NDArray[Any], fmt: Format, ndim: int) -> None:
@@ -100,8 +96,7 @@ def check_rows(name: str, array: npt.NDArray[Any], fmt: Format, ndim: int) -> No
     strides_ok = array.size == 0 or array.shape[-1] == 1 or array.strides[-1] == array.itemsize
     if not strides_ok or not array.flags.aligned or min(array.strides) < 0:
         raise ShapeError(
-            f"{name} must have contiguous, aligned rows, got strides {array.strides}; "
-            f"pass np.ascontiguousarray({name})"
+            f"{name} must have contiguous, aligned rows, got strides {array.strides}; pass np.ascontiguousarray({name})"
         )
 
 

@@ -74,9 +74,7 @@ def test_extreme_scores() -> None:
     values = rng.standard_normal((3000, 8), dtype=np.float32)
     taken = np.ones((4, 3000), bool)
     for factor in (1e-6, 0.01, 1.0, 100.0):
-        queries = (
-            np.array([[1], [-1], [0], [0.5]], np.float32) * np.float32(factor) * np.ones((1, 8), np.float32)
-        )
+        queries = np.array([[1], [-1], [0], [0.5]], np.float32) * np.float32(factor) * np.ones((1, 8), np.float32)
         got = attend_range(queries, keys, values, 0, 3000, Format.FLOAT32, 1.0)
         exact = attention(queries, keys, values, taken, 1.0)
         np.testing.assert_allclose(got[1], exact[1], rtol=2e-7, atol=1e-6)
@@ -163,9 +161,7 @@ def test_heads_and_strides_and_partials() -> None:
     for got in (whole, merge_partials(parts), by_ids):
         for head in range(3):
             taken = np.ones((5, 700), bool)
-            assert_attention(
-                (got[0][head], got[1][head]), queries[head], keys[head], values[head], taken, 0.125
-            )
+            assert_attention((got[0][head], got[1][head]), queries[head], keys[head], values[head], taken, 0.125)
 
 
 def test_merge_of_empty_partials() -> None:

@@ -44,9 +44,7 @@ class Model:
     """Tokens of a path as one array, grown by copying."""
 
     keys: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros((HEADS, 0, DIM), np.float32))
-    values: npt.NDArray[np.float32] = field(
-        default_factory=lambda: np.zeros((HEADS, 0, VALUE_DIM), np.float32)
-    )
+    values: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros((HEADS, 0, VALUE_DIM), np.float32))
 
     def append(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> None:
         self.keys = np.concatenate([self.keys, keys], axis=1)
@@ -60,9 +58,7 @@ class Model:
 
 
 def tokens(rng: np.random.Generator, count: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    return whole_numbers(rng, (HEADS, count, DIM)), rng.standard_normal(
-        (HEADS, count, VALUE_DIM), dtype=np.float32
-    )
+    return whole_numbers(rng, (HEADS, count, DIM)), rng.standard_normal((HEADS, count, VALUE_DIM), dtype=np.float32)
 
 
 def assert_attend(
@@ -102,9 +98,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["append", "append", "attend", "attend", "truncate", "fork", "build", "drop", "reserve"]
-        ),
+        st.sampled_from(["append", "append", "attend", "attend", "truncate", "fork", "build", "drop", "reserve"]),
         st.integers(0, 99),
         st.integers(0, 20),
         st.integers(0, 20),
@@ -230,9 +224,7 @@ def test_crop_and_ask_again_stays_in_place() -> None:
     assert len(path.segments) == 1
 
 
-def attend_often(
-    path: HostPath, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]
-) -> None:
+def attend_often(path: HostPath, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]) -> None:
     try:
         for stop in range(150, 400, 50):
             assert_attend(path, model.keys, model.values, queries, 0, stop, 9)
@@ -252,10 +244,7 @@ def test_forks_in_two_threads_extend_one_index() -> None:
         fork = path.fork()
         queries = whole_numbers(rng, (2, 1, DIM))
         failures: list[BaseException] = []
-        workers = [
-            threading.Thread(target=attend_often, args=(one, model, queries, failures))
-            for one in (path, fork)
-        ]
+        workers = [threading.Thread(target=attend_often, args=(one, model, queries, failures)) for one in (path, fork)]
         for worker in workers:
             worker.start()
         for worker in workers:

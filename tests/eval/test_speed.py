@@ -44,9 +44,7 @@ def test_spread_is_median_and_percentiles() -> None:
     assert speed_decode.Spread.of([0.002]) == speed_decode.Spread(2.0, 2.0, 2.0)
 
 
-def test_report_has_rows_machine_and_a_last_line_of_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_has_rows_machine_and_a_last_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command on random weights: one length that is read, one that repeats its keys."""
     assert speed.run(arguments(tmp_path / "out")) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -136,9 +134,7 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
         (["--lengths", "65536"], ContextLengthError, "65536"),
     ],
 )
-def test_bad_options_are_refused(
-    tmp_path: Path, extra: list[str], error: type[Exception], words: str
-) -> None:
+def test_bad_options_are_refused(tmp_path: Path, extra: list[str], error: type[Exception], words: str) -> None:
     """Each with its own error, and no folder left behind."""
     with pytest.raises(error, match=words):
         speed.run(arguments(tmp_path / "out", *extra))

@@ -29,9 +29,7 @@ def test_fill_is_close_and_never_over(samples: list[Sample], tokenizer: Any) -> 
         used = len(tokenizer.encode(sample.prompt))
         assert used == sample.num_tokens
         total = used + sample.max_new_tokens
-        assert (
-            4096 - max(41, 52 if "uuid" in sample.task or sample.task == "niah_multikey_3" else 41) <= total
-        )
+        assert 4096 - max(41, 52 if "uuid" in sample.task or sample.task == "niah_multikey_3" else 41) <= total
         assert total <= 4096, (sample.task, total)
 
 
@@ -122,9 +120,7 @@ def test_model_folder_is_small_and_complete(needle_model_path: Path) -> None:
 def test_bundled_model_answers_at_2k(task: str, tokenizer: Any, needle_model_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        needle_model_path, dtype=torch.float32, local_files_only=True
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32, local_files_only=True)
     sample = make_sample(task, 2048, 0, tokenizer)
     ids = torch.tensor([tokenizer.encode(sample.prompt)])
     out = model.generate(

@@ -24,7 +24,11 @@ def tensors(
 
 
 def plain_error(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, exact: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    exact: torch.Tensor,
 ) -> float:
     """Largest error of ordinary attention written in the inputs' own dtype: the scale of honest rounding."""
     group = query.shape[1] // key.shape[1]
@@ -39,7 +43,9 @@ def plain_error(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize(("queries", "keys", "causal"), [(1, 1, False), (1, 1000, False), (65, 65, True), (63, 130, False)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(1, 1, False), (1, 1000, False), (65, 65, True), (63, 130, False)]
+)
 def test_backends_equal_the_reference(
     device: str, dtype: torch.dtype, group: int, head_dim: int, queries: int, keys: int, causal: bool
 ) -> None:

@@ -21,9 +21,7 @@ def make(keys: npt.NDArray[np.float32], fmt: Format = Format.FLOAT32) -> FlatInd
     return FlatIndex(strided(from_float32(keys, fmt)), fmt)
 
 
-def assert_search(
-    index: FlatIndex, queries: npt.NDArray, keys: npt.NDArray, k: int, limit: int | None = None
-) -> None:
+def assert_search(index: FlatIndex, queries: npt.NDArray, keys: npt.NDArray, k: int, limit: int | None = None) -> None:
     """Equal to a stable sort; the numbers must be exact in float32."""
     found = index.search(queries, k, limit=limit)
     scores = queries.astype(np.float64) @ keys[:limit].astype(np.float64).T
@@ -81,6 +79,11 @@ def test_all_equal_keys_and_signed_zeros() -> None:
         keys[::3] *= -1 if value == 0 else 1
         found = make(keys).search(np.ones((2, 16), np.float32), 20)
         np.testing.assert_array_equal(found.ids, np.tile(np.arange(20), (2, 1)))
+    keys = np.full((50, 1), 1e-30, np.float32)  # times 1e-30 is 0.0, and of a negative key -0.0
+    keys[::3] *= -1
+    found = make(keys).search(np.full((1, 1), 1e-30, np.float32), 20)
+    assert (found.scores == 0).all() and not np.signbit(found.scores).any()
+    np.testing.assert_array_equal(found.ids, [np.arange(20)])
 
 
 def test_a_score_does_not_depend_on_the_place_in_a_tile() -> None:
@@ -114,6 +117,15 @@ def test_limit_and_growth() -> None:
     assert_search(index, queries, keys[:1200], 30)
     index.insert(stored[2000:2500])
     assert_search(index, queries, np.concatenate([keys[:1200], keys[2000:2500]]), 30)
+
+
+def test_neighbours_with_another_stride_are_not_joined() -> None:
+    """Keys that follow in memory but lie further apart: joined, they would be read from between."""
+    room = np.arange(64, dtype=np.float32)
+    index = FlatIndex(room[:8].reshape(4, 2), Format.FLOAT32)
+    apart = room[8:56].reshape(6, 8)[:, :2]
+    index.insert(apart)
+    assert_search(index, np.eye(2, dtype=np.float32), np.concatenate([room[:8].reshape(4, 2), apart]), 10)
 
 
 def test_keys_stay_the_callers() -> None:
@@ -165,7 +177,8 @@ def test_scratch_is_not_read(nan_empty: None) -> None:
     """Pools start with arbitrary memory: an entry that nobody wrote must not be a candidate."""
     rng = np.random.default_rng(9)
     keys, queries = whole_numbers(rng, (9001, 16)), whole_numbers(rng, (3, 16))
-    assert_search(make(keys), queries, keys, 5)
+    for k in (5, 4000):  # more than a worker's share of the keys
+        assert_search(make(keys), queries, keys, k)
     assert_search(make(keys[:3]), queries, keys[:3], 5)
 
 

@@ -156,7 +156,7 @@ class Context:
     def _append(self, ids: list[int], progress: bool) -> None:
         if not ids:
             raise InputDataError("The text has no tokens; give a non-empty string or list of token ids.")
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,arg-type]
+        vocabulary = self._vocabulary
         if min(ids) < 0 or max(ids) >= vocabulary:
             raise InputDataError(
                 f"Token ids must be in [0, {vocabulary}) for this model, got {min(ids)} to {max(ids)}; tokenize with "
@@ -275,6 +275,11 @@ class Context:
         configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
         given = configured if configured is not None else self.tokenizer.eos_token_id
         return set(given) if isinstance(given, list | tuple) else {given} - {None}
+
+    @property
+    def _vocabulary(self) -> int:
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
 
     @property
     def _pad(self) -> int:

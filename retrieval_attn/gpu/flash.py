@@ -46,7 +46,7 @@ def attend(
     _check(query, key, value, causal, mask)
     if key.shape[2] == 0 or query.shape[2] == 0:
         return empty_partial(query, value.shape[3])
-    refusals = []
+    refusals: list[str] = []
     for name, refuse, run in _BACKENDS:
         reason = refuse(query, key, value, mask, softcap)
         if reason is None:

@@ -1,0 +1,95 @@
+"""Exact attention of new tokens over one layer: prefill, and turns that are appended exactly.
+
+A pass holds one layer's past and new keys on the device. Chunk by chunk, the queries attend to the past and
+to earlier chunks (all visible) and to their own chunk (causal); the parts merge by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import CacheMismatchError
+from retrieval_attn.gpu.flash import attend
+from retrieval_attn.gpu.merge import Partial, merge
+from retrieval_attn.padding import join
+
+
+class ExactPass:
+    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk.
+
+    past: per row, keys and values of its real tokens so far, (1, kv_heads, tokens, dim) on the device.
+    """
+
+    def __init__(self, total: int, past: list[tuple[Tensor, Tensor] | None]) -> None:
+        self.total = total
+        self.filled = 0
+        self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
+        self.key: Tensor | None = None  # (batch, kv_heads, total, head_dim)
+        self.value: Tensor | None = None
+        self._past = past
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Partial:
+        """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
+        batch, count = key.shape[0], key.shape[2]
+        start = self.filled
+        self._store(key, value, start)
+        self.valid = join(self.valid, start, valid, count, batch)
+        self.filled += count
+        assert self.key is not None and self.value is not None
+        if self.valid is None and all(past is None for past in self._past):
+            earlier = (self.key[:, :, :start], self.value[:, :, :start])
+            return _causal(query, [earlier], (key, value), scale, softcap)
+        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        for row in range(batch):
+            before, here = self._real(row, 0, start), self._real(row, start, self.filled)
+            one = slice(row, row + 1)
+            earlier = (self.key[one, :, :start][:, :, before], self.value[one, :, :start][:, :, before])
+            past = self._past[row]
+            own = (key[one][:, :, here], value[one][:, :, here])
+            part = _causal(query[one][:, :, here], [past, earlier] if past else [earlier], own, scale, softcap)
+            out[one, :, here] = part.out
+            lse[one, :, here] = part.lse
+        return Partial(out, lse)
+
+    def _store(self, key: Tensor, value: Tensor, start: int) -> None:
+        count = key.shape[2]
+        if start == 0 and count == self.total:
+            self.key, self.value = key, value
+            return
+        if self.key is None or self.value is None:
+            self.key = key.new_empty(*key.shape[:2], self.total, key.shape[3])
+            self.value = value.new_empty(*value.shape[:2], self.total, value.shape[3])
+        if start + count > self.total:
+            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
+        self.key[:, :, start : start + count] = key
+        self.value[:, :, start : start + count] = value
+
+    def _real(self, row: int, start: int, stop: int) -> Tensor | slice:
+        """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
+        if self.valid is None:
+            return slice(None)
+        assert self.key is not None
+        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.key.device)
+
+
+def _causal(
+    query: Tensor,
+    earlier: list[tuple[Tensor, Tensor]],
+    own: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None,
+) -> Partial:
+    """Queries over earlier keys (all visible) and over their own keys (causal), merged."""
+    parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
+    parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
+    return merge(parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.hooks import MaskSpec
+from retrieval_attn.layers import CacheLayer
 
 _ORIGINAL = "_retrieval_attn_original_forward"
 
@@ -62,6 +64,21 @@ def _layer_index(layer: nn.Module) -> int | None:
     return None
 
 
+def final_norms(model: nn.Module) -> list[nn.Module]:
+    """Normalisations beside the decoder layers; over a whole prompt they are prefill's hidden memory peak."""
+    found = []
+    for module in model.modules():
+        holds_layers = any(
+            isinstance(child, nn.ModuleList) and any(_layer_index(member) is not None for member in child)
+            for child in module.children()
+        )
+        if holds_layers:
+            found += [
+                child for child in module.children() if "Norm" in type(child).__name__ and not list(child.children())
+            ]
+    return found
+
+
 def wrap_layers(model: nn.Module, chunk: int) -> None:
     """Make every decoder layer walk long inputs in chunks of `chunk` tokens. Undone by `unwrap_layers`.
 
@@ -70,18 +87,24 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"chunk must be an integer >= 1 token, got {chunk!r}; 8192 is a good start.")
     unwrap_layers(model)
+    stream = _Stream()
     for layer, index in decoder_layers(model):
-        original = layer.forward
-        setattr(layer, _ORIGINAL, original)
-        layer.forward = functools.wraps(original)(_ChunkedForward(original, index, chunk))
+        _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
+    for norm in final_norms(model):
+        _wrap(norm, _ChunkedNorm(norm, chunk, stream))
 
 
 def unwrap_layers(model: nn.Module) -> None:
     """Give the decoder layers their own forward back. Nothing happens when they are not wrapped."""
-    for layer, _ in decoder_layers(model):
-        if _ORIGINAL in layer.__dict__:
-            delattr(layer, _ORIGINAL)
-            del layer.forward  # the instance attribute; the class's forward shows again
+    for module in [*(layer for layer, _ in decoder_layers(model)), *final_norms(model)]:
+        if _ORIGINAL in module.__dict__:
+            delattr(module, _ORIGINAL)
+            del module.forward  # the instance attribute; the class's forward shows again
+
+
+def _wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
+    setattr(module, _ORIGINAL, module.forward)
+    module.forward = functools.wraps(module.forward)(forward)
 
 
 @contextmanager
@@ -106,17 +129,35 @@ def wrapped_chunk(model: nn.Module) -> int | None:
     return None
 
 
-class _ChunkedForward:
+class _Stream:
+    """The hidden states on their way through the layers of one model.
+
+    A wrapped layer may write its output over its input, but only when the input is the output of the layer
+    before it and nobody else holds it: not the caller's embeddings, and not what a forward hook recorded.
+    """
+
+    def __init__(self) -> None:
+        self._latest: weakref.ref[Tensor] | None = None
+
+    def may_overwrite(self, hidden_states: Tensor) -> bool:
+        """Whether `hidden_states` is dead once it has been read."""
+        return not torch.is_grad_enabled() and self._latest is not None and self._latest() is hidden_states
+
+    def passed(self, out: Tensor, module: nn.Module, seen: bool) -> None:
+        """`out` leaves `module`. seen: somebody else may keep it (forward hooks, output_hidden_states)."""
+        self._latest = None if seen or module._forward_hooks else weakref.ref(out)
+
+
+class _ChunkedLayer:
     """A decoder layer's forward that splits the token axis when a retrieval cache is in use."""
 
-    def __init__(self, original: Callable[..., Any], index: int, chunk: int) -> None:
-        self._original = original
-        self._index = index
+    def __init__(self, layer: nn.Module, index: int, chunk: int, stream: _Stream) -> None:
+        self._layer, self._original = layer, layer.forward
+        self._index, self._stream = index, stream
         self.chunk = chunk
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        from retrieval_attn.cache import RetrievalCache
-        from retrieval_attn.layers import CacheLayer
+        from retrieval_attn.cache import RetrievalCache  # cache imports models, which verifies through here
 
         cache = next((item for item in (*args, *kwargs.values()) if isinstance(item, RetrievalCache)), None)
         if cache is None:
@@ -125,9 +166,19 @@ class _ChunkedForward:
         tokens = hidden_states.shape[1]
         # Linear-attention layers carry state from token to token in their own way: never split those.
         if tokens <= self.chunk or not isinstance(layer, CacheLayer):
-            return self._done(cache, self._original(hidden_states, *args, **kwargs))
-        layer.begin_pass(tokens)
-        result: Any = None
+            result = self._original(hidden_states, *args, **kwargs)
+        else:
+            layer.begin_pass(tokens)
+            result = self._walk(hidden_states, args, kwargs)
+            layer.end_pass()
+        if cache.on_layer is not None:
+            cache.on_layer()
+        return result
+
+    def _walk(self, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tokens = hidden_states.shape[1]
+        whole = hidden_states if self._stream.may_overwrite(hidden_states) else None
+        rest: tuple[Any, ...] | None = None
         for start in range(0, tokens, self.chunk):
             stop = min(start + self.chunk, tokens)
             part = self._original(
@@ -136,22 +187,30 @@ class _ChunkedForward:
                 **{name: _cut(item, start, stop, tokens) for name, item in kwargs.items()},
             )
             out = part[0] if isinstance(part, tuple) else part
-            if result is None:
-                # Without gradients the input is dead after its chunk: write the output over it.
-                in_place = not torch.is_grad_enabled() and out.shape == hidden_states[:, start:stop].shape
-                result = hidden_states if in_place and out.dtype == hidden_states.dtype else None
-                if result is None:
-                    result = out.new_empty(out.shape[0], tokens, *out.shape[2:])
-            result[:, start:stop] = out
+            if whole is None or out.dtype != whole.dtype:
+                whole = out.new_empty(out.shape[0], tokens, *out.shape[2:])
+            whole[:, start:stop] = out
             rest = part[1:] if isinstance(part, tuple) else None
-        layer.end_pass()
-        return self._done(cache, result if rest is None else (result, *rest))
+        assert whole is not None
+        self._stream.passed(whole, self._layer, seen=bool(kwargs.get("output_hidden_states")))
+        return whole if rest is None else (whole, *rest)
 
-    @staticmethod
-    def _done(cache: Any, result: Any) -> Any:
-        if cache.on_layer is not None:
-            cache.on_layer()
-        return result
+
+class _ChunkedNorm:
+    """The final normalisation in chunks of tokens: the same rows, without a float32 copy of the whole prompt."""
+
+    def __init__(self, norm: nn.Module, chunk: int, stream: _Stream) -> None:
+        self._original, self._stream, self.chunk = norm.forward, stream, chunk
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else 0
+        if tokens <= self.chunk or torch.is_grad_enabled():
+            return self._original(hidden_states, *args, **kwargs)
+        whole = hidden_states if self._stream.may_overwrite(hidden_states) else torch.empty_like(hidden_states)
+        for start in range(0, tokens, self.chunk):
+            stop = min(start + self.chunk, tokens)
+            whole[:, start:stop] = self._original(hidden_states[:, start:stop], *args, **kwargs)
+        return whole
 
 
 def _cut(item: Any, start: int, stop: int, tokens: int) -> Any:

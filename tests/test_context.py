@@ -207,6 +207,25 @@ def test_enable_and_disable_restore_the_model() -> None:
     assert (model.config._attn_implementation, layer.forward, model._prepare_cache_for_generation) == before
 
 
+def test_layer_major_prefill_leaves_embeddings_and_hidden_states_alone() -> None:
+    """Layers write over their input only when nobody else holds it: the caller's embeddings stay as they
+    were, and recorded hidden states are those of an ordinary forward."""
+    model = tiny_model("llama")
+    ids = random_ids(1, 70)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    before = embeddings.clone()
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeddings, output_hidden_states=True, use_cache=False).hidden_states
+        ra.enable(model, sink=4, window=16, spill=8, top_k="all", prefill_chunk=16)
+        for record in (False, True):
+            cache = ra.RetrievalCache(model, sink=4, window=16, spill=8, top_k="all")
+            got = model(inputs_embeds=embeddings, past_key_values=cache, output_hidden_states=record).hidden_states
+    assert torch.equal(embeddings, before)
+    assert len(got) == len(expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5
+
+
 def test_prefill_by_layer_restores_what_was_there() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn._register import register_with_transformers
+from retrieval_attn._register import register_with_transformers as _register_with_transformers
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Answer, Sampling, Stats
@@ -75,4 +75,4 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-register_with_transformers()
+_register_with_transformers()

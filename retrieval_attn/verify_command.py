@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, compare, print one line. Exit code 1 when it is not exact."""
     from transformers import AutoModelForCausalLM
 
-    from retrieval_attn.llm import choose_device, choose_dtype, load
+    from retrieval_attn.loading import choose_device, choose_dtype, load
     from retrieval_attn.verification import verify
 
     device = choose_device(args.device)

@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "index": {"errors", "index"},
     "cpu": {"errors", "index", "cpu"},
     "gpu": {"errors", "gpu"},
-    "eval": {"", "errors", "config", "eval"},
+    # loading: the one helper that a second, independent baseline shares with LLM
+    "eval": {"", "errors", "config", "eval", "loading"},
 }
 LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
 # The command line is the one top module that reaches the evaluation commands.

@@ -7,14 +7,12 @@ this package takes part in it.  Answers are read from the output ids only, never
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.eval.prompts import Prompt
 
 __all__ = ["METHODS", "POSITIONS", "FullAttention", "Method", "Reply", "RetrievalAttention", "load_model"]
@@ -22,11 +20,12 @@ __all__ = ["METHODS", "POSITIONS", "FullAttention", "Method", "Reply", "Retrieva
 METHODS = ("full", "retrieval")
 POSITIONS = ("inside", "after")
 _COPY_BELOW_BYTES = 1 << 30
+_QUERY_FREE_INDEXES = ("auto", "flat")  # "auto" is flat as long as no other index exists
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer.  ids: output ids without the prompt.  seconds: prefill, index and decode, where known."""
+    """One answer.  ids: output ids, without the prompt and the end-of-sequence token.  seconds: prefill, index and decode, where known."""
 
     text: str
     ids: list[int]
@@ -89,74 +88,67 @@ class RetrievalAttention:
     "inside": the question's tokens attend to the context exactly, as in one prefill of the whole prompt; only the
     answer is decoded through retrieval.  "after": the question comes when the index is finished, and its tokens
     go through retrieval too (append="retrieval"; "exact" turns that off).
-    Both positions share one reading of the context when the index does not depend on the queries it saw.
+    Both positions share one reading of the context if the index does not learn from the queries it saw while it was
+    built; otherwise "inside" reads its whole prompt anew, as a user's would.
+    Raises UnsupportedModelError or ConfigError when made, not at the first answer.
     """
 
     name = "retrieval"
 
     def __init__(self, model: Any, tokenizer: Any, config: Any, append: str = "retrieval") -> None:
-        self._model, self._tokenizer, self._config, self._append = model, tokenizer, config, append
-
-    def answers(self, prompt: Prompt, positions: Sequence[str], max_new_tokens: int) -> dict[str, Reply]:
         import retrieval_attn as ra
 
+        self._new_context = lambda: ra.Context(model, tokenizer, config)
+        self._new_context()
+        self._append = append
+        self._query_free_index = config.index in _QUERY_FREE_INDEXES
+
+    def answers(self, prompt: Prompt, positions: Sequence[str], max_new_tokens: int) -> dict[str, Reply]:
         replies: dict[str, Reply] = {}
-        try:
-            context = ra.Context(self._model, self._tokenizer, self._config)
+        alone = [] if self._query_free_index else [p for p in positions if p == "inside"]
+        for position in alone:
+            ids = prompt.ids.tolist()
+            context, read = self._read(ids[:-1])
             begin = time.perf_counter()
-            context.read(prompt.context_ids.tolist(), progress=False)
-            read = time.perf_counter() - begin
-            for position in positions:
-                append = "exact" if position == "inside" else self._append
+            answer = context.continue_with(ids[-1:], max_new_tokens=max_new_tokens)
+            replies[position] = _from_answer(answer, context, read, time.perf_counter() - begin)
+        together = [p for p in positions if p not in alone]
+        if together:
+            context, read = self._read(prompt.context_ids.tolist())
+            for position in together:
+                append: Any = "exact" if position == "inside" else self._append
                 begin = time.perf_counter()
-                answer = context.fork().ask(prompt.question_ids.tolist(), max_new_tokens=max_new_tokens, append=append)
-                asked = time.perf_counter() - begin
-                stats = _plain(answer.stats)
-                index = float(stats.get("index_seconds") or 0.0)
-                seconds = {"prefill": max(read - index, 0.0), "index": index, "decode": asked}
-                replies[position] = Reply(answer.text, list(answer.tokens), answer.finish_reason, seconds, stats)
-        finally:
-            ra.disable(self._model)
+                answer = context.ask(prompt.question_text, raw=True, append=append, max_new_tokens=max_new_tokens)
+                replies[position] = _from_answer(answer, context, read, time.perf_counter() - begin)
         return replies
+
+    def _read(self, ids: list[int]) -> tuple[Any, float]:
+        begin = time.perf_counter()
+        context = self._new_context().read(ids, progress=False)
+        return context, time.perf_counter() - begin
 
 
 def load_model(name: str, device: str, dtype: str) -> Any:
-    """A causal language model in evaluation mode with SDPA attention.
+    """A causal language model in evaluation mode with PyTorch's SDPA attention.
 
-    dtype: "auto" is float32 on the CPU and the stored dtype elsewhere.  Raises InputDataError if it cannot be loaded.
+    device: "auto", "cpu", "cuda" or "cuda:N".  dtype: "auto" is float32 on the CPU and the stored dtype elsewhere.
+    Raises InputDataError if it cannot be loaded, ConfigError for a device that is not there.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
-    if dtype == "auto":
-        wanted: Any = torch.float32 if device == "cpu" else "auto"
-    else:
-        wanted = getattr(torch, dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputDataError(
-            f"model {name}: could not be loaded ({reason}); give a model folder or a hub id that is available here"
-        ) from error
-    return model.to(device).eval()
+    from retrieval_attn.loading import choose_device, choose_dtype, load
 
-
-def pick_device(device: str) -> str:
-    """ "auto" becomes "cuda" where there is one, else "cpu".  Raises ConfigError for a device that is not there."""
-    import torch
-
-    available = torch.cuda.is_available()
-    if device == "auto":
-        return "cuda" if available else "cpu"
-    if device.startswith("cuda") and not available:
-        raise ConfigError(f"--device {device} needs a CUDA GPU, none was found; use --device cpu")
-    return device
+    place = choose_device(device)
+    model = load(AutoModelForCausalLM, name, dtype=choose_dtype(dtype, place), attn_implementation="sdpa")
+    return model.to(place).eval()
 
 
 def build_methods(names: Sequence[str], model: Any, tokenizer: Any, config: Any, append: str) -> dict[str, Method]:
-    """Methods by name, the baseline first.  A small model on the CPU is copied, so that the baseline stays untouched;
-    otherwise the methods share the weights and the baseline restores SDPA before each answer."""
+    """Methods by name, the baseline first.
+
+    A small model on the CPU is copied, so that nothing ever touches the baseline's; otherwise the methods share the
+    weights, and retrieval leaves the model as it found it after every answer.
+    """
     methods: dict[str, Method] = {}
     if "full" in names:
         methods["full"] = FullAttention(model, tokenizer)
@@ -193,17 +185,17 @@ def _stop_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _reply(tokenizer: Any, ids: list[int], stops: Sequence[int], seconds: dict[str, float]) -> Reply:
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return Reply(text, ids, "stop" if ids and ids[-1] in stops else "length", seconds)
+    stopped = bool(ids) and ids[-1] in stops
+    ids = ids[:-1] if stopped else ids
+    return Reply(tokenizer.decode(ids, skip_special_tokens=True), ids, "stop" if stopped else "length", seconds)
 
 
-def _plain(stats: Any) -> dict[str, Any]:
-    """Statistics as JSON values."""
-    if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
-        stats = dataclasses.asdict(stats)
-    if not isinstance(stats, Mapping):
-        return {}
-    return {str(k): v for k, v in stats.items() if isinstance(v, str | int | float | bool | type(None))}
+def _from_answer(answer: Any, context: Any, read: float, asked: float) -> Reply:
+    """Reply from a Context's answer; read and asked: wall-clock seconds, the question's own reading is prefill."""
+    stats = answer.stats.to_dict()
+    built, question = stats["index_seconds"], stats["prefill_seconds"]
+    seconds = {"prefill": max(read - built, 0.0) + question, "index": built, "decode": max(asked - question, 0.0)}
+    return Reply(answer.text, list(answer.tokens), answer.finish_reason, seconds, stats)
 
 
 def model_digest(name: str) -> str | None:

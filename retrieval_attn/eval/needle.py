@@ -60,6 +60,7 @@ class Test:
             import retrieval_attn as ra
 
             config = ra.Config(**options.retrieval)
+            _check_index(config.index)
         model_config, tokenizer = _load_description(options.model)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         longest = max(options.lengths)
@@ -82,7 +83,8 @@ class Test:
             if cell.length < needed:
                 raise ConfigError(
                     f"length {cell.length} is too short: needle {room}, question and template"
-                    f" {around - self.options.max_new_tokens - self.options.buffer}, answer {self.options.max_new_tokens},"
+                    f" {around - self.options.max_new_tokens - self.options.buffer},"
+                    f" answer {self.options.max_new_tokens},"
                     f" buffer {self.options.buffer} and some haystack need {needed} tokens; give longer --lengths"
                 )
         if self.haystack.passes > 1:
@@ -104,20 +106,22 @@ class Test:
         budget = cell.length - self._around(cell) - self.haystack.needle_room(cell.needle)
         span = self.haystack.excerpt(budget, cell.length // 200, cell.round)
         placed = self.haystack.place(cell.needle, cell.depth, span)
-        prompt = self.form.prompt(placed.ids, self.form.question_ids(cell.question))
+        prompt = self.form.prompt(placed.ids, cell.question)
         assert len(prompt) + self.options.max_new_tokens + self.options.buffer <= cell.length, cell
         return prompt, placed
 
     def settings(self) -> dict[str, Any]:
         """What decides the meaning of a row; the grid is not part of it, so that a folder can grow."""
         from retrieval_attn.eval.methods import model_digest
+        from retrieval_attn.loading import choose_device
 
         options = self.options
+        retrieval = {k: v for k, v in (self.config.to_dict() if self.config else {}).items() if k != "threads"}
         return {
             "generator": GENERATOR,
             "model": options.model_name,
             "model_digest": model_digest(options.model) or getattr(self.model_config, "_commit_hash", None),
-            "device": options.device,
+            "device": str(choose_device(options.device)),
             "dtype": options.dtype,
             "chat_template": options.chat_template,
             "needle": options.needle,
@@ -128,7 +132,7 @@ class Test:
             "max_new_tokens": options.max_new_tokens,
             "context_length_buffer": options.buffer,
             "append": options.append,
-            "retrieval": None if self.config is None else self.config.to_dict(),
+            "retrieval": retrieval,
         }
 
     def overview(self) -> str:
@@ -164,15 +168,14 @@ def _run_cells(test: Test) -> int:
     options = test.options
     if options.plot:
         _need_matplotlib()
-    device = ways.pick_device(options.device)
-    settings = {**test.settings(), "device": device}
+    settings = test.settings()
     folder = options.output_dir or _new_folder(options.model_name)
     RunFolder.check(folder, settings)
     if options.threads:
         import torch
 
         torch.set_num_threads(options.threads)
-    model = ways.load_model(options.model, device, options.dtype)
+    model = ways.load_model(options.model, options.device, options.dtype)
     answerers = ways.build_methods(options.methods, model, test.form.tokenizer, test.config, options.append)
     for note in test.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -292,17 +295,20 @@ def _load_description(model: str) -> tuple[Any, Any]:
     """Config and tokenizer of a model, without its weights."""
     from transformers import AutoConfig, AutoTokenizer
 
+    from retrieval_attn.llm import load
+
     looks_local = model.startswith((".", "/", "~")) or Path(model).exists() or model.count("/") > 1
     path = Path(model).expanduser()
     if looks_local and not (path / "config.json").is_file():
         raise InputDataError(f"model {model}: needed a folder with a config.json, found none; check the path")
-    try:
-        return AutoConfig.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputDataError(
-            f"model {model}: could not be read ({reason}); give a model folder or a hub id that is available here"
-        ) from error
+    return load(AutoConfig, path), load(AutoTokenizer, path)
+
+
+def _check_index(name: str) -> None:
+    from retrieval_attn.index import available
+
+    if name != "auto" and name not in available():
+        raise ConfigError(f"--index {name!r} is unknown; choose from auto, {', '.join(available())}")
 
 
 def _need_matplotlib() -> None:
@@ -316,7 +322,7 @@ def _need_matplotlib() -> None:
 
 def _new_folder(model: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")
-    return Path("runs") / "needle" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("results") / "needle" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _save_context(folder: Path, cell: Cell, tokenizer: Any, prompt: Any) -> None:

@@ -23,6 +23,7 @@ _HOLES = re.compile(r"\{([A-Za-z_]+)\}")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the needle command; every hyphen may be written as an underscore."""
+    parser.formatter_class = argparse.HelpFormatter  # the texts below name their defaults where that helps
     model = parser.add_argument_group("model")
     _flag(
         model,
@@ -139,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-dir",
         "--output-path",
         metavar="DIR",
-        help="results folder; an unfinished one is continued (default: runs/needle/MODEL-TIME)",
+        help="results folder; an unfinished one is continued (default: results/needle/MODEL-TIME)",
     )
     _flag(
         output,

@@ -6,7 +6,6 @@ and special tokens only from the tokenizer's own rules and its chat template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.haystack import encode_inside
 
 __all__ = ["Prompt", "PromptFormat"]
 
@@ -24,10 +22,14 @@ _PLAIN_QUESTION = "\n\nQuestion: {question}\nAnswer:"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A context and the question about it: int64 ids each; the whole prompt is one after the other."""
+    """A context and the question about it: int64 ids each; the whole prompt is one after the other.
+
+    question_text: what question_ids are the tokens of, template included.
+    """
 
     context_ids: NDArray[np.int64]
     question_ids: NDArray[np.int64]
+    question_text: str
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -71,17 +73,20 @@ class PromptFormat:
             head = bos + head
         return cls(tuple(head), after, True, tokenizer)
 
-    def question_ids(self, question: str) -> list[int]:
-        """Ids of everything after the context, up to where the answer begins."""
-        text = f"\n\n{question}" if self.chat else _PLAIN_QUESTION.format(question=question)
-        if not self.tail:
-            return encode_inside(self.tokenizer, text)
-        tail = list(self.tokenizer(self.tail, add_special_tokens=False, verbose=False)["input_ids"])
-        return encode_inside(self.tokenizer, text) + tail
+    def question_text(self, question: str) -> str:
+        """Everything after the context, up to where the answer begins."""
+        return (f"\n\n{question}" if self.chat else _PLAIN_QUESTION.format(question=question)) + self.tail
 
-    def prompt(self, context: NDArray[np.int64], question: Sequence[int]) -> Prompt:
+    def question_ids(self, question: str) -> list[int]:
+        """Ids of the question's text, tokenized on its own as `Context.ask` does, so that all methods get the same."""
+        text = self.question_text(question)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def prompt(self, context: NDArray[np.int64], question: str) -> Prompt:
+        """The prompt of a context (ids without the head) and a question."""
         head = np.asarray(self.head, dtype=np.int64)
-        return Prompt(np.concatenate([head, context]), np.asarray(question, dtype=np.int64))
+        ids = np.asarray(self.question_ids(question), dtype=np.int64)
+        return Prompt(np.concatenate([head, context]), ids, self.question_text(question))
 
 
 def _leading_special(tokenizer: Any) -> list[int]:

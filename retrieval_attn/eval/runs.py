@@ -128,7 +128,7 @@ class RunFolder:
             config = {"fingerprint": fingerprint(settings), "created": utc_now(), "settings": dict(settings)}
             write_atomically(config_file, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         config = _read_json(config_file)
-        file = open(path / ROWS, "ab")
+        file = open(path / ROWS, "ab")  # noqa: SIM115  the run folder keeps it open and closes it
         try:
             _lock(file, path)
             rows, intact = read_rows(path / ROWS)

@@ -14,7 +14,7 @@ from retrieval_attn.cpu.attend import (
 )
 from retrieval_attn.cpu.formats import Format, from_float32, to_float32
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.store import HostPartial, HostPath, held_bytes
+from retrieval_attn.cpu.store import HostPartial, HostPath, held_bytes, prepare
 
 # The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
@@ -33,5 +33,6 @@ __all__ = [
     "from_float32",
     "held_bytes",
     "merge_partials",
+    "prepare",
     "to_float32",
 ]

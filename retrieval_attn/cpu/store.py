@@ -376,3 +376,17 @@ def held_bytes(paths: Iterable[HostPath]) -> int:
     """Bytes of the tokens that `paths` hold together, each shared segment counted once."""
     segments = {id(segment): segment for path in paths for segment in path.segments}
     return sum(segment.nbytes for segment in segments.values())
+
+
+def prepare(fmt: Format) -> float:
+    """Compile what `HostPath.attend` runs for `fmt`, or load it from Numba's cache; returns the seconds it took.
+
+    To be called while a model loads: otherwise the first token waits for the compiler (about ten seconds once).
+    """
+    began = time.perf_counter()
+    path = HostPath(2, 1, 1, fmt, reserve_tokens=4)
+    row = np.zeros((2, 2, 1), fmt.dtype)
+    path.append(row, row)
+    for top_k in (1, None):
+        path.attend(np.zeros((2, 1, 1), np.float32), 0, 2, top_k, scale=1.0)
+    return time.perf_counter() - began

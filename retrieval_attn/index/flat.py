@@ -142,10 +142,12 @@ def _scan(keys, queries, num_queries, start, stop, k, pool):
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _scan_heads(keys, queries, num_queries, splits, k, pools):
-    """keys (heads, n, d), queries (heads, padded, d), pools (heads, splits, num_queries, capacity)."""
-    heads = keys.shape[0]
-    length = keys.shape[1]
+def _scan_heads(keys, length, queries, num_queries, splits, k, pools):
+    """`_scan` of every head in parts: pools (heads, splits, num_queries, capacity), queries (heads, padded, d).
+
+    keys (at least heads, at least length, d).
+    """
+    heads = queries.shape[0]
     for task in prange(heads * splits):
         head = task // splits
         split = task % splits
@@ -193,12 +195,24 @@ def _best(
     tiles = np.zeros((heads, padded, dim), np.float32)
     tiles[:, :num_queries] = queries
     pools = np.empty((heads, splits, num_queries, capacity), np.int64)
-    _scan_heads(kernel_view(keys, fmt), tiles, num_queries, splits, k, pools)
+    _scan_heads(_one_layout(kernel_view(keys, fmt)), keys.shape[1], tiles, num_queries, splits, k, pools)
     best = pools[..., :k].transpose(0, 2, 1, 3).reshape(heads, num_queries, splits * k)
     if splits > 1:
         best.partition(splits * k - k, axis=-1)
         best = best[..., -k:]
     return np.ascontiguousarray(np.sort(best, axis=-1)[..., ::-1])
+
+
+def _one_layout(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`keys` as an array that is never contiguous: Numba compiles a kernel once more for those that are.
+
+    A contiguous array gets one head and one row more than it has; the kernel is told how many are real.
+    """
+    if not keys.flags.c_contiguous:
+        return keys
+    heads, length, dim = keys.shape
+    strides = (length * dim * keys.itemsize, dim * keys.itemsize, keys.itemsize)
+    return np.lib.stride_tricks.as_strided(keys, (heads + 1, length + 1, dim), strides)
 
 
 def _num_splits(heads: int, length: int) -> int:
@@ -356,24 +370,33 @@ def order_codes(scores: npt.NDArray[np.float32], ids: npt.NDArray[Any]) -> npt.N
     return np.where(ids < 0, -(2**32), codes)
 
 
-def _root(array: npt.NDArray[Any]) -> Any:
-    base: Any = array
-    while isinstance(base, np.ndarray) and base.base is not None:
-        base = base.base
-    return base
+def _root(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array whose memory `array` is a view of, itself if it is no view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _view(
+    root: npt.NDArray[Any], like: npt.NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> npt.NDArray[Any] | None:
+    """A view of `root` that begins where `like` does; None if root is no plain buffer. Checked against its end."""
+    if not root.flags.c_contiguous:
+        return None
+    offset = like.ctypes.data - root.ctypes.data
+    # made from the root, not from `like`: views of views of views would grow a chain with every insert
+    return np.ndarray(shape, like.dtype, buffer=root, offset=offset, strides=strides)
 
 
 def _joined(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-    """One view over both, if `second` follows `first` in the same memory with the same row stride; else
-    None.
-    """
-    stride = first.strides[0] if len(first) > 1 else second.strides[0] if len(second) > 1 else first.strides[0]
+    """One view over both, if `second` follows `first` in the same memory with the same row stride; else None."""
+    stride = (first if len(first) > 1 else second).strides[0]
     follows = second.ctypes.data == first.ctypes.data + len(first) * stride
     same_stride = len(second) < 2 or second.strides[0] == stride
-    if not (follows and same_stride and stride > 0 and _root(first) is _root(second)):
+    root = _root(first)
+    if not (follows and same_stride and stride > 0 and _root(second) is root):
         return None
-    shape = (len(first) + len(second), first.shape[1])
-    return np.lib.stride_tricks.as_strided(first, shape, (stride, first.strides[1]), writeable=first.flags.writeable)
+    return _view(root, first, (len(first) + len(second), first.shape[1]), (stride, first.strides[1]))
 
 
 def _stacked(pieces: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
@@ -382,13 +405,13 @@ def _stacked(pieces: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
         return None
     views = [head[0] for head in pieces]
     first = views[0]
-    if any(view.shape != first.shape or view.strides != first.strides for view in views):
-        return None
+    if len(views) == 1:
+        return first[None]
+    root = _root(first)
     addresses = [view.ctypes.data for view in views]
-    step = addresses[1] - addresses[0] if len(views) > 1 else first.nbytes
-    if step <= 0 or any(address != addresses[0] + i * step for i, address in enumerate(addresses)):
-        return None
-    if any(_root(view) is not _root(first) for view in views):
-        return None
-    shape = (len(views), *first.shape)
-    return np.lib.stride_tricks.as_strided(first, shape, (step, *first.strides), writeable=first.flags.writeable)
+    step = addresses[1] - addresses[0]
+    for i, view in enumerate(views):
+        alike = view.shape == first.shape and view.strides == first.strides
+        if not alike or addresses[i] != addresses[0] + i * step or _root(view) is not root:
+            return None
+    return _view(root, first, (len(views), *first.shape), (step, *first.strides)) if step > 0 else None

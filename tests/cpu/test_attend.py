@@ -97,7 +97,7 @@ def test_exponential_is_accurate_to_an_ulp() -> None:
     np.testing.assert_array_equal(edges, [0, 0, 0, np.nan, 1])
 
 
-def test_nothing_to_attend_to(nan_empty: None) -> None:
+def test_nothing_to_attend_to(compiled: None, nan_empty: None) -> None:
     """Only -1, no ids, an empty range, no queries: out 0 and lse -inf, never NaN."""
     keys = np.ones((5, 16), np.float32)
     queries = np.ones((3, 16), np.float32)

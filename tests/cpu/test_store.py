@@ -14,11 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from retrieval_attn.cpu import attend
 from retrieval_attn.cpu import segment as segment_module
 from retrieval_attn.cpu import store as store_module
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
-from retrieval_attn.index import FlatIndex, register
+from retrieval_attn.index import FlatIndex, flat, register
 from retrieval_attn.index.formats import Format, to_float32
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
 
@@ -121,8 +122,8 @@ def test_any_sequence_of_operations(
 ) -> None:
     """Every path answers as its own list of tokens would, whatever its forks do.
 
-    Breaks if a fork's memory is overwritten, if an index returns keys of forgotten tokens or misses new ones, if
-    results of segments are merged in the wrong order, or if positions shift at a segment's border.
+    Breaks if a fork's memory is overwritten, if an index returns keys of forgotten tokens or misses new ones,
+    if results of segments are merged in the wrong order, or if positions shift at a segment's border.
     """
     rng = np.random.default_rng(0)
     paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind=kind, reserve_tokens=6), Model())]
@@ -161,7 +162,7 @@ def test_any_sequence_of_operations(
 
 
 @pytest.mark.parametrize("fmt", [Format.FLOAT32, Format.BFLOAT16])
-def test_real_sizes(fmt: Format, nan_empty: None) -> None:
+def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
     """One long segment and its tail, groups of 1, 4 and 8, soft-cap, top_k above the number of keys."""
     rng = np.random.default_rng(1)
     keys = whole_numbers(rng, (2, 5000, 64))
@@ -268,6 +269,18 @@ def test_thread_count_is_used_and_restored() -> None:
     with pytest.raises(ConfigError, match="threads=0"):
         path.attend(queries, 0, 3000, 7, scale=1.0, threads=0)
     assert numba.get_num_threads() == before
+
+
+def test_prepare_compiles_what_attend_runs() -> None:
+    """After it, the first token must not wait for a compiler."""
+    prepare(F32)
+    kernels = (flat._scan_heads, attend._attend_gathered_heads, attend._attend_range_heads)
+    before = [len(kernel.overloads) for kernel in kernels]
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    path.append(*tokens(np.random.default_rng(10), 100))
+    for top_k in (3, None):
+        path.attend(np.ones((4, 1, DIM), np.float32), 0, 90, top_k, scale=1.0)
+    assert [len(kernel.overloads) for kernel in kernels] == before and min(before) > 0
 
 
 def test_empty_paths_and_ranges() -> None:

@@ -21,6 +21,18 @@ def make(keys: npt.NDArray[np.float32], fmt: Format = Format.FLOAT32) -> FlatInd
     return FlatIndex(strided(from_float32(keys, fmt)), fmt)
 
 
+def test_contiguous_keys_compile_nothing_more() -> None:
+    """Whole and strided arrays run the same machine code: a second compilation costs seconds."""
+    keys = whole_numbers(np.random.default_rng(12), (300, 16))
+    for stored in (strided(keys), keys, keys[:0], keys[:1], keys.reshape(600, 8)):
+        index = FlatIndex(stored, Format.FLOAT32)
+        assert_search(index, whole_numbers(np.random.default_rng(13), (3, stored.shape[1])), stored, 5)
+        if stored is not keys:
+            continue
+        compiled = len(flat_module._scan_heads.overloads)
+    assert len(flat_module._scan_heads.overloads) == compiled
+
+
 def assert_search(index: FlatIndex, queries: npt.NDArray, keys: npt.NDArray, k: int, limit: int | None = None) -> None:
     """Equal to a stable sort; the numbers must be exact in float32."""
     found = index.search(queries, k, limit=limit)
@@ -129,11 +141,19 @@ def test_neighbours_with_another_stride_are_not_joined() -> None:
 
 
 def test_keys_stay_the_callers() -> None:
-    """Views, not copies: a flat index over 128K keys must cost nothing."""
-    keys = np.zeros((50, 8), np.float32)
-    index = FlatIndex(keys[:20], Format.FLOAT32)
-    index.insert(keys[20:])
-    assert len(index._pieces) == 1 and np.shares_memory(index._pieces[0], keys)
+    """Views, not copies, and one however often keys are inserted: decoding inserts one key per token."""
+    keys = whole_numbers(np.random.default_rng(10), (2, 90, 8))
+    indexes = [FlatIndex(head[:20], Format.FLOAT32) for head in keys]
+    for i in range(20, 80):
+        for index, head in zip(indexes, keys, strict=True):
+            index.insert(head[i : i + 1])
+    for index, head in zip(indexes, keys, strict=True):
+        (piece,) = index._pieces
+        assert np.shares_memory(piece, head) and piece.base is keys
+        assert_search(index, whole_numbers(np.random.default_rng(11), (3, 8)), head[:80], 9)
+    together = flat_module._stacked([index._pieces for index in indexes])
+    assert together is not None and together.shape == (2, 80, 8)
+    np.testing.assert_array_equal(together, keys[:, :80])
 
 
 def test_the_same_at_every_thread_count() -> None:
@@ -173,7 +193,7 @@ def test_nan_and_infinity() -> None:
     assert make(keys).search(np.ones((1, 1), np.float32), 2).ids.tolist() == [[8999, 0]]
 
 
-def test_scratch_is_not_read(nan_empty: None) -> None:
+def test_scratch_is_not_read(compiled: None, nan_empty: None) -> None:
     """Pools start with arbitrary memory: an entry that nobody wrote must not be a candidate."""
     rng = np.random.default_rng(9)
     keys, queries = whole_numbers(rng, (9001, 16)), whole_numbers(rng, (3, 16))

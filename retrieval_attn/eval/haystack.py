@@ -24,6 +24,7 @@ __all__ = ["Haystack", "Placed", "encode_inside", "read_haystack", "sentence_end
 PROSE_SEED = 1 << 20  # the bundled model was trained on prose of smaller seeds
 _SUFFIXES = (".txt", ".jsonl", ".json")
 _PASS_BREAK = "\n\n"
+_CHARS_PER_TOKEN = 6  # more than any tokenizer needs for English; other text is read further
 # a terminator run, closing quotes or brackets, then white space or the end; CJK terminators need no white space;
 # a blank line ends a heading or a line of verse
 _ENDS = re.compile(r"[.!?…]+[\"'”’»)\]]*(?=\s|$)|[。！？]+[”’」』）]*|(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n)")
@@ -86,7 +87,8 @@ def shipped_prose(num_chars: int, seed: int) -> str:
     """The default haystack: generated prose, held out from the bundled model's training."""
     from retrieval_attn.eval.prose import prose
 
-    return prose(num_chars, PROSE_SEED + seed)
+    text = prose(num_chars, PROSE_SEED + seed)
+    return text[: text.rindex(".") + 1]
 
 
 def read_haystack(path: Path) -> str:
@@ -214,7 +216,8 @@ class Haystack:
     """A text as token ids, with the places where a needle may go.
 
     text is repeated as a whole, cyclically, until it holds `num_tokens` tokens; `passes` says how often it was used.
-    ids: int64 (n,).  cuts: int64, ascending token indices before which a sentence ends; the last is n.
+    ids: int64 (n,).  cuts: int64, ascending token indices before which a sentence ends; n itself is one if the
+    whole text was used.
     Raises InputDataError for text with fewer than two sentences, ConfigError for a tokenizer without offsets.
     """
 
@@ -233,11 +236,12 @@ class Haystack:
         self._tokenizer = tokenizer
         self.text, self.passes = text, 1
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        used = text[: num_tokens * 8 + 1000]
-        encoded = self._encode(used)
-        if len(encoded["input_ids"]) < num_tokens and len(used) < len(text):
-            used = text
-            encoded = self._encode(used)
+        chars = num_tokens * _CHARS_PER_TOKEN + 1000
+        encoded = self._encode(text[:chars])
+        while len(encoded["input_ids"]) < num_tokens and chars < len(text):
+            chars *= 2
+            encoded = self._encode(text[:chars])
+        used = text[:chars]
         if len(encoded["input_ids"]) < num_tokens:
             self.passes = -(-num_tokens // max(len(encoded["input_ids"]), 1)) + 1
             used = _PASS_BREAK.join([text] * self.passes)
@@ -245,6 +249,8 @@ class Haystack:
         self.ids: NDArray[np.int64] = np.asarray(encoded["input_ids"], dtype=np.int64)
         offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         self.cuts = _cuts(sentence_ends(used), offsets)
+        if chars >= len(text) and self.cuts[-1:] != len(self.ids):  # the end of a whole text ends a sentence
+            self.cuts = np.append(self.cuts, len(self.ids))
 
     def _encode(self, text: str) -> Any:
         # special tokens written out in a haystack are text, not tokens
@@ -320,7 +326,7 @@ def _cuts(ends: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int
     starts, stops = np.maximum.accumulate(offsets[:, 0]), np.maximum.accumulate(offsets[:, 1])
     index = np.searchsorted(starts, ends[:, 0], side="left")
     whole = stops[np.maximum(index - 1, 0)] <= ends[:, 1]
-    return np.unique(np.append(index[whole & (index > 0)], len(offsets)))
+    return np.unique(index[whole & (index > 0)])
 
 
 def _starts_with_space(token: str) -> bool:

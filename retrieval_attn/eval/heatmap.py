@@ -118,7 +118,7 @@ def save_heatmap(panels: Sequence[Panel], path: Path, *, title: str = "") -> Non
         axes = figure.add_subplot(grid[0, place])
         image = _draw(axes, panel, palette, first=place == 0)
     bar = figure.add_axes((right + 0.22 / width, bottom, 0.13 / width, top - bottom))
-    figure.colorbar(image, cax=bar, ticks=[0, 0.25, 0.5, 0.75, 1]).outline.set_visible(False)  # type: ignore[operator]
+    figure.colorbar(image, cax=bar, ticks=[0, 0.25, 0.5, 0.75, 1]).outline.set_visible(False)
     bar.tick_params(length=0, labelsize=8)
     bar.set_ylabel("score", fontsize=8)
     figure.text(left, 1 - 0.34 / height, title, fontsize=11, fontweight="bold", ha="left", va="center")
@@ -130,15 +130,14 @@ def save_heatmap(panels: Sequence[Panel], path: Path, *, title: str = "") -> Non
 def _draw(axes: Any, panel: Panel, palette: Any, *, first: bool) -> Any:
     scores = [[math.nan if s is None else s for s in row] for row in panel.scores]
     columns, rows = len(panel.lengths), len(panel.depths)
-    image = axes.imshow(scores, cmap=palette, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
+    image = axes.pcolormesh(scores, cmap=palette, vmin=0.0, vmax=1.0, edgecolors="white", linewidth=1.6)
+    axes.invert_yaxis()
     step_x, step_y = -(-columns // 12), -(-rows // 15)
-    axes.set_xticks(range(0, columns, step_x), [length_label(n) for n in panel.lengths[::step_x]])
+    axes.set_xticks([i + 0.5 for i in range(0, columns, step_x)], [length_label(n) for n in panel.lengths[::step_x]])
     depths = [f"{d:g}%" for d in panel.depths]
-    axes.set_yticks(range(0, rows, step_y), depths[::step_y] if first else [""] * len(depths[::step_y]))
-    axes.set_xticks([i - 0.5 for i in range(columns + 1)], minor=True)
-    axes.set_yticks([i - 0.5 for i in range(rows + 1)], minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.6)
-    axes.tick_params(which="both", length=0, labelsize=8)
+    labels = depths[::step_y] if first else [""] * len(depths[::step_y])
+    axes.set_yticks([i + 0.5 for i in range(0, rows, step_y)], labels)
+    axes.tick_params(length=0, labelsize=8)
     for spine in axes.spines.values():
         spine.set_visible(False)
     mean = "-" if panel.mean is None else f"{panel.mean:.3f}"
@@ -150,5 +149,5 @@ def _draw(axes: Any, panel: Panel, palette: Any, *, first: bool) -> Any:
         for y, row in enumerate(panel.scores):
             for x, score in enumerate(row):
                 text = "–" if score is None else f"{score:.2f}"
-                axes.text(x, y, text, ha="center", va="center", fontsize=7, color="#303030")
+                axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7, color="#303030")
     return image

@@ -25,7 +25,10 @@ _QUERY_FREE_INDEXES = ("auto", "flat")  # "auto" is flat as long as no other ind
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer.  ids: output ids, without the prompt and the end-of-sequence token.  seconds: prefill, index and decode, where known."""
+    """One answer.  ids: output ids, without the prompt and the end-of-sequence token.
+
+    seconds: prefill (the question included), index and decode; wall clock.
+    """
 
     text: str
     ids: list[int]
@@ -126,6 +129,13 @@ class RetrievalAttention:
         begin = time.perf_counter()
         context = self._new_context().read(ids, progress=False)
         return context, time.perf_counter() - begin
+
+
+def pick_device(device: str) -> str:
+    """The device "auto" stands for, or `device` itself.  Raises ConfigError for one that is not there."""
+    from retrieval_attn.llm import choose_device
+
+    return str(choose_device(device))
 
 
 def load_model(name: str, device: str, dtype: str) -> Any:

@@ -70,7 +70,11 @@ class Test:
                 f" give lengths up to {positions}"
             )
         form = PromptFormat.of(tokenizer, options.chat_template)
-        text = shipped_prose(longest * 8, options.seed) if options.haystack is None else read_haystack(options.haystack)
+        text = (
+            shipped_prose(longest * 7 + 2000, options.seed)
+            if options.haystack is None
+            else read_haystack(options.haystack)
+        )
         test = cls(options, model_config, form, Haystack(text, tokenizer, longest), config)
         test._check_cells()
         return test
@@ -160,7 +164,8 @@ class Test:
 
 
 def _run_cells(test: Test) -> int:
-    from tqdm import tqdm
+    import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from retrieval_attn.eval import methods as ways
     from retrieval_attn.eval.runs import RunFolder, environment
@@ -172,45 +177,55 @@ def _run_cells(test: Test) -> int:
     folder = options.output_dir or _new_folder(options.model_name)
     RunFolder.check(folder, settings)
     if options.threads:
-        import torch
-
         torch.set_num_threads(options.threads)
+    disable_progress_bar()  # one bar, over the cells, is enough
     model = ways.load_model(options.model, options.device, options.dtype)
     answerers = ways.build_methods(options.methods, model, test.form.tokenizer, test.config, options.append)
+    start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype)}
+    if model.device.type == "cuda":
+        start["gpu"] = torch.cuda.get_device_name(model.device)
     for note in test.notes:
         print(f"note: {note}", file=sys.stderr)
-    with RunFolder.open(folder, settings, start=environment()) as out:
+    with RunFolder.open(folder, settings, start=start) as out:
         wanted = [(c, m) for c in test.cells for m in answerers]
-        total = len(wanted) * len(options.positions)
-        todo = {i for i in out.missing(c.row_id(m, p) for c, m in wanted for p in options.positions)}
-        if len(todo) < total:
-            print(
-                f"continuing {folder}: {total - len(todo)} of {total} answers are there already",
-                file=sys.stderr,
-            )
-        scores: dict[str, list[float]] = {}
-        bar = tqdm(total=total, initial=total - len(todo), unit="answer", dynamic_ncols=True, smoothing=0.1)
+        ids = {c.row_id(m, p) for c, m in wanted for p in options.positions}
         try:
-            for cell, name in wanted:
-                positions = [p for p in options.positions if cell.row_id(name, p) in todo]
-                if not positions:
-                    continue
-                bar.set_description(f"{cell.length} tokens, depth {cell.depth:g}%, {name}")
-                rows = _answer(test, cell, answerers[name], positions, folder)
-                out.append(*rows)
-                for row in rows:
-                    scores.setdefault(name, []).append(row["score"])
-                bar.set_postfix_str(", ".join(f"{m} {sum(s) / len(s):.2f}" for m, s in scores.items()))
-                bar.update(len(rows))
+            _fill(out, test, answerers, wanted, ids)
         except KeyboardInterrupt:
-            bar.close()
             print(f"interrupted; continue with the same flags and --output-dir {folder}", file=sys.stderr)
             raise
-        bar.close()
         rows = list(out.rows.values())
-        print(_report(folder, rows, options.model_name, options.plot))
-        ids = {c.row_id(m, p) for c, m in wanted for p in options.positions}
+        print(_report(folder, rows, settings, options.plot))
     return 1 if any(row.get("error") for row in rows if row["id"] in ids) else 0
+
+
+def _fill(out: Any, test: Test, answerers: dict[str, Any], wanted: list[tuple[Cell, str]], ids: set[str]) -> None:
+    """Run what has no row yet, one cell and method after the other, behind a progress bar."""
+    from tqdm import tqdm
+
+    todo = set(out.missing(ids))
+    done = len(ids) - len(todo)
+    if done:
+        print(f"continuing {out.path}: {done} of {len(ids)} answers are there already", file=sys.stderr)
+    scores: dict[str, list[float]] = {}
+    work = [(c, m, [p for p in test.options.positions if c.row_id(m, p) in todo]) for c, m in wanted]
+    work = [item for item in work if item[2]]
+    # the bar counts work, not answers: attention's share grows with the square of the length, and so does the time
+    cost = {c.length: c.length * (c.length + 16384) for c in test.cells}
+    with tqdm(
+        total=sum(cost[c.length] for c, _, _ in work),
+        bar_format="{percentage:3.0f}%|{bar:20}| {desc}{postfix} [{elapsed}<{remaining}]",
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        disable=not work,
+    ) as bar:
+        for cell, name, positions in work:
+            tally = "".join(f", {m} {sum(s) / len(s):.2f}" for m, s in scores.items())
+            bar.set_description_str(f"{done}/{len(ids)}{tally}; now {cell.length} at {cell.depth:g}%, {name}", False)
+            rows = _answer(test, cell, answerers[name], positions, out.path)
+            out.append(*rows)
+            scores.setdefault(name, []).extend(row["score"] for row in rows)
+            done += len(rows)
+            bar.update(cost[cell.length])
 
 
 def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folder: Path) -> list[dict[str, Any]]:
@@ -264,14 +279,22 @@ def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folde
     return rows
 
 
-def _report(folder: Path, rows: list[dict[str, Any]], name: str, plot: bool) -> str:
+def _report(folder: Path, rows: list[dict[str, Any]], settings: dict[str, Any], plot: bool) -> str:
     from retrieval_attn.eval.needle_report import report
 
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
-    text = report(folder, rows, name=name, plot=plot, color=color, width=width)
-    files = "heatmap.png, " if plot and rows else ""
+    text = report(folder, rows, title=_title(settings), plot=plot, color=color, width=width)
+    files = "heatmap.png, " if plot and (folder / "heatmap.png").exists() else ""
     return f"\n{text}\n\n{folder}: {files}predictions.jsonl, summary.json, summary.csv, config.json, env.json"
+
+
+def _title(settings: dict[str, Any]) -> str:
+    ours = settings.get("retrieval") or {}
+    parts = (
+        [f"top_k {ours['top_k']}, sink {ours['sink']}, window {ours['window']}, index {ours['index']}"] if ours else []
+    )
+    return "; ".join([f"Needle in a haystack: {settings['model']}", *parts])
 
 
 def _score_only(args: argparse.Namespace) -> int:
@@ -287,7 +310,7 @@ def _score_only(args: argparse.Namespace) -> int:
     for row in rows:
         if not row.get("error"):
             row["score"] = score(row["expected"], row["response"])
-    print(_report(folder, rows, config["settings"]["model"], not args.no_plot))
+    print(_report(folder, rows, config["settings"], not args.no_plot))
     return 1 if any(row.get("error") for row in rows) else 0
 
 
@@ -295,7 +318,7 @@ def _load_description(model: str) -> tuple[Any, Any]:
     """Config and tokenizer of a model, without its weights."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from retrieval_attn.llm import load
+    from retrieval_attn.loading import load
 
     looks_local = model.startswith((".", "/", "~")) or Path(model).exists() or model.count("/") > 1
     path = Path(model).expanduser()

@@ -134,7 +134,7 @@ def summary_csv(rows: Sequence[Row]) -> str:
     return file.getvalue()
 
 
-def report(folder: Path, rows: Sequence[Row], *, name: str, plot: bool, color: bool, width: int) -> str:
+def report(folder: Path, rows: Sequence[Row], *, title: str, plot: bool, color: bool, width: int) -> str:
     """Write summary.json, summary.csv and heatmap.png into the folder; returns the text for the terminal."""
     write_atomically(folder / "summary.json", json.dumps(summarise(rows), indent=2) + "\n")
     write_atomically(folder / "summary.csv", summary_csv(rows))
@@ -142,7 +142,7 @@ def report(folder: Path, rows: Sequence[Row], *, name: str, plot: bool, color: b
     if not panels:
         return "no answers to show"
     if plot:
-        save_heatmap(panels, folder / "heatmap.png", title=f"Needle in a haystack: {name}")
+        save_heatmap(panels, folder / "heatmap.png", title=title)
     lines = [text_table(panels, color=color, width=width), "", comparison_line(rows)]
     failed = [row for row in rows if row.get("error")]
     if failed:

@@ -182,7 +182,7 @@ def load_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def environment() -> dict[str, Any]:
     """Versions, commit and machine, as JSON values; nothing that names the user or the host."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)

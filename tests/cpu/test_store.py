@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,17 @@ class CopyingIndex(FlatIndex):
 
     def truncate(self, length: int) -> bool:
         return False
+
+
+@register
+class SlowIndex(CopyingIndex):
+    """Another thread gets its turn in the middle of every insertion."""
+
+    kind = "test-slow"
+
+    def insert(self, keys: npt.NDArray[Any]) -> None:
+        time.sleep(0.001)
+        super().insert(keys)
 
 
 @dataclass
@@ -99,19 +111,21 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["append", "append", "attend", "attend", "truncate", "fork", "build", "drop", "reserve"]),
+        st.sampled_from(
+            ["append", "append", "attend", "attend", "truncate", "fork", "build", "build", "drop", "reserve"]
+        ),
         st.integers(0, 99),
         st.integers(0, 20),
         st.integers(0, 20),
     ),
-    min_size=1,
+    min_size=10,
     max_size=40,
 )
 
 
 @pytest.mark.parametrize("kind", ["flat", "test-copying"])
 @settings(
-    max_examples=60,
+    max_examples=80,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
@@ -225,6 +239,55 @@ def test_crop_and_ask_again_stays_in_place() -> None:
     assert len(path.segments) == 1
 
 
+def test_an_index_that_cannot_forget_is_left_behind() -> None:
+    """After a crop into what a copying index covers, other tokens go to a new segment: no stale keys."""
+    rng = np.random.default_rng(11)
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="test-copying"), Model()
+    for crop in (0, 350, 300):
+        path.truncate(crop)
+        model.truncate(crop)
+        new = tokens(rng, 400 - crop)
+        path.append(*new)
+        model.append(*new)
+        path.build_index(0, 390)
+        assert_attend(path, model.keys, model.values, whole_numbers(rng, (4, 2, DIM)), 0, 390, 9)
+    assert [segment.length for segment in path.segments] == [400, 100]
+
+
+def test_crop_of_a_fork_leaves_the_other_alone() -> None:
+    """Both paths share the segment; one crops and goes on, the other keeps all its tokens and its index."""
+    rng = np.random.default_rng(12)
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32), Model()
+    new = tokens(rng, 1000)
+    path.append(*new)
+    model.append(*new)
+    path.build_index(0, 900)
+    fork, forked = path.fork(), model.fork()
+    fork.truncate(500)
+    forked.truncate(500)
+    for one, its in ((fork, forked), (path, model)):
+        new = tokens(rng, 100)
+        one.append(*new)
+        its.append(*new)
+    for one, its in ((fork, forked), (path, model)):
+        assert_attend(one, its.keys, its.values, whole_numbers(rng, (4, 1, DIM)), 0, len(one) - 10, 9)
+
+
+def test_nan_is_not_lost_between_segments(small_segments: None) -> None:
+    """With room for all keys a NaN key takes part, as in full attention: it must not rank below padding."""
+    rng = np.random.default_rng(13)
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=20)
+    keys, values = tokens(rng, 40)
+    keys[0, 5] = np.nan
+    path.append(keys[:, :20], values[:, :20])
+    path.append(keys[:, 20:], values[:, 20:])
+    assert len(path.segments) == 2
+    for top_k in (40, 100, None):
+        got = path.attend(np.ones((2, 1, DIM), np.float32), 0, 40, top_k, scale=1.0)
+        assert np.isnan(got.out[0]).all() and np.isnan(got.lse[0]).all()
+        assert np.isfinite(got.out[1]).all() and np.isfinite(got.lse[1]).all()
+
+
 def attend_often(path: HostPath, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]) -> None:
     try:
         for stop in range(150, 400, 50):
@@ -236,8 +299,8 @@ def attend_often(path: HostPath, model: Model, queries: npt.NDArray[np.float32],
 def test_forks_in_two_threads_extend_one_index() -> None:
     """Both insert the same tokens lazily: breaks if they are inserted twice, which shifts later ids."""
     rng = np.random.default_rng(5)
-    for _ in range(10):
-        path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="test-copying"), Model()
+    for _ in range(3):
+        path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="test-slow"), Model()
         new = tokens(rng, 400)
         path.append(*new)
         model.append(*new)

@@ -28,57 +28,15 @@ _CHARS_PER_TOKEN = 6  # more than any tokenizer needs for English; other text is
 # a terminator run, closing quotes or brackets, then white space or the end; CJK terminators need no white space;
 # a blank line ends a heading or a line of verse
 _ENDS = re.compile(r"[.!?…]+[\"'”’»)\]]*(?=\s|$)|[。！？]+[”’」』）]*|(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n)")
+# a wrong guess here only costs a place for a needle, a missing one can put it inside a sentence
 _ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "dr",
-        "prof",
-        "st",
-        "jr",
-        "sr",
-        "vs",
-        "etc",
-        "e.g",
-        "i.e",
-        "cf",
-        "fig",
-        "figs",
-        "eq",
-        "no",
-        "vol",
-        "pp",
-        "ed",
-        "inc",
-        "ltd",
-        "co",
-        "gen",
-        "col",
-        "capt",
-        "sen",
-        "rep",
-        "gov",
-        "hon",
-        "rev",
-        "mt",
-        "approx",
-        "dept",
-        "est",
-        "jan",
-        "feb",
-        "mar",
-        "apr",
-        "jun",
-        "jul",
-        "aug",
-        "sep",
-        "sept",
-        "oct",
-        "nov",
-        "dec",
-    ]
+    re.findall(
+        r"\S+",
+        "mr mrs ms dr prof st jr sr vs etc e.g i.e cf ed inc ltd co gen col capt sen rep gov hon rev mt approx dept"
+        " est jan feb mar apr jun jul aug sep sept oct nov dec",
+    )
 )
+_BEFORE_NUMBERS = frozenset(("no", "nos", "fig", "figs", "eq", "vol", "pp", "p", "ch", "sec"))
 _LAST_WORD = re.compile(r"[^\s\"'“‘«(\[]*$")
 _SPACE_MARKS = tuple("▁ĠĊĉč \n\t\r")  # how vocabularies write white space: SentencePiece, byte-level BPE, plain
 
@@ -172,7 +130,9 @@ def sentence_ends(text: str) -> NDArray[np.int64]:
         if match.group().startswith(".") and after < len(text) and "\n\n" not in text[end:after]:
             word = _LAST_WORD.search(text[max(match.start() - 24, 0) : match.start()])
             last = word.group() if word else ""
-            if text[after].islower() or last.lower() in _ABBREVIATIONS or (len(last) == 1 and last.isupper()):
+            short = last.lower() in _ABBREVIATIONS or (len(last) == 1 and last.isupper())
+            numbered = last.lower() in _BEFORE_NUMBERS and text[after].isdigit()
+            if short or numbered or text[after].islower():
                 continue
         found.append((end, after))
     return np.array(found, dtype=np.int64).reshape(-1, 2)

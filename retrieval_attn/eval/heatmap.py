@@ -103,8 +103,7 @@ def save_heatmap(panels: Sequence[Panel], path: Path, *, title: str = "") -> Non
         raise ConfigError(
             'the heatmap needs matplotlib, which is not installed; install "retrieval-attn[eval]" or use --no-plot'
         ) from None
-    palette = LinearSegmentedColormap.from_list("score", [_RED, _YELLOW, _GREEN])
-    palette.set_bad("#E6E6E6")
+    palette = LinearSegmentedColormap.from_list("score", [_RED, _YELLOW, _GREEN]).with_extremes(bad="#E6E6E6")
     columns, rows = len(panels[0].lengths), len(panels[0].depths)
     cell_width = min(max(0.42, 2.4 / columns), 0.9)
     cell_height = min(max(0.20, 1.8 / rows), 0.5)

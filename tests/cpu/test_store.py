@@ -119,13 +119,13 @@ operations = st.lists(
         st.integers(0, 20),
     ),
     min_size=10,
-    max_size=40,
+    max_size=30,
 )
 
 
 @pytest.mark.parametrize("kind", ["flat", "test-copying"])
 @settings(
-    max_examples=80,
+    max_examples=35,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

@@ -26,12 +26,14 @@ from transformers.generation import (
 from retrieval_attn.answer import Answer, Sampling, Stats
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import Config, resolve
+from retrieval_attn.cpu import prepare
 from retrieval_attn.decode import Generated, forward, positions, run
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.prefill import LayerProgress
 from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.template import PromptTemplate
+from retrieval_attn.transfer import host_format
 
 Append = Literal["exact", "retrieval"]
 
@@ -163,6 +165,7 @@ class Context:
                 "the model's own tokenizer."
             )
         self._cache.require_room(len(ids))
+        prepare(host_format(self.config.host_dtype, self.model.dtype))  # compile now, not in the first token
         started = time.perf_counter()
         with _progress(self._cache, len(ids), progress):
             start = len(self._ids)

@@ -133,7 +133,7 @@ class RetrievalAttention:
 
 def pick_device(device: str) -> str:
     """The device "auto" stands for, or `device` itself.  Raises ConfigError for one that is not there."""
-    from retrieval_attn.llm import choose_device
+    from retrieval_attn.loading import choose_device
 
     return str(choose_device(device))
 

@@ -140,14 +140,18 @@ def report(folder: Path, rows: Sequence[Row], *, title: str, plot: bool, color: 
     write_atomically(folder / "summary.csv", summary_csv(rows))
     panels = panels_of(rows)
     if not panels:
-        return "no answers to show"
+        failed = next((row["error"] for row in rows if row.get("error")), None)
+        return "no answers to show" + (f"; the first error: {failed}" if failed else "")
     if plot:
         save_heatmap(panels, folder / "heatmap.png", title=title)
-    lines = [text_table(panels, color=color, width=width), "", comparison_line(rows)]
+    parts = [text_table(panels, color=color, width=width)]
+    line = comparison_line(rows)
     failed = [row for row in rows if row.get("error")]
+    if line:
+        parts.append(line)
     if failed:
-        lines.append(f"{len(failed)} answers failed; the first, {failed[0]['id']}: {failed[0]['error']}")
-    return "\n".join(line for line in lines if line or line is lines[1])
+        parts.append(f"{len(failed)} answers failed; the first, {failed[0]['id']}: {failed[0]['error']}")
+    return "\n\n".join(parts)
 
 
 def _same_answers(first: Sequence[Row], second: Sequence[Row]) -> bool:

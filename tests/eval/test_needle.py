@@ -129,13 +129,13 @@ def test_bad_flags(flags: tuple[str, ...], message: str) -> None:
         (("--lengths", "1k", "--context-length-buffer", "1000"), ConfigError, "buffer 1000"),
         (("--methods", "retrieval", "--top-k", "0"), ConfigError, "top_k"),
         (("--methods", "retrieval", "--window", "-1"), ConfigError, "window"),
-        (("--methods", "retrieval", "--index", "magic"), ConfigError, "'magic' is unknown; choose from auto"),
+        (("--methods", "retrieval", "--index", "magic"), ConfigError, "index='magic' is not a known kind"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(
     tmp_path: Path, flags: tuple[str, ...], error: type[RetrievalAttentionError], message: str
 ) -> None:
-    """Everything is checked before the results folder is made and before any weights are loaded."""
+    """Everything is checked before the results folder is made."""
     folder = tmp_path / "run"
     with pytest.raises(error, match=message):
         needle.run(parse("--output-dir", str(folder), *flags))

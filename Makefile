@@ -41,7 +41,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 needle: $(INSTALLED)
-	$(RUN) retrieval_attn.cli needle --output-dir results/needle
+	$(RUN) retrieval_attn.cli needle
 
 test: $(INSTALLED)
 	$(RUN) pytest --timeout=$(TEST_TIMEOUT)

@@ -44,7 +44,7 @@ class RetrievalCache(Cache):
         # Ids of the cached tokens, where the caller says them (Context, generate): (batch, columns) on the CPU.
         self.token_ids: Tensor | None = None
         # Called after each decoder layer of a forward (progress of a long prefill), or None.
-        self.on_layer: Callable[[], None] | None = None
+        self.on_layer: Callable[[], object] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -30,7 +30,6 @@ from retrieval_attn.cpu import prepare
 from retrieval_attn.decode import Generated, forward, positions, run
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.layers import RetrievalLayer
-from retrieval_attn.prefill import LayerProgress
 from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.template import PromptTemplate
 from retrieval_attn.transfer import host_format
@@ -328,7 +327,7 @@ class _progress:
             self._bar = tqdm(
                 total=layers, desc=f"reading {self._tokens:,} tokens", unit="layer", delay=2.0, leave=False
             )
-            self._cache.on_layer = LayerProgress(lambda done, total, seconds: self._bar.update(), layers)
+            self._cache.on_layer = self._bar.update
 
     def __exit__(self, *error: object) -> None:
         self._cache.on_layer = None

@@ -25,12 +25,10 @@ class Generated:
     """What a token loop produced.
 
     sequences: (batch, prompt + new) ids; rows that stopped early are filled with the pad id.
-    finished: per row, True when a stopping criterion (not the length) ended it.
     """
 
     sequences: Tensor
     new_tokens: int
-    finished: list[bool]
     prefill_seconds: float
     decode_seconds: float
     scores: list[Tensor] = field(default_factory=list)
@@ -101,7 +99,7 @@ def run(
     started = time.perf_counter()
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
-    result = Generated(sequences, 0, [False] * batch, 0.0, 0.0)
+    result = Generated(sequences, 0, 0.0, 0.0)
     while True:
         scores: Tensor = processors(sequences, logits)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
         if keep_scores:

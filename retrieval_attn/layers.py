@@ -38,7 +38,6 @@ class LayerStats:
     host_seconds: float = 0.0
     keys_scanned: int = 0
     bytes_read: int = 0
-    retrieval_steps: int = 0
 
     def add(self, other: LayerStats) -> None:
         for name in vars(other):
@@ -415,7 +414,6 @@ class RetrievalLayer(CacheLayer):
             self.stats.keys_scanned += found.keys_scanned
             self.stats.bytes_read += found.bytes_read
         self.stats.host_seconds += time.perf_counter() - started
-        self.stats.retrieval_steps += 1
         return Partial(out.to(query.device), lse.to(query.device))
 
     def _flush(self) -> None:

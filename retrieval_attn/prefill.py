@@ -9,7 +9,6 @@ non-empty cache; it is not used.
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,20 +23,6 @@ from retrieval_attn.hooks import MaskSpec
 from retrieval_attn.layers import CacheLayer
 
 _ORIGINAL = "_retrieval_attn_original_forward"
-
-
-class LayerProgress:
-    """Called after each decoder layer of a prefill with (layers done, layers in all, seconds so far)."""
-
-    def __init__(self, report: Callable[[int, int, float], None], layers: int) -> None:
-        self._report = report
-        self._layers = layers
-        self._done = 0
-        self._started = time.perf_counter()
-
-    def __call__(self) -> None:
-        self._done += 1
-        self._report(self._done, self._layers, time.perf_counter() - self._started)
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:

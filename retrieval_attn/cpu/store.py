@@ -373,9 +373,9 @@ def _best_of_all(
 
 
 def held_bytes(paths: Iterable[HostPath]) -> int:
-    """Bytes of the tokens that `paths` hold together, each shared segment counted once."""
+    """Bytes of the tokens and indexes that `paths` hold together, each shared segment counted once."""
     segments = {id(segment): segment for path in paths for segment in path.segments}
-    return sum(segment.nbytes for segment in segments.values())
+    return sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
 
 
 def prepare(fmt: Format) -> float:

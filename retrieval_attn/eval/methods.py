@@ -131,13 +131,6 @@ class RetrievalAttention:
         return context, time.perf_counter() - begin
 
 
-def pick_device(device: str) -> str:
-    """The device "auto" stands for, or `device` itself.  Raises ConfigError for one that is not there."""
-    from retrieval_attn.loading import choose_device
-
-    return str(choose_device(device))
-
-
 def load_model(name: str, device: str, dtype: str) -> Any:
     """A causal language model in evaluation mode with PyTorch's SDPA attention.
 

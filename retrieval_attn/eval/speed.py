@@ -183,8 +183,8 @@ def _measure(args: argparse.Namespace, lengths: list[int]) -> tuple[list[Row], d
     from tqdm import tqdm
 
     import retrieval_attn as ra
-    from retrieval_attn.eval.methods import pick_device
     from retrieval_attn.eval.speed_decode import measure, read_prompt
+    from retrieval_attn.loading import choose_device
 
     threads = args.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -198,7 +198,7 @@ def _measure(args: argparse.Namespace, lengths: list[int]) -> tuple[list[Row], d
         # The tail may not overflow inside a turn, or one token would pay for a block of them.
         spill=max(args.tokens + 1, 128),
     )
-    device = pick_device(args.device)
+    device = str(choose_device(args.device))
     model, tokenizer = _load(args, device)
     read = min(args.read, max(lengths))
     prompt = _prompt(args, tokenizer, model, read + args.tokens + 1)

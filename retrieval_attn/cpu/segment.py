@@ -142,7 +142,7 @@ class Segment:
         stop: int,
         queries: npt.NDArray[np.float32] | None,
     ) -> None:
-        """Index tokens [start, stop) of every head; queries (kv_heads, m, head_dim) or None."""
+        """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) or None."""
         heads = [
             base.create(
                 kind,

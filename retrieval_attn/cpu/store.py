@@ -267,7 +267,9 @@ class HostPath:
         of the segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
         """
         began = time.perf_counter()
-        grouped = None if queries is None else self._grouped(queries)
+        grouped = None
+        if queries is not None:
+            grouped = self._grouped(queries).reshape(self._heads, -1, *queries.shape[1:])
         with kernel_threads(self._threads):
             for segment, low, high in self._pieces(start, stop):
                 segment.build_index(self._kind, self._options, low, high, grouped)

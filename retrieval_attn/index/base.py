@@ -8,17 +8,19 @@ rearrange.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.formats import Format
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.index.formats import Format, check_queries
 
 MAX_KEYS = 2**31 - 1
 """ids are int32."""
+
+StateValue = npt.NDArray[Any] | int | float | str
 
 
 class SearchResult(NamedTuple):
@@ -26,7 +28,8 @@ class SearchResult(NamedTuple):
 
     ids: (queries, k) int32, -1 where fewer than k keys exist.
     scores: (queries, k) float32, raw inner products (unscaled), -inf where ids is -1.
-    keys_scanned: (query, key) inner products that were computed, over all queries.
+    keys_scanned: (query, key) pairs whose score was computed, coded or exact, over all queries; a pair that
+    was scored twice (by its code, then exactly) counts once.
     """
 
     ids: npt.NDArray[np.int32]
@@ -45,10 +48,14 @@ class KeyIndex(ABC):
     def build(
         cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
     ) -> KeyIndex:
-        """Make the index over keys (n, head_dim) of dtype fmt.dtype, n may be 0.
+        """Make the index over keys (n, head_dim) of dtype fmt.dtype, n may be 0; rows contiguous, else
+        ShapeError.
 
-        queries: (m, head_dim) float32 sample to train on, or None; an index that needs no training
-        ignores it.
+        queries: (query heads of the group, m, head_dim) float32 to train on, at the position where decoding
+        happens (the caller rotates them there), or None; a kind that needs no training ignores them.
+        options: names in `option_names`. A kind that samples takes `seed` (default 0) and makes the same
+        index for it at any number of threads. A kind that trains may take `lists`: int32 (query heads, m,
+        kk), the best kk keys of each training query, best first, computed elsewhere; -1 where there is none.
         """
 
     @abstractmethod
@@ -56,6 +63,7 @@ class KeyIndex(ABC):
         """The best k keys for each query.
 
         queries: (n, head_dim) float32, n may be 0. limit: only ids below it may be returned (None: all).
+        Scores are exact inner products with the stored keys, whatever the search was guided by.
         Raises ShapeError for another shape or dtype, ConfigError for k < 1 or limit < 0.
         """
 
@@ -69,6 +77,22 @@ class KeyIndex(ABC):
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length, so that other keys may be inserted there. False: this kind cannot."""
         return False
+
+    def state(self) -> dict[str, StateValue]:
+        """What `from_state` needs besides the keys: arrays and plain values, for saving to a file.
+
+        Raises ConfigError if this kind cannot be saved.
+        """
+        raise ConfigError(f"an index of kind {self.kind!r} cannot be saved; build it again from its keys")
+
+    @classmethod
+    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> KeyIndex:
+        """The index whose `state()` was `state`, over the same keys (n, head_dim).
+
+        Arrays, the keys too, may be read-only maps of a file: copy what a later insert changes.
+        Raises ConfigError if this kind cannot be saved, InputDataError for a state that does not fit the keys.
+        """
+        raise ConfigError(f"an index of kind {cls.kind!r} cannot be loaded; build it from its keys")
 
     @classmethod
     def search_heads(
@@ -145,9 +169,53 @@ def create(
     queries: npt.NDArray[np.float32] | None = None,
     **options: Any,
 ) -> KeyIndex:
-    """Build the index called `kind` over keys (n, head_dim) of dtype fmt.dtype, trained on queries if it
-    trains.
+    """Build the index called `kind` over keys (n, head_dim) of dtype fmt.dtype; queries as in `KeyIndex.build`.
 
     Raises ConfigError for an unknown kind or option, ShapeError for arrays the index cannot take.
     """
     return check_kind(kind, options).build(keys, fmt, queries, **options)
+
+
+def check_search(
+    queries: npt.NDArray[np.float32], head_dim: int, k: int, limit: int | None
+) -> tuple[npt.NDArray[np.float32], int]:
+    """Arguments of `search`, checked: queries as C-contiguous float32 (n, head_dim), and k as an int.
+
+    Raises ShapeError for queries of another shape or dtype, ConfigError for k < 1 or limit < 0.
+    """
+    queries = check_queries("queries", queries, 2)
+    if queries.shape[1] != head_dim:
+        raise ShapeError(f"queries must be (n, {head_dim}) as the keys are, got {queries.shape}")
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        raise ConfigError(f"k={k!r} must be a whole number >= 1")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 0):
+        raise ConfigError(f"limit={limit!r} must be a whole number >= 0, or None for all keys")
+    return queries, int(k)
+
+
+def check_training(
+    queries: npt.NDArray[np.float32] | None, lists: npt.NDArray[np.int32] | None, head_dim: int, num_keys: int
+) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.int32] | None]:
+    """Training queries (group, m, head_dim) float32 and lists (group, m, kk) int32, checked, C-contiguous.
+
+    Raises ShapeError for other shapes or dtypes, or for lists that name a key outside -1 .. num_keys - 1.
+    """
+    if queries is not None:
+        queries = check_queries("queries", queries, 3)
+        if queries.shape[2] != head_dim:
+            raise ShapeError(f"training queries must be (heads, m, {head_dim}) as the keys are, got {queries.shape}")
+    if lists is None:
+        return queries, None
+    if not isinstance(lists, np.ndarray) or lists.dtype != np.int32 or lists.ndim != 3:
+        given = f"{lists.dtype} {lists.shape}" if isinstance(lists, np.ndarray) else type(lists).__name__
+        raise ShapeError(f"lists must be int32 (heads, m, kk), got {given}")
+    if queries is not None and lists.shape[:2] != queries.shape[:2]:
+        raise ShapeError(
+            f"lists must be ({queries.shape[0]}, {queries.shape[1]}, kk) as queries are, got {lists.shape}"
+        )
+    if lists.size and (int(lists.min()) < -1 or int(lists.max()) >= num_keys):
+        raise ShapeError(
+            f"lists must name keys 0 .. {num_keys - 1} or -1, got {int(lists.min())} to {int(lists.max())}; "
+            "they belong to other keys"
+        )
+    return queries, np.require(lists, requirements=("C", "A"))

@@ -205,7 +205,7 @@ class Source:
         if kind == "multivalue":
             return _niah(
                 rng,
-                min(rng.choice((1, 1, 2, 3, 4)), max(asks // 2, 1)),
+                min(rng.choice((1, 1, 2, 3, 4, 8, 16)), max(asks // 2, 1)),
                 haystack=hay,
                 values=rng.choice((2, 3, 4, 4, 4, 4)),
                 draw_key=key,
@@ -214,7 +214,7 @@ class Source:
             return _niah(rng, max(asks // 3, 1), haystack=hay, queries=rng.choice((2, 4, 4)), draw_key=key)
         if kind == "vt":
             # several chains in one text: with one chain the next line would always be the next hop
-            chains = min(rng.choice((1, 1, 2, 3, 4)), max(asks // 2, 1))
+            chains = min(rng.choice((1, 1, 2, 3, 4, 8, 16)), max(asks // 2, 1))
             plan = _vt(rng, chains, hops=rng.choice((2, 3, 4, 4, 4, 4)), example=rng.random() < 0.7)
             plan.haystack = rng.choice(("noise", "noise", "noise", "prose"))
             return plan

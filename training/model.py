@@ -71,8 +71,9 @@ class Attention(nn.Module):
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, heat: Tensor) -> Tensor:
         q, k, v = self.project(x, cos, sin)
+        q = q * heat.to(q.dtype)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -95,8 +96,8 @@ class Block(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, heat: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, heat)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -128,12 +129,18 @@ class TinyLlama(nn.Module):
         phase = torch.cat((phase, phase), dim=-1)
         return phase.cos(), phase.sin()
 
-    def hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Final normalised states (batch, n, hidden) of ids (batch, n)."""
+    def hidden(self, ids: Tensor, positions: Tensor, heat: Tensor | None = None) -> Tensor:
+        """Final normalised states (batch, n, hidden) of ids (batch, n).
+
+        heat: (batch, 1, 1, 1) factor on all attention scores. Below 1 a short context blurs attention as a
+        longer one would, so that the model learns wider margins than its own length asks for.
+        """
+        if heat is None:
+            heat = torch.ones(len(ids), 1, 1, 1, device=ids.device)
         x = self.model.embed_tokens(ids)
         cos, sin = self.angles(positions)
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, heat)
         return self.model.norm(x)
 
     def logits(self, states: Tensor) -> Tensor:

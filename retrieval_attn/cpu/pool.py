@@ -7,7 +7,7 @@ was told otherwise. `run_job` is compiled: other kernels call it, and C function
 
 All words live in one control block. The claim word holds the number of the job (high half) and its tasks that nobody
 has taken (low half): taking one is a single compare-and-swap, which fails if the job is no longer the one whose
-function was read before. So nobody waits for a worker that took no task: one that sleeps or was preempted is not missed.
+function was read before. So nobody waits for a worker without a task: one that sleeps or was preempted is not missed.
 """
 
 # mypy: allow-untyped-defs
@@ -213,8 +213,8 @@ class Pool:
         threads: that work on a job at once, the poster's included if caller_works. None: all cores this process may
         use, less one that stays free for the rest of the program if there are more than four. cpus: cores that the
         started threads are pinned to in turn, () for none; None: one each, the last ones, if that leaves one to the
-        poster (a sleeper that is free to move wakes up on the core of the poster, and waits there). spin_microseconds: how long they look for another job
-        before they sleep. Raises ConfigError.
+        poster (a sleeper that is free to move wakes up on the core of the poster, and waits there). spin_microseconds:
+        how long they look for another job before they sleep. Raises ConfigError.
         """
         allowed = _allowed_cpus()
         if threads is None:

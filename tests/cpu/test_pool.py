@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,10 @@ def foreign(address: int) -> int:
     return 0
 
 
+COUNT: Any = count.address
+FOREIGN: Any = foreign.address
+
+
 @pytest.fixture
 def words() -> Words:
     return np.zeros(WORDS, np.int64)
@@ -84,7 +89,7 @@ def check_counts(words: Words, tasks: int, times: int) -> None:
 def test_every_task_runs_once_per_job(pool: Pool, words: Words, tasks: int) -> None:
     """Whatever the number of threads; breaks if a late worker takes a task of the next job."""
     for _ in range(200):
-        assert pool.run(count.address, words.ctypes.data, tasks) is None
+        assert pool.run(COUNT, words.ctypes.data, tasks) is None
     check_counts(words, tasks, 200)
     assert words[PER_WORKER : PER_WORKER + 64].sum() == 200 * tasks
     assert not words[PER_WORKER + pool.workers : PER_WORKER + 64].any()
@@ -93,15 +98,15 @@ def test_every_task_runs_once_per_job(pool: Pool, words: Words, tasks: int) -> N
 def test_the_lowest_error_is_reported_and_the_other_tasks_still_run(pool: Pool, words: Words) -> None:
     """Not the first in time: that would differ from run to run."""
     words[CODES + 70], words[CODES + 7], words[CODES + 8] = 3, 9, 1
-    assert pool.run(count.address, words.ctypes.data, 100) == JobError(7, 9)
+    assert pool.run(COUNT, words.ctypes.data, 100) == JobError(7, 9)
     check_counts(words, 100, 1)
     words[CODES + 7] = -1
-    assert pool.run(count.address, words.ctypes.data, 100) == JobError(7, 2**31 - 1)
+    assert pool.run(COUNT, words.ctypes.data, 100) == JobError(7, 2**31 - 1)
     words[CODES : CODES + 100] = 0
     words[CODES] = 2**32
-    assert pool.run(count.address, words.ctypes.data, 100) == JobError(0, 2**31 - 1)
+    assert pool.run(COUNT, words.ctypes.data, 100) == JobError(0, 2**31 - 1)
     words[CODES] = 0
-    assert pool.run(count.address, words.ctypes.data, 100) is None
+    assert pool.run(COUNT, words.ctypes.data, 100) is None
 
 
 def test_width_limits_who_takes_part(words: Words) -> None:
@@ -110,10 +115,10 @@ def test_width_limits_who_takes_part(words: Words) -> None:
         words[LASTS] = 20_000
         for threads in (1, 2, 4, 99):
             words[PER_WORKER : PER_WORKER + 64] = 0
-            pool.run(count.address, words.ctypes.data, 200, threads=threads)
+            pool.run(COUNT, words.ctypes.data, 200, threads=threads)
             assert not words[PER_WORKER + min(threads, 4) : PER_WORKER + 64].any(), threads
         with pytest.raises(ConfigError, match="threads=0"):
-            pool.run(count.address, words.ctypes.data, 200, threads=0)
+            pool.run(COUNT, words.ctypes.data, 200, threads=0)
 
 
 def test_caller_may_stay_out_of_the_work(words: Words) -> None:
@@ -121,8 +126,8 @@ def test_caller_may_stay_out_of_the_work(words: Words) -> None:
     with Pool(2, caller_works=False, spin_microseconds=0) as pool:
         assert (pool.threads, pool.workers) == (2, 3)
         for _ in range(50):
-            pool.run(count.address, words.ctypes.data, 10)
-            pool.run(count.address, words.ctypes.data, 10, threads=1)
+            pool.run(COUNT, words.ctypes.data, 10)
+            pool.run(COUNT, words.ctypes.data, 10, threads=1)
         check_counts(words, 10, 100)
         assert words[PER_WORKER] == 0
 
@@ -132,7 +137,7 @@ def test_sleepers_are_woken(words: Words, spin: float) -> None:
     """After a pause long enough to sleep, jobs still get help: breaks if a wake-up is lost."""
     with Pool(3, caller_works=False, spin_microseconds=spin) as pool:
         for i in range(300):
-            pool.run(count.address, words.ctypes.data, 5)
+            pool.run(COUNT, words.ctypes.data, 5)
             if i % 10 == 0:
                 time.sleep(0.002)
         check_counts(words, 5, 300)
@@ -144,7 +149,7 @@ def test_callers_take_turns(pool: Pool) -> None:
     errors: list[object] = []
 
     def post(words: Words) -> None:
-        errors.append(repeat(pool.address, count.address, words.ctypes.data, 17, 8, 500))
+        errors.append(repeat(pool.address, COUNT, words.ctypes.data, 17, 8, 500))
 
     callers = [threading.Thread(target=post, args=(words,)) for words in descriptors]
     for caller in callers:
@@ -159,9 +164,9 @@ def test_callers_take_turns(pool: Pool) -> None:
 def test_a_thread_unknown_to_python_may_post(pool: Pool, words: Words) -> None:
     """As a CUDA callback thread does; while it works, the main thread holds the GIL all the time."""
     library = ctypes.CDLL(None)
-    arguments = np.array([pool.address, count.address, words.ctypes.data, 32, 8, 300, -1], np.int64)
+    arguments = np.array([pool.address, COUNT, words.ctypes.data, 32, 8, 300, -1], np.int64)
     thread = ctypes.c_ulong()
-    body = ctypes.c_void_p(foreign.address)
+    body = ctypes.c_void_p(FOREIGN)
     held_gil = sys.getswitchinterval()
     sys.setswitchinterval(100.0)  # nobody takes the GIL away: the job must not need it
     try:
@@ -187,11 +192,11 @@ def test_close_joins_the_threads_and_refuses_jobs(words: Words) -> None:
     before = count_threads()
     pool = Pool(4, spin_microseconds=1e6)
     assert count_threads() == before + 3
-    pool.run(count.address, words.ctypes.data, 8)
+    pool.run(COUNT, words.ctypes.data, 8)
     pool.close()
     assert pool.closed and count_threads() == before
     with pytest.raises(BackendError, match="closed"):
-        pool.run(count.address, words.ctypes.data, 8)
+        pool.run(COUNT, words.ctypes.data, 8)
     pool.close()
     dropped = Pool(4)
     assert not dropped.closed and count_threads() == before + 3
@@ -234,7 +239,7 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 def test_bad_jobs_are_named(words: Words) -> None:
     """A null function would end the process."""
     with Pool(1) as pool:
-        for function, tasks in ((0, 4), (count.address, -1), (count.address, 2**31)):
+        for function, tasks in ((0, 4), (COUNT, -1), (COUNT, 2**31)):
             with pytest.raises(ConfigError, match="a job needs"):
                 pool.run(function, words.ctypes.data, tasks)
 
@@ -252,27 +257,27 @@ def test_a_fork_is_told_apart() -> None:
     done = python(
         """
         import os, threading, numpy as np
-        from tests.cpu.test_pool import LASTS, WORDS, count
+        from tests.cpu.test_pool import COUNT, LASTS, WORDS
         from retrieval_attn.cpu.pool import Pool, default_pool
         from retrieval_attn.errors import BackendError
         pool, words, shared = Pool(2), np.zeros(WORDS, np.int64), default_pool()
         words[LASTS] = 50_000_000
-        busy = threading.Thread(target=pool.run, args=(count.address, words.ctypes.data, 4))
+        busy = threading.Thread(target=pool.run, args=(COUNT, words.ctypes.data, 4))
         busy.start()
         child = os.fork()
         if not child:
             try:
-                pool.run(count.address, words.ctypes.data, 4)
+                pool.run(COUNT, words.ctypes.data, 4)
             except BackendError as error:
                 fresh = default_pool()
                 assert fresh is not shared
                 words[LASTS] = 0
-                assert fresh.run(count.address, words.ctypes.data, 4) is None
+                assert fresh.run(COUNT, words.ctypes.data, 4) is None
                 os._exit(7 if "fork" in str(error) else 8)
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         busy.join()
-        assert pool.run(count.address, words.ctypes.data, 4) is None and (words[:4] == 2).all()
+        assert pool.run(COUNT, words.ctypes.data, 4) is None and (words[:4] == 2).all()
         """
     )
     assert done.returncode == 0, done.stderr
@@ -283,13 +288,13 @@ def test_the_interpreter_exits_with_pools_open() -> None:
     done = python(
         """
         import threading, numpy as np
-        from tests.cpu.test_pool import LASTS, WORDS, count
+        from tests.cpu.test_pool import COUNT, LASTS, WORDS
         from retrieval_attn.cpu.pool import Pool, default_pool
         pools = [Pool(3, spin_microseconds=spin) for spin in (0, 1e8)]
         words = np.zeros(WORDS, np.int64)
-        default_pool().run(count.address, words.ctypes.data, 4)
+        default_pool().run(COUNT, words.ctypes.data, 4)
         words[LASTS] = 100_000_000
-        threading.Thread(target=pools[0].run, args=(count.address, words.ctypes.data, 4), daemon=True).start()
+        threading.Thread(target=pools[0].run, args=(COUNT, words.ctypes.data, 4), daemon=True).start()
         """
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -298,11 +303,11 @@ def test_the_interpreter_exits_with_pools_open() -> None:
 def test_a_hundred_thousand_jobs_in_constant_memory(words: Words) -> None:
     """Not a byte per job (the bench runs a million)."""
     with Pool(2) as pool:
-        repeat(pool.address, count.address, words.ctypes.data, 8, 2, 1000)
+        repeat(pool.address, COUNT, words.ctypes.data, 8, 2, 1000)
         before = resident_bytes()
-        repeat(pool.address, count.address, words.ctypes.data, 8, 2, 100_000)
+        repeat(pool.address, COUNT, words.ctypes.data, 8, 2, 100_000)
         for _ in range(10_000):
-            pool.run(count.address, words.ctypes.data, 8)
+            pool.run(COUNT, words.ctypes.data, 8)
         assert resident_bytes() - before < 1 << 20
     check_counts(words, 8, 111_000)
 

@@ -1,0 +1,88 @@
+"""Move queries from one position to another with a model's own rotary embedding.
+
+Rotations add, so a query recorded after RoPE at position t becomes the query that the same token would have made
+at position p by undoing the rotation of t and applying that of p. The model's tables and its own
+`apply_rotary_pos_emb` are used, so scaling rules, partial rotation and both pair layouts come out as the model has
+them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.errors import UnsupportedModelError
+
+_APPLY = "apply_rotary_pos_emb"
+_TOLERANCE = 1e-4
+
+
+class Rotation:
+    """The rotary embedding of one attention layer of one model."""
+
+    def __init__(self, tables: Callable[[Tensor], tuple[Tensor, Tensor]], apply: Callable[..., Any]) -> None:
+        self._tables, self._apply = tables, apply
+
+    @classmethod
+    def of(cls, model: nn.Module, attention: nn.Module) -> Rotation:
+        """The rotation of `attention`, a layer of `model`.
+
+        Raises UnsupportedModelError for a model without rotary embedding, or with one that is written otherwise
+        than transformers' models have it.
+        """
+        apply = getattr(sys.modules[type(attention).__module__], _APPLY, None)
+        found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+        if apply is None or not found:
+            missing = f"no module rotary_emb in {type(model).__name__}" if not found else f"no {_APPLY} beside it"
+            raise UnsupportedModelError(
+                f"{type(attention).__name__}: queries cannot be moved to another position ({missing}); use them at "
+                "their own positions."
+            )
+        rotary = found[0]
+        extra = {}
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            extra["layer_type"] = _layer_type(model, attention)
+
+        def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], **extra)
+            return cos.float(), sin.float()
+
+        return cls(tables, apply)
+
+    def move(self, queries: Tensor, positions: Tensor, to: int) -> Tensor:
+        """queries (heads, m, head_dim), rotated at `positions` (m,) int64, as if they stood at position `to`.
+
+        float32 in and out. Raises UnsupportedModelError if the model's rotation cannot be undone.
+        """
+        if not queries.shape[1]:
+            return queries.clone()
+        # one call for all positions: some scaling rules depend on the longest
+        cos, sin = self._tables(torch.cat([positions, positions.new_tensor([to])]))
+        size = cos.shape[-1]
+        plain = self._rotate(queries[..., :size], cos[:, :-1], sin[:, :-1], undo=True)
+        back = self._rotate(plain, cos[:, :-1], sin[:, :-1])
+        error = float((back - queries[..., :size]).abs().max() / queries.abs().max().clamp_min(1e-30))
+        if not error <= _TOLERANCE:
+            raise UnsupportedModelError(
+                f"undoing the model's rotary embedding leaves a relative error of {error:.1e}; its {_APPLY} is not a "
+                "rotation. Use the queries at their own positions."
+            )
+        moved = self._rotate(plain, cos[:, -1:], sin[:, -1:])
+        return torch.cat([moved, queries[..., size:]], dim=-1)
+
+    def _rotate(self, queries: Tensor, cos: Tensor, sin: Tensor, undo: bool = False) -> Tensor:
+        if undo:
+            scale = cos.square() + sin.square()  # of the whole rotation, squared (attention scaling of long RoPE)
+            cos, sin = cos / scale, -sin / scale
+        rotated: Tensor = self._apply(queries[None], queries[None], cos, sin)[0][0]
+        return rotated
+
+
+def _layer_type(model: Any, attention: Any) -> str:
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return str(kinds[attention.layer_idx]) if kinds else "full_attention"

@@ -88,7 +88,7 @@ class _TappedLayer(RetrievalLayer):
         super().__init__(config)
         self._layer_index, self._wanted = index, wanted
         self._heads: list[int] = []
-        self._decode: list[Tensor] = []
+        self._asked: list[Tensor] = []
 
     def attend(
         self,
@@ -125,7 +125,7 @@ class _TappedLayer(RetrievalLayer):
         wanted, heads = self._wanted, self._heads
         queries = query[0].unflatten(0, (key.shape[1], self._group))[heads]  # (kept heads, group, tokens, head_dim)
         if start >= wanted.tokens:
-            self._decode.append(queries.float().cpu())
+            self._asked.append(queries.float().cpu())
             return
         span = slice(start, start + key.shape[2])
         self._keys[:, span] = from_float32(key[0, heads].float().cpu().numpy(), wanted.fmt)
@@ -138,7 +138,7 @@ class _TappedLayer(RetrievalLayer):
         """The recordings of the kept heads; the model's rotary embedding must still be there."""
         wanted = self._wanted
         rotated = self._rotated(model)
-        decode = torch.cat(self._decode, dim=2).numpy()
+        decode = torch.cat(self._asked, dim=2).numpy()
         after = np.arange(wanted.tokens, wanted.tokens + decode.shape[2], dtype=np.int64)
         return [
             HeadRecording(

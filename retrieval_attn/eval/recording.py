@@ -110,7 +110,7 @@ def _read_head(folder: Path, item: dict[str, Any]) -> HeadRecording:
     path = folder / f"layer{item['layer']}_head{item['kv_head']}.npz"
     fmt = Format.from_name(item["format"])
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:  # np.load leaks what it opens
             arrays = {name: file[name] for name in _ARRAYS if name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputDataError(f"{path} is missing or damaged ({error}); record again") from error

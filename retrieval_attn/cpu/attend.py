@@ -18,24 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
+from retrieval_attn.cpu.gather import attend_ids_once, exp, exponentiate, scale_scores, total_of
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.dots import (
-    TILE_QUERIES,
-    bits_to_float,
-    dot,
-    float_to_bits,
-    prefetch_row,
-    score_tile,
-    weigh_tile,
-    widen,
-)
+from retrieval_attn.index.dots import TILE_QUERIES, score_tile, weigh_tile
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.threads import kernel_threads
 
 Partial = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
-AHEAD = 8
-"""Gathered rows that are prefetched before their turn."""
 TILE_TOKENS = 64
 PART_TOKENS = 1024
 """Fewest tokens of a range that are worth a task of their own."""
@@ -45,120 +35,24 @@ WANTED_TASKS = 64
 A constant: results must not depend on the thread count.
 """
 
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH = np.float32(0.693359375)  # 9 bits: n * _LN2_HIGH is exact
-_LN2_LOW = np.float32(0.693147180559945309 - 0.693359375)
-_LEAST = np.float32(-87.0)  # exp below is under the smallest normal float32 times 2: taken as 0
-_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1.0 / math.factorial(n)) for n in range(2, 8))
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _exp(x):
-    """exp(x) for float32 x <= 0, to about 1 ulp; 0 below -87; NaN for NaN. Branch-free, so loops over it
-    vectorise.
-    """
-    safe = x if x > _LEAST else _LEAST  # NaN too: converting it to int would be undefined
-    n = np.int32(safe * _LOG2E - np.float32(0.5))
-    r = safe - np.float32(n) * _LN2_HIGH
-    r = r - np.float32(n) * _LN2_LOW
-    p = _C6 + r * _C7  # Taylor series: |r| <= ln(2) / 2 leaves 5e-9
-    p = _C5 + r * p
-    p = _C4 + r * p
-    p = _C3 + r * p
-    p = _C2 + r * p
-    p = np.float32(1.0) + r * (np.float32(1.0) + r * p)
-    value = p * bits_to_float(np.int32((n + np.int32(127)) << np.int32(23)))
-    zero = np.float32(0.0) if x == x else x
-    return value if x > _LEAST else zero
-
-
-@njit(nogil=True, cache=True)
-def _scale_scores(scores, count, scale, softcap):
-    """Turn products scores[:count] into scores in place; returns the largest, or -inf without any.
-
-    NaN: the result may be anything, the weights that follow are NaN all the same.
-    """
-    for i in range(count):
-        scores[i] *= scale
-    if softcap > 0:
-        for i in range(count):
-            scores[i] = softcap * np.float32(math.tanh(np.float32(scores[i] / softcap)))
-    top = np.int32(-0x7F800001)  # the code of -inf
-    for i in range(count):  # in integers, which LLVM takes several at a time: the maximum of floats it does not
-        bits = float_to_bits(scores[i])
-        code = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-        top = max(top, code)
-    return bits_to_float(np.int32(top ^ ((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
-
-
-@njit(nogil=True, cache=True)
-def _exponentiate(scores, count, shift):
-    """scores[:count] = exp(scores[:count] - shift), all scores <= shift."""
-    for i in range(count):
-        scores[i] = _exp(scores[i] - shift)
-
-
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
-def _total(weights, count):
-    """Sum of weights[:count] in float64."""
-    total = 0.0
-    for i in range(count):
-        total += np.float64(weights[i])
-    return total
-
-
-@njit(nogil=True, cache=True, fastmath={"contract"})
-def _attend_gathered(queries, query, keys, values, ids, scale, softcap, out):
-    """One query over values[ids]; writes out (value_dim,), returns its lse."""
-    value_dim = values.shape[1]
-    rows = np.empty(ids.shape[0], np.int64)
-    weights = np.empty(ids.shape[0], np.float32)
-    count = 0
-    for i in range(ids.shape[0]):
-        if ids[i] >= 0:
-            rows[count] = ids[i]
-            count += 1
-    for i in range(count):
-        if i + AHEAD < count:
-            prefetch_row(keys, rows[i + AHEAD])
-        weights[i] = dot(queries, query, keys, rows[i])
-    for i in range(min(AHEAD, count)):
-        prefetch_row(values, rows[i])
-    top = _scale_scores(weights, count, scale, softcap)
-    shift = top if top > -np.inf else np.float32(0.0)  # all -inf: -inf - -inf would be NaN
-    _exponentiate(weights, count, shift)
-    total = _total(weights, count)
-    for j in range(value_dim):
-        out[j] = np.float32(0.0)
-    if total == 0.0:
-        return np.float32(-np.inf)
-    quads = count // 4 * 4
-    for i in range(0, quads, 4):
-        for ahead in range(i + AHEAD, min(i + AHEAD + 4, count)):
-            prefetch_row(values, rows[ahead])
-        r0, r1, r2, r3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
-        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
-        for j in range(value_dim):
-            low = w0 * widen(values[r0, j]) + w1 * widen(values[r1, j])
-            high = w2 * widen(values[r2, j]) + w3 * widen(values[r3, j])
-            out[j] += low + high
-    for i in range(quads, count):
-        for j in range(value_dim):
-            out[j] += weights[i] * widen(values[rows[i], j])
-    inverse = np.float32(1.0 / total)
-    for j in range(value_dim):
-        out[j] *= inverse
-    return np.float32(np.float64(shift) + math.log(total))
-
 
 @njit(parallel=True, nogil=True, cache=True)
-def _attend_gathered_heads(queries, keys, values, ids, scale, softcap, out, lse):
-    heads, rows = lse.shape
-    for task in prange(heads * rows):
-        head = task // rows
-        row = task % rows
-        lse[head, row] = _attend_gathered(
-            queries[head], row, keys[head], values[head], ids[head, row], scale, softcap, out[head, row]
+def _attend_gathered_heads(queries, keys, values, ids, scale, softcap, rows, scores, out, lse):
+    heads, count = lse.shape
+    for task in prange(heads * count):
+        head = task // count
+        row = task % count
+        lse[head, row] = attend_ids_once(
+            queries[head],
+            row,
+            keys[head],
+            values[head],
+            ids[head, row],
+            scale,
+            softcap,
+            rows[head, row],
+            scores[head, row],
+            out[head, row],
         )
 
 
@@ -175,15 +69,15 @@ def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums
         size = min(TILE_TOKENS, stop - tile)
         score_tile(queries, first, keys, tile, size, weights)
         for r in range(TILE_QUERIES):
-            top = max(tops[r], _scale_scores(weights[r], size, scale, softcap))
+            top = max(tops[r], scale_scores(weights[r], size, scale, softcap))
             shift = top if top > -np.inf else np.float32(0.0)
-            _exponentiate(weights[r], size, shift)
+            exponentiate(weights[r], size, shift)
             if top > tops[r]:
-                fade = _exp(tops[r] - shift)
+                fade = exp(tops[r] - shift)
                 totals[r] *= fade
                 sums[r] *= fade
                 tops[r] = top
-            totals[r] += _total(weights[r], size)
+            totals[r] += total_of(weights[r], size)
         weigh_tile(weights, values, tile, size, sums)
 
 
@@ -250,6 +144,8 @@ def attend_ids_heads(
                 np.ascontiguousarray(ids),
                 scale32,
                 softcap32,
+                np.empty(ids.shape, np.int64),
+                np.empty(ids.shape, np.float32),
                 out,
                 lse,
             )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.cpu import attend
+from retrieval_attn.cpu import gather
 from retrieval_attn.cpu.attend import (
     attend_ids,
     attend_ids_heads,
@@ -89,11 +89,11 @@ def test_exponential_is_accurate_to_an_ulp() -> None:
     """Every weight goes through it; 1.5 ulp against float64, 0 below the smallest normal number, NaN kept."""
     numbers = -np.concatenate([np.linspace(0, 86.9, 200_001), np.logspace(-12, 1, 1000)]).astype(np.float32)
     got = numbers.copy()
-    attend._exponentiate(got, got.size, np.float32(0))
+    gather.exponentiate(got, got.size, np.float32(0))
     exact = np.exp(numbers.astype(np.float64))
     assert (np.abs(got - exact) / np.spacing(exact.astype(np.float32))).max() <= 1.5
     edges = np.array([-87.5, -1e30, -np.inf, np.nan, 0.0], np.float32)
-    attend._exponentiate(edges, edges.size, np.float32(0))
+    gather.exponentiate(edges, edges.size, np.float32(0))
     np.testing.assert_array_equal(edges, [0, 0, 0, np.nan, 1])
 
 

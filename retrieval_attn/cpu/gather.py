@@ -1,0 +1,315 @@
+"""Softmax over a handful of keys and the weighted sum of their values, gathered row by row: compiled, for one query.
+
+Nothing here allocates: scratch comes from the caller. Arithmetic is float32, the sum of weights float64.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+
+from retrieval_attn.cpu.atomics import intrinsic
+from retrieval_attn.index.dots import (
+    CACHE_LINE,
+    LANES,
+    _is_float_rows,
+    _is_rows,
+    _products,
+    _row_address,
+    _shuffled,
+    _widen,
+    bits_to_float,
+    dot,
+    float_to_bits,
+    prefetch_row,
+    widen,
+)
+
+AHEAD = 16
+"""Gathered rows that are prefetched before their turn."""
+AHEAD_OF_SOFTMAX = 32
+"""Rows of values that are asked for before the weights are computed."""
+VECTORS = 8
+"""Vectors of sums that are kept in registers while the rows pass by: 128 elements."""
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)  # 9 bits: n * _LN2_HIGH is exact
+_LN2_LOW = np.float32(0.693147180559945309 - 0.693359375)
+_LEAST = np.float32(-87.0)  # exp below is under the smallest normal float32 times 2: taken as 0
+_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1.0 / math.factorial(n)) for n in range(2, 8))
+
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+_STORED = (types.float32, types.uint16, types.int16)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def exp(x):
+    """exp(x) for float32 x <= 0, to about 1 ulp; 0 below -87; NaN for NaN. Branch-free, so loops over it
+    vectorise.
+    """
+    safe = x if x > _LEAST else _LEAST  # NaN too: converting it to int would be undefined
+    n = np.int32(safe * _LOG2E - np.float32(0.5))
+    r = safe - np.float32(n) * _LN2_HIGH
+    r = r - np.float32(n) * _LN2_LOW
+    p = _C6 + r * _C7  # Taylor series: |r| <= ln(2) / 2 leaves 5e-9
+    p = _C5 + r * p
+    p = _C4 + r * p
+    p = _C3 + r * p
+    p = _C2 + r * p
+    p = np.float32(1.0) + r * (np.float32(1.0) + r * p)
+    value = p * bits_to_float(np.int32((n + np.int32(127)) << np.int32(23)))
+    zero = np.float32(0.0) if x == x else x
+    return value if x > _LEAST else zero
+
+
+@njit(nogil=True, cache=True)
+def scale_scores(scores, count, scale, softcap):
+    """Turn products scores[:count] into scores in place; returns the largest, or -inf without any.
+
+    NaN: the result may be anything, the weights that follow are NaN all the same.
+    """
+    for i in range(count):
+        scores[i] *= scale
+    if softcap > 0:
+        for i in range(count):
+            scores[i] = softcap * np.float32(math.tanh(np.float32(scores[i] / softcap)))
+    top = np.int32(-0x7F800001)  # the code of -inf
+    for i in range(count):  # in integers, which LLVM takes several at a time: the maximum of floats it does not
+        bits = float_to_bits(scores[i])
+        code = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        top = max(top, code)
+    return bits_to_float(np.int32(top ^ ((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
+@njit(nogil=True, cache=True)
+def exponentiate(scores, count, shift):
+    """scores[:count] = exp(scores[:count] - shift), all scores <= shift."""
+    for i in range(count):
+        scores[i] = exp(scores[i] - shift)
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def total_of(weights, count):
+    """Sum of weights[:count] in float64."""
+    total = 0.0
+    for i in range(count):
+        total += np.float64(weights[i])
+    return total
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    pointer_type = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, pointer_type), _INT32(0), _INT32(3), _INT32(1)])
+
+
+@intrinsic
+def prefetch_at(typingctx, address, nbytes):
+    """Ask the cache for the lines of `nbytes` bytes from `address` on. Never faults, changes nothing."""
+
+    def codegen(context, builder, signature, args):
+        line = ir.Constant(_INT64, CACHE_LINE)
+        lines = builder.udiv(builder.add(args[1], ir.Constant(_INT64, CACHE_LINE - 1)), line)
+        with cgutils.for_range(builder, lines) as loop:
+            _prefetch(builder, builder.add(args[0], builder.mul(loop.index, line)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _sum_codegen(vectors: int) -> Any:
+    """out[:LANES * vectors] = sum over i < count of weights[i] * the elements at address rows[i] + skip."""
+
+    def codegen(context, builder, signature, args):
+        like, rows, weights, count, skip, out = args
+        stored = signature.args[0].dtype
+        size = 4 if stored == types.float32 else 2
+        stored_ir = _FLOAT if size == 4 else ir.IntType(16)
+        load_type = ir.VectorType(stored_ir, LANES).as_pointer()
+        muladd = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+        )
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        slots = [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)]
+        for slot in slots:
+            builder.store(zero, slot)
+        last = builder.sub(count, ir.Constant(_INT64, 1))
+        with cgutils.for_range(builder, count) as loop:
+            ahead = builder.add(loop.index, ir.Constant(_INT64, AHEAD))
+            ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
+            coming = _load_word(builder, rows, ahead)
+            lines = -(-vectors * LANES * size // CACHE_LINE)
+            for line in range(lines):
+                offset = builder.add(skip, ir.Constant(_INT64, line * CACHE_LINE))
+                _prefetch(builder, builder.add(coming, offset))
+            row = builder.add(_load_word(builder, rows, loop.index), skip)
+            weight_at = builder.add(weights, builder.mul(loop.index, ir.Constant(_INT64, 4)))
+            weight = builder.load(builder.inttoptr(weight_at, _FLOAT.as_pointer()))
+            first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), weight, _INT32(0))
+            mask = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
+            spread = builder.shuffle_vector(first, first, mask)
+            for i, slot in enumerate(slots):
+                address = builder.add(row, ir.Constant(_INT64, i * LANES * size))
+                element = builder.load(builder.inttoptr(address, load_type), align=size)
+                value = _widen(builder, element, stored, LANES)
+                builder.store(builder.call(muladd, [spread, value, builder.load(slot)]), slot)
+        for i, slot in enumerate(slots):
+            address = builder.add(out, ir.Constant(_INT64, i * LANES * 4))
+            builder.store(builder.load(slot), builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _load_word(builder: Any, array: Any, index: Any) -> Any:
+    address = builder.add(array, builder.mul(index, ir.Constant(_INT64, 8)))
+    return builder.load(builder.inttoptr(address, _INT64.as_pointer()))
+
+
+def _sum_signature(like: Any) -> Any:
+    if not (isinstance(like, types.Array) and like.dtype in _STORED):
+        return None
+    return types.void(like, types.int64, types.int64, types.int64, types.int64, types.int64)
+
+
+@intrinsic
+def _sum_wide(typingctx, like, rows, weights, count, skip, out):
+    """VECTORS * LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
+    signature = _sum_signature(like)
+    return None if signature is None else (signature, _sum_codegen(VECTORS))
+
+
+@intrinsic
+def _sum_narrow(typingctx, like, rows, weights, count, skip, out):
+    """LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
+    signature = _sum_signature(like)
+    return None if signature is None else (signature, _sum_codegen(1))
+
+
+@intrinsic
+def _element(typingctx, like, address):
+    """The element at `address`, as stored: of the dtype of `like`."""
+    if not (isinstance(like, types.Array) and like.dtype in _STORED):
+        return None
+
+    def codegen(context, builder, signature, args):
+        size = 4 if like.dtype == types.float32 else 2
+        pointer = (_FLOAT if size == 4 else ir.IntType(16)).as_pointer()
+        return builder.load(builder.inttoptr(args[1], pointer), align=size)
+
+    return like.dtype(like, types.int64), codegen
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def sum_rows(like, rows, weights, count, out):
+    """out = sum over i < count of weights[i] * the row of len(out) elements at address rows[i], in that order.
+
+    like: an array of the rows' format; rows int64 addresses; weights float32; out (value_dim,) float32 contiguous.
+    """
+    value_dim = out.shape[0]
+    size = like.itemsize
+    row_list, weight_list, target = rows.ctypes.data, weights.ctypes.data, out.ctypes.data
+    done = np.int64(0)
+    while value_dim - done >= VECTORS * LANES:
+        _sum_wide(like, row_list, weight_list, count, done * size, target + 4 * done)
+        done += VECTORS * LANES
+    while value_dim - done >= LANES:
+        _sum_narrow(like, row_list, weight_list, count, done * size, target + 4 * done)
+        done += LANES
+    for j in range(done, value_dim):
+        total = np.float32(0.0)
+        for i in range(count):
+            total += weights[i] * widen(_element(like, rows[i] + j * size))
+        out[j] = total
+
+
+@njit(nogil=True, cache=True)
+def attend_rows(like, rows, scores, count, scale, softcap, out):
+    """Softmax of `count` scores and the weighted sum of the values at addresses rows[:count]; returns the lse.
+
+    like: an array of the values' format; rows (at least count,) int64; scores (at least count,) float32: inner
+    products, overwritten by weights; softcap 0: none; out (value_dim,) float32. Without rows: out 0 and -inf.
+    """
+    for i in range(min(AHEAD_OF_SOFTMAX, count)):
+        prefetch_at(rows[i], out.shape[0] * like.itemsize)
+    top = scale_scores(scores, count, scale, softcap)
+    shift = top if top > -np.inf else np.float32(0.0)  # all -inf: -inf - -inf would be NaN
+    exponentiate(scores, count, shift)
+    total = total_of(scores, count)
+    if total == 0.0:
+        out[:] = np.float32(0.0)
+        return np.float32(-np.inf)
+    sum_rows(like, rows, scores, count, out)
+    inverse = np.float32(1.0 / total)
+    for j in range(out.shape[0]):
+        out[j] *= inverse
+    return np.float32(np.float64(shift) + math.log(total))
+
+
+@intrinsic
+def _dot_four(typingctx, queries, query, keys, rows, width, out):
+    """Write queries[query] . keys[rows[i]], i < 4, to address `out`; rows: address of int64. Bit-identical to `dot`."""
+    if not (_is_float_rows(queries) and _is_rows(keys)):
+        return None
+
+    def codegen(context, builder, signature, args):
+        queries_type, _, keys_type, _, _, _ = signature.args
+        query_row = _row_address(context, builder, queries_type, args[0], args[1])
+        numbers = [_load_word(builder, args[3], ir.Constant(_INT64, i)) for i in range(4)]
+        key_rows = [_row_address(context, builder, keys_type, args[2], number) for number in numbers]
+        products = _products(builder, [query_row], key_rows, keys_type.dtype, args[4])
+        first = _shuffled(builder, products, products, list(range(4)))
+        pointer = builder.inttoptr(args[5], ir.VectorType(_FLOAT, 4).as_pointer())
+        builder.store(first, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(queries, types.int64, keys, types.int64, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _score_gathered(queries, query, keys, rows, count, scores):
+    """scores[i] = queries[query] . keys[rows[i]] for i < count."""
+    dim = keys.shape[1]
+    row_list, target = rows.ctypes.data, scores.ctypes.data
+    for i in range(min(AHEAD, count)):
+        prefetch_row(keys, rows[i])
+    fours = count // 4 * 4
+    for i in range(0, fours, 4):
+        for ahead in range(i + AHEAD, min(i + AHEAD + 4, count)):
+            prefetch_row(keys, rows[ahead])
+        _dot_four(queries, query, keys, row_list + 8 * i, dim, target + 4 * i)
+        for j in range(dim // LANES * LANES, dim):
+            for t in range(i, i + 4):
+                scores[t] += queries[query, j] * widen(keys[rows[t], j])
+    for i in range(fours, count):
+        scores[i] = dot(queries, query, keys, rows[i])
+
+
+@njit(nogil=True, cache=True)
+def attend_ids_once(queries, query, keys, values, ids, scale, softcap, rows, scores, out):
+    """Attention of queries[query] over tokens `ids` (any order, < 0: nothing), with nothing allocated; returns the lse.
+
+    queries (n, d) float32, keys (tokens, d), values (tokens, dv) stored format with contiguous rows; rows int64 and
+    scores float32, at least as long as ids: scratch; out (dv,) float32. Ids must be below the number of tokens.
+    """
+    count = 0
+    for i in range(ids.shape[0]):
+        if ids[i] >= 0:
+            rows[count] = ids[i]
+            count += 1
+    _score_gathered(queries, query, keys, rows, count, scores)
+    base, stride = values.ctypes.data, np.int64(values.strides[0])
+    for i in range(count):
+        rows[i] = base + rows[i] * stride
+    return attend_rows(values, rows, scores, count, scale, softcap, out)

@@ -48,13 +48,24 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[A
 def one_layout(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """`keys` (heads, n, d) as an array that is never contiguous: Numba compiles a kernel once more for those that are.
 
-    A contiguous array gets one head and one row more than it has; the kernel is told how many are real.
+    A contiguous array gets one head and one row more than it has; the kernel is told how many are real. Read-only
+    memory is typed as writable for the same reason: nothing that takes keys writes to them.
     """
+    if not keys.flags.writeable:
+        keys = np.asarray(_Writable(keys))
     if not keys.flags.c_contiguous:
         return keys
     heads, length, dim = keys.shape
     strides = (length * dim * keys.itemsize, dim * keys.itemsize, keys.itemsize)
     return np.lib.stride_tricks.as_strided(keys, (heads + 1, length + 1, dim), strides)
+
+
+class _Writable:
+    """The memory of an array under an interface that does not say read-only; keeps the array alive."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 def _mapped(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -21,7 +21,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.decode import forward
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.eval.recording import HeadRecording, Recording
-from retrieval_attn.eval.rotation import Rotation
+from retrieval_attn.rotation import Rotation
 from retrieval_attn.hooks import MaskSpec
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import train_positions

@@ -16,7 +16,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.eval import record_command
 from retrieval_attn.eval.record import record
 from retrieval_attn.eval.recording import Recording
-from retrieval_attn.eval.rotation import Rotation
+from retrieval_attn.rotation import Rotation
 from retrieval_attn.index.formats import Format, to_float32
 from tests.tiny_models import config_of, random_ids, tiny_model
 

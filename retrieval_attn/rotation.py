@@ -54,25 +54,29 @@ class Rotation:
 
         return cls(tables, apply)
 
-    def move(self, queries: Tensor, positions: Tensor, to: int) -> Tensor:
-        """queries (heads, m, head_dim), rotated at `positions` (m,) int64, as if they stood at position `to`.
+    def move(self, queries: Tensor, positions: Tensor, to: int | Tensor) -> Tensor:
+        """queries (heads, m, head_dim), rotated at `positions` (m,) int64, as if they stood at position(s) `to`.
+
+        to: one position for all, or one for each (m,) int64.
 
         float32 in and out. Raises UnsupportedModelError if the model's rotation cannot be undone.
         """
         if not queries.shape[1]:
             return queries.clone()
         # one call for all positions: some scaling rules depend on the longest
-        cos, sin = self._tables(torch.cat([positions, positions.new_tensor([to])]))
+        count = len(positions)
+        targets = positions.new_tensor([to]) if isinstance(to, int) else to
+        cos, sin = self._tables(torch.cat([positions, targets]))
         size = cos.shape[-1]
-        plain = self._rotate(queries[..., :size], cos[:, :-1], sin[:, :-1], undo=True)
-        back = self._rotate(plain, cos[:, :-1], sin[:, :-1])
+        plain = self._rotate(queries[..., :size], cos[:, :count], sin[:, :count], undo=True)
+        back = self._rotate(plain, cos[:, :count], sin[:, :count])
         error = float((back - queries[..., :size]).abs().max() / queries.abs().max().clamp_min(1e-30))
         if not error <= _TOLERANCE:
             raise UnsupportedModelError(
                 f"undoing the model's rotary embedding leaves a relative error of {error:.1e}; its {_APPLY} is not a "
                 "rotation. Use the queries at their own positions."
             )
-        moved = self._rotate(plain, cos[:, -1:], sin[:, -1:])
+        moved = self._rotate(plain, cos[:, count:], sin[:, count:])
         return torch.cat([moved, queries[..., size:]], dim=-1)
 
     def _rotate(self, queries: Tensor, cos: Tensor, sin: Tensor, undo: bool = False) -> Tensor:

@@ -42,6 +42,8 @@ class KeyIndex(ABC):
 
     kind: ClassVar[str]
     option_names: ClassVar[frozenset[str]] = frozenset()
+    trains: ClassVar[bool] = False
+    """Whether `build` learns from queries; callers then sample some while they read."""
 
     @classmethod
     @abstractmethod

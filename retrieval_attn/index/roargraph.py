@@ -67,6 +67,7 @@ class RoarGraphIndex(KeyIndex):
     """
 
     kind: ClassVar[str] = "roargraph"
+    trains: ClassVar[bool] = True
     option_names: ClassVar[frozenset[str]] = frozenset({field.name for field in fields(GraphOptions)} | {"lists"})
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, heads: list[HeadGraph]) -> None:

@@ -44,6 +44,8 @@ class KeyIndex(ABC):
     option_names: ClassVar[frozenset[str]] = frozenset()
     trains: ClassVar[bool] = False
     """Whether `build` learns from queries; callers then sample some while they read."""
+    note: str = ""
+    """Why this kind was chosen, where something chose it."""
 
     @classmethod
     @abstractmethod

@@ -12,9 +12,11 @@ from retrieval_attn.cpu.attend import (
     attend_range_heads,
     merge_partials,
 )
+from retrieval_attn.cpu.engine import LayerStep, Piece, StepCost
 from retrieval_attn.cpu.formats import Format, from_float32, to_float32
+from retrieval_attn.cpu.pool import JobError, Pool, default_pool, set_default_pool
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.store import HostPartial, HostPath, held_bytes, prepare
+from retrieval_attn.cpu.store import HostPartial, HostPath, attend_paths, held_bytes, prepare
 
 # The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
@@ -24,15 +26,23 @@ __all__ = [
     "Format",
     "HostPartial",
     "HostPath",
+    "JobError",
+    "LayerStep",
     "Partial",
+    "Piece",
+    "Pool",
     "Segment",
+    "StepCost",
     "attend_ids",
     "attend_ids_heads",
+    "attend_paths",
     "attend_range",
     "attend_range_heads",
+    "default_pool",
     "from_float32",
     "held_bytes",
     "merge_partials",
     "prepare",
+    "set_default_pool",
     "to_float32",
 ]

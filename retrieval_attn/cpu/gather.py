@@ -36,6 +36,8 @@ AHEAD = 16
 """Gathered rows that are prefetched before their turn."""
 AHEAD_OF_SOFTMAX = 32
 """Rows of values that are asked for before the weights are computed."""
+BLOCK = 32
+"""Rows that are summed before the sum joins that of the rows before: errors grow with the blocks, not the rows."""
 VECTORS = 8
 """Vectors of sums that are kept in registers while the rows pass by: 128 elements."""
 
@@ -129,10 +131,13 @@ def prefetch_at(typingctx, address, nbytes):
 
 
 def _sum_codegen(vectors: int) -> Any:
-    """out[:LANES * vectors] = sum over i < count of weights[i] * the elements at address rows[i] + skip."""
+    """out[:LANES * vectors] += sum over i < count of weights[i] * the elements at address rows[i] + skip.
+
+    Rows up to `left`, at least count, are asked for ahead.
+    """
 
     def codegen(context, builder, signature, args):
-        like, rows, weights, count, skip, out = args
+        _, rows, weights, count, left, skip, out = args
         stored = signature.args[0].dtype
         size = 4 if stored == types.float32 else 2
         stored_ir = _FLOAT if size == 4 else ir.IntType(16)
@@ -144,7 +149,7 @@ def _sum_codegen(vectors: int) -> Any:
         slots = [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)]
         for slot in slots:
             builder.store(zero, slot)
-        last = builder.sub(count, ir.Constant(_INT64, 1))
+        last = builder.sub(left, ir.Constant(_INT64, 1))
         with cgutils.for_range(builder, count) as loop:
             ahead = builder.add(loop.index, ir.Constant(_INT64, AHEAD))
             ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
@@ -166,7 +171,8 @@ def _sum_codegen(vectors: int) -> Any:
                 builder.store(builder.call(muladd, [spread, value, builder.load(slot)]), slot)
         for i, slot in enumerate(slots):
             address = builder.add(out, ir.Constant(_INT64, i * LANES * 4))
-            builder.store(builder.load(slot), builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
+            pointer = builder.inttoptr(address, _VECTOR.as_pointer())
+            builder.store(builder.fadd(builder.load(pointer, align=4), builder.load(slot)), pointer, align=4)
         return context.get_dummy_value()
 
     return codegen
@@ -180,18 +186,18 @@ def _load_word(builder: Any, array: Any, index: Any) -> Any:
 def _sum_signature(like: Any) -> Any:
     if not (isinstance(like, types.Array) and like.dtype in _STORED):
         return None
-    return types.void(like, types.int64, types.int64, types.int64, types.int64, types.int64)
+    return types.void(like, *[types.int64] * 6)
 
 
 @intrinsic
-def _sum_wide(typingctx, like, rows, weights, count, skip, out):
+def _sum_wide(typingctx, like, rows, weights, count, left, skip, out):
     """VECTORS * LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
     signature = _sum_signature(like)
     return None if signature is None else (signature, _sum_codegen(VECTORS))
 
 
 @intrinsic
-def _sum_narrow(typingctx, like, rows, weights, count, skip, out):
+def _sum_narrow(typingctx, like, rows, weights, count, left, skip, out):
     """LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
     signature = _sum_signature(like)
     return None if signature is None else (signature, _sum_codegen(1))
@@ -213,25 +219,29 @@ def _element(typingctx, like, address):
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def sum_rows(like, rows, weights, count, out):
-    """out = sum over i < count of weights[i] * the row of len(out) elements at address rows[i], in that order.
+    """out = sum over i < count of weights[i] * the row of len(out) elements at address rows[i], block by block.
 
     like: an array of the rows' format; rows int64 addresses; weights float32; out (value_dim,) float32 contiguous.
     """
     value_dim = out.shape[0]
     size = like.itemsize
     row_list, weight_list, target = rows.ctypes.data, weights.ctypes.data, out.ctypes.data
-    done = np.int64(0)
-    while value_dim - done >= VECTORS * LANES:
-        _sum_wide(like, row_list, weight_list, count, done * size, target + 4 * done)
-        done += VECTORS * LANES
-    while value_dim - done >= LANES:
-        _sum_narrow(like, row_list, weight_list, count, done * size, target + 4 * done)
-        done += LANES
-    for j in range(done, value_dim):
-        total = np.float32(0.0)
-        for i in range(count):
-            total += weights[i] * widen(_element(like, rows[i] + j * size))
-        out[j] = total
+    out[:] = np.float32(0.0)
+    for first in range(0, count, BLOCK):
+        number, left = min(BLOCK, count - first), count - first
+        block_rows, block_weights = row_list + 8 * first, weight_list + 4 * first
+        done = np.int64(0)
+        while value_dim - done >= VECTORS * LANES:
+            _sum_wide(like, block_rows, block_weights, number, left, done * size, target + 4 * done)
+            done += VECTORS * LANES
+        while value_dim - done >= LANES:
+            _sum_narrow(like, block_rows, block_weights, number, left, done * size, target + 4 * done)
+            done += LANES
+        for j in range(done, value_dim):
+            total = np.float32(0.0)
+            for i in range(first, first + number):
+                total += weights[i] * widen(_element(like, rows[i] + j * size))
+            out[j] += total
 
 
 @njit(nogil=True, cache=True)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.engine import Piece, has_compiled_search
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
-from retrieval_attn.index.flat import search_exact
+from retrieval_attn.index.flat import FlatIndex, search_exact
 from retrieval_attn.index.formats import Format
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Segment:
         self.length = 0
         self.frozen = False
         self._index: _SegmentIndex | None = None
+        self._changes = 0  # of the index
         self._extending = threading.Lock()
 
     @property
@@ -102,6 +104,23 @@ class Segment:
         """Bytes that the index holds beyond the keys."""
         index = self._index
         return 0 if index is None else sum(head.nbytes for head in index.heads)
+
+    @property
+    def indexes(self) -> tuple[base.KeyIndex, ...]:
+        """The index of each head, () without one."""
+        index = self._index
+        return () if index is None else index.heads
+
+    @property
+    def indexed(self) -> tuple[int, int]:
+        """First token that the index covers and the token after its last; (0, 0) without one."""
+        index = self._index
+        return (0, 0) if index is None else (index.first, index.stop)
+
+    def extend_index(self, stop: int) -> None:
+        """Insert the tokens between the end of the index and `stop`, if there is an index."""
+        if self._index is not None:
+            self._extended(self._index.first, stop)
 
     def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Write n tokens at the end: (kv_heads, n, head_dim), (kv_heads, n, value_dim); the caller checks
@@ -123,6 +142,7 @@ class Segment:
         index = self._index
         if index is not None and index.stop > length:
             kept = length - index.first
+            self._changes += 1
             if kept <= 0:
                 self._index = None
             elif not all([head.truncate(kept) for head in index.heads]):
@@ -154,6 +174,28 @@ class Segment:
             for head in range(len(self.keys))
         ]
         self._index = _SegmentIndex(start, tuple(heads))
+        self._changes += 1
+
+    def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[Piece] | None:
+        """Tokens [low, high) as a step takes them, with ids from `first` + low on; None if a step cannot search them.
+
+        Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first.
+        """
+        whole = Piece(self.keys, self.values, low, high, first)
+        index = self._index
+        if index is None or all(type(head) is FlatIndex for head in index.heads):
+            return [whole]
+        if not all(has_compiled_search(head) for head in index.heads):
+            return None
+        if low > index.first or high <= index.first:  # as `search` does
+            return [whole]
+        if high - index.stop > most_tail:
+            index = self._extended(low, high)
+        pieces = [whole._replace(high=index.first)] if low < index.first else []
+        stop = min(high, index.stop)
+        covered = whole._replace(low=index.first, high=stop, indexes=index.heads, index_first=index.first)
+        pieces.append(covered._replace(version=self._changes))
+        return pieces if stop == high else [*pieces, whole._replace(low=stop)]
 
     def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
         """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint
@@ -170,7 +212,10 @@ class Segment:
             return hits
         if start > index.first:
             return [self._scan(queries, k, start, stop)]
-        found = type(index.heads[0]).search_heads(index.heads, queries, k, limit=stop - index.first)
+        kind = type(index.heads[0])
+        # heads may have got different kinds, each the one that answers it best
+        together = kind if all(type(head) is kind for head in index.heads) else base.KeyIndex
+        found = together.search_heads(index.heads, queries, k, limit=stop - index.first)
         ids = _shifted(found.ids, index.first)
         bytes_read = found.keys_scanned // max(1, queries.shape[1]) * self._key_bytes
         return [*hits, Hits(ids, found.scores, found.keys_scanned, bytes_read)]
@@ -199,6 +244,7 @@ class Segment:
                 keys, _ = self.read(done, stop)
                 for head, one in enumerate(index.heads):
                     one.insert(keys[head])
+                self._changes += 1
             return index
 
 

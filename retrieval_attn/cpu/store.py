@@ -8,7 +8,8 @@ is shared (frozen). The index of a segment belongs to the segment, so forks shar
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from retrieval_attn.cpu.attend import (
     check_score_options,
     merge_partials,
 )
-from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.cpu.engine import LayerStep, Piece
+from retrieval_attn.cpu.pool import Pool, default_pool
+from retrieval_attn.cpu.segment import Hits, Segment
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import order_codes
@@ -31,6 +34,10 @@ from retrieval_attn.index.threads import check_threads, kernel_threads
 
 RESERVE_TOKENS = 4096
 MIN_TAIL_TOKENS = 1024
+TAIL_TOKENS = 2048
+"""Keys that a graph got later are found less well than those it was built from: the newest are scanned."""
+MOST_STEP_QUERIES = 64
+"""Queries of one key-value head up to which a step through the worker threads serves them."""
 COPIED_TOKENS = 256
 """A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of
 crumbs.
@@ -41,13 +48,16 @@ class HostPartial(NamedTuple):
     """Attention over host tokens: a partial and what it cost.
 
     out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores the search
-    computed, or all of them without a search. bytes_read: bytes of keys and values read from the store.
+    computed, or all of them without a search. bytes_read: bytes of keys and values read from the store; a key that is
+    scanned for several queries at once counts once. search_seconds, attend_seconds: wall clock by phase.
     """
 
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
     keys_scanned: int
     bytes_read: int
+    search_seconds: float = 0.0
+    attend_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,14 +85,21 @@ class HostPath:
         index_options: Mapping[str, Any] | None = None,
         reserve_tokens: int = RESERVE_TOKENS,
         threads: int | None = None,
+        tail_tokens: int = TAIL_TOKENS,
+        pool: Pool | None = None,
+        layer: int = 0,
     ) -> None:
         """An empty path.
 
         reserve_tokens: tokens the first segment has room for (address space; memory is taken as tokens
         come). Give the expected length: a path that outgrows it continues in further segments, each
         searched on its own. index_kind, index_options: what `build_index` builds. threads: of `attend`,
-        None = as many as Numba has. Raises ConfigError.
+        None = all of the pool (or as many as Numba has). tail_tokens: tokens after the end of an index that are
+        scanned before they are inserted into it, all at once. pool: of worker threads, None = the shared one. layer:
+        named in errors. Raises ConfigError.
         """
+        if tail_tokens < 0:
+            raise ConfigError(f"tail_tokens={tail_tokens} must be >= 0")
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         for name, value in sizes.items():
             if value < 1:
@@ -94,6 +111,8 @@ class HostPath:
         self._heads, self._head_dim, self._value_dim = num_kv_heads, head_dim, value_dim
         self._fmt = fmt
         self._threads = threads
+        self._tail_tokens, self._pool, self._layer = tail_tokens, pool, layer
+        self._steps: dict[int, LayerStep] = {}  # by the number of paths that share one
         self._spans: list[_Span] = []
         self._length = 0
         self._reserved = 0
@@ -130,8 +149,28 @@ class HostPath:
 
     @property
     def index_seconds(self) -> float:
-        """Seconds spent in `build_index` of this path (its forks start at 0)."""
+        """Seconds spent in `build_index` and `extend_index` of this path (its forks start at 0)."""
         return self._index_seconds
+
+    @property
+    def indexed_tokens(self) -> int:
+        """Tokens of the path that indexes cover."""
+        covered = 0
+        for span in self._spans:
+            first, stop = span.segment.indexed
+            covered += max(0, min(stop, span.length) - first)
+        return covered
+
+    @property
+    def index_kinds(self) -> dict[str, int]:
+        """How many heads of the path's indexed segments have an index of each kind."""
+        return dict(Counter(index.kind for span in self._spans for index in span.segment.indexes))
+
+    @property
+    def index_notes(self) -> list[str]:
+        """What the indexes say about themselves (their `note`, if they have one), each once, in order."""
+        notes = [getattr(index, "note", "") for span in self._spans for index in span.segment.indexes]
+        return [note for note in dict.fromkeys(notes) if note]
 
     @property
     def _token_bytes(self) -> int:
@@ -229,6 +268,9 @@ class HostPath:
             index_options=self._options,
             reserve_tokens=0,
             threads=self._threads,
+            tail_tokens=self._tail_tokens,
+            pool=self._pool,
+            layer=self._layer,
         )
         other._spans = list(self._spans)
         other._length = self._length
@@ -247,10 +289,21 @@ class HostPath:
             return pieces[0]
         return np.concatenate([k for k, _ in pieces], axis=1), np.concatenate([v for _, v in pieces], axis=1)
 
-    def _pieces(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
-        """(segment, first, end) of the parts of [start, stop), in order, positions within the segment."""
+    def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self._length:
             raise ConfigError(f"the range must lie within 0 .. {self._length} tokens, got [{start}, {stop})")
+
+    def _step_of(self, rows: int) -> LayerStep:
+        """The step for this path and rows - 1 others, on the pool it was given or the one that everything shares."""
+        pool = default_pool() if self._pool is None else self._pool
+        step = self._steps.get(rows)
+        if step is None or step.pool is not pool:
+            step = self._steps[rows] = LayerStep(pool, self._fmt, layer=self._layer)
+        return step
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
+        """(segment, first, end) of the parts of [start, stop), in order, positions within the segment."""
+        self._check_range(start, stop)
         pieces = []
         first = 0
         for span in self._spans:
@@ -275,6 +328,17 @@ class HostPath:
                 segment.build_index(self._kind, self._options, low, high, grouped)
         self._index_seconds += time.perf_counter() - began
 
+    def extend_index(self, stop: int) -> None:
+        """Insert tokens before `stop` that follow an index in its segment into it, so that no later search has to.
+
+        Does nothing where there is no index. Adds to `index_seconds`. Raises ConfigError outside the path.
+        """
+        began = time.perf_counter()
+        with kernel_threads(self._threads):
+            for segment, _, high in self._pieces(0, stop):
+                segment.extend_index(high)
+        self._index_seconds += time.perf_counter() - began
+
     def attend(
         self,
         queries: npt.NDArray[np.float32],
@@ -290,28 +354,60 @@ class HostPath:
 
         Query head h belongs to key-value head h // (q_heads // kv_heads). top_k: each query attends to its
         top_k best keys of the whole range (the same for equal scores: the earlier token), or None for all
-        tokens. Tokens not yet in the index of their segment are inserted first. Scores are scale * q.k,
+        tokens. Tokens not yet in the index of their segment are scanned, or inserted if they are many. Scores are
+        scale * q.k,
         soft-capped if softcap is given. threads: overrides the path's. An empty range gives out 0 and lse
         -inf. Raises ShapeError, ConfigError.
         """
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
-            raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
-        check_score_options(scale, softcap)
+        return attend_paths([self], [queries], [(start, stop)], top_k, scale=scale, softcap=softcap, threads=threads)[0]
+
+    def _attend(
+        self,
+        queries: npt.NDArray[np.float32],
+        start: int,
+        stop: int,
+        top_k: int | None,
+        scale: float,
+        softcap: float | None,
+        threads: int | None,
+    ) -> HostPartial:
+        """`attend` by one parallel kernel after the other: for what a step cannot do. Arguments are checked."""
         grouped = self._grouped(queries)
         pieces = self._pieces(start, stop)
         shape = queries.shape[:2]
         if not pieces or not grouped.size:
             out = np.zeros((*shape, self._value_dim), np.float32)
             return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0)
+        began = time.perf_counter()
+        searched = began
         with kernel_threads(self._threads if threads is None else threads):
             if top_k is None:
                 partial = self._attend_all(grouped, pieces, scale, softcap)
                 scanned = (stop - start) * shape[0] * shape[1]
                 bytes_read = (stop - start) * self._token_bytes
             else:
-                partial, scanned, bytes_read = self._attend_best(grouped, pieces, int(top_k), scale, softcap)
+                found = [
+                    (segment, hit) for segment, low, high in pieces for hit in segment.search(grouped, top_k, low, high)
+                ]
+                searched = time.perf_counter()
+                partial, scanned, bytes_read = self._attend_best(grouped, found, top_k, scale, softcap)
         out, lse = partial
-        return HostPartial(out.reshape(*shape, self._value_dim), lse.reshape(shape), scanned, bytes_read)
+        out, lse = out.reshape(*shape, self._value_dim), lse.reshape(shape)
+        return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched)
+
+    def _step_pieces(self, start: int, stop: int) -> list[Piece] | None:
+        """Tokens [start, stop) as a step takes them; None if it cannot search them."""
+        pieces: list[Piece] = []
+        first = 0
+        for span in self._spans:
+            low, high = max(start - first, 0), min(stop - first, span.length)
+            if low < high:
+                more = span.segment.pieces(low, high, first, self._tail_tokens)
+                if more is None:
+                    return None
+                pieces += more
+            first += span.length
+        return pieces
 
     def _grouped(self, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """(q_heads, n, head_dim) -> (kv_heads, group * n, head_dim), a view if queries is contiguous."""
@@ -340,13 +436,12 @@ class HostPath:
     def _attend_best(
         self,
         queries: npt.NDArray[np.float32],
-        pieces: list[tuple[Segment, int, int]],
+        found: list[tuple[Segment, Hits]],
         top_k: int,
         scale: float,
         softcap: float | None,
     ) -> tuple[Partial, int, int]:
-        """Search every piece, keep the top_k best of all, attend to them piece by piece."""
-        found = [(segment, hit) for segment, low, high in pieces for hit in segment.search(queries, top_k, low, high)]
+        """Keep the top_k best of what was found, attend to them piece by piece."""
         chosen = _best_of_all([hit.ids for _, hit in found], [hit.scores for _, hit in found], top_k)
         parts = []
         gathered = 0
@@ -357,6 +452,80 @@ class HostPath:
         row_bytes = (self._head_dim + self._value_dim) * self._fmt.bytes
         bytes_read = sum(hit.bytes_read for _, hit in found) + gathered * row_bytes
         return merge_partials(parts), sum(hit.keys_scanned for _, hit in found), bytes_read
+
+
+def attend_paths(
+    paths: Sequence[HostPath],
+    queries: Sequence[npt.NDArray[np.float32]],
+    ranges: Sequence[tuple[int, int]],
+    top_k: int | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
+) -> list[HostPartial]:
+    """`HostPath.attend` of several sequences at once: path i, queries[i] (q_heads, n, head_dim), tokens ranges[i].
+
+    All heads of all paths are tasks of one step through the pool of worker threads, if their indexes have a compiled
+    search, queries are all of one shape, and few; else one path after the other, with Numba's threads. The paths must
+    be of equal heads, dims and format. Costs of a shared step are split evenly. Raises ShapeError, ConfigError.
+    """
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
+        raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
+    if not len(paths) == len(queries) == len(ranges) or not paths:
+        raise ShapeError(f"as many queries and ranges as paths are needed, at least one, got {len(paths)} paths")
+    check_score_options(scale, softcap)
+    threads = paths[0]._threads if threads is None else threads
+    check_threads(threads)
+    for path, own in zip(paths, queries, strict=True):
+        path._grouped(own)
+    top_k = None if top_k is None else int(top_k)
+    done = None if top_k is None else _step_paths(paths, queries, ranges, top_k, scale, softcap, threads)
+    if done is not None:
+        return done
+    return [
+        path._attend(own, start, stop, top_k, scale, softcap, threads)
+        for path, own, (start, stop) in zip(paths, queries, ranges, strict=True)
+    ]
+
+
+def _step_paths(
+    paths: Sequence[HostPath],
+    queries: Sequence[npt.NDArray[np.float32]],
+    ranges: Sequence[tuple[int, int]],
+    top_k: int,
+    scale: float,
+    softcap: float | None,
+    threads: int | None,
+) -> list[HostPartial] | None:
+    """One step for all paths, or None where that cannot be done."""
+    first = paths[0]
+    q_heads, n, _ = queries[0].shape
+    kind = first._heads, first._head_dim, first._value_dim, first._fmt
+    alike = all((path._heads, path._head_dim, path._value_dim, path._fmt) == kind for path in paths)
+    if not alike or any(own.shape != queries[0].shape for own in queries):
+        return None
+    if not 0 < q_heads // first._heads * n <= MOST_STEP_QUERIES:
+        return None
+    rows = []
+    for path, (start, stop) in zip(paths, ranges, strict=True):
+        path._check_range(start, stop)
+        pieces = path._step_pieces(start, stop)
+        if pieces is None:
+            return None
+        rows.append(pieces)
+    if not any(rows):
+        return None
+    step = first._step_of(len(paths))
+    if not step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads):
+        return None
+    for row, own in enumerate(queries):
+        step.queries[row] = own
+    cost = step.run()
+    share = len(paths)
+    costs = cost.keys_scanned // share, cost.bytes_read // share
+    seconds = cost.search_seconds / share, cost.attend_seconds / share
+    return [HostPartial(step.out[row].copy(), step.lse[row].copy(), *costs, *seconds) for row in range(share)]
 
 
 def _best_of_all(

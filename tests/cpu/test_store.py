@@ -365,13 +365,13 @@ def test_empty_paths_and_ranges() -> None:
 
 
 def test_costs_are_counted() -> None:
-    """bytes_read: keys once per group, then the winners; without a search everything."""
+    """bytes_read: keys once per group, then the values of the winners; without a search everything."""
     path = HostPath(HEADS, DIM, VALUE_DIM, F32)
     path.append(*tokens(np.random.default_rng(8), 500))
     queries = np.ones((6, 1, DIM), np.float32)
     got = path.attend(queries, 0, 400, 10, scale=1.0)
     assert got.keys_scanned == 6 * 400
-    assert got.bytes_read == HEADS * 400 * DIM * 4 + 6 * 10 * (DIM + VALUE_DIM) * 4
+    assert got.bytes_read == HEADS * 400 * DIM * 4 + 6 * 10 * VALUE_DIM * 4
     got = path.attend(queries, 100, 500, None, scale=1.0)
     assert (got.keys_scanned, got.bytes_read) == (6 * 400, HEADS * 400 * (DIM + VALUE_DIM) * 4)
     assert path.index_seconds == 0

@@ -1,0 +1,40 @@
+"""TaskSuite: what a benchmark must offer to be run, scored and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from retrieval_attn.eval.suite.sample import Row
+
+__all__ = ["TaskSuite"]
+
+
+class TaskSuite(Protocol):
+    """A benchmark's tasks, samples and scoring.  Implementations import neither torch nor transformers.
+
+    Two attributes are read where a suite has them: `titles` (task -> column name of the published table) and
+    `notes` (sentences that belong beside every number, such as "built-in prose instead of the essays").
+    """
+
+    name: str
+
+    def tasks(self) -> tuple[str, ...]:
+        """Task names in the order of the published table."""
+        ...
+
+    def rows(self, task: str, length: int | None, indices: Iterable[int], tokenizer: Any, seed: int) -> Iterator[Row]:
+        """The rows with these indices.  Row i depends on (task, length, seed, i, tokenizer, options) alone."""
+        ...
+
+    def score(self, row: Row, text: str) -> float:
+        """0 to 1 by the benchmark's own rule; `row` may come without its context."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON values that decide what a row means: generator version, profile, hashes of the files."""
+        ...
+
+    def count(self, task: str) -> int | None:
+        """Rows of a file; None: endless."""
+        ...

@@ -5,11 +5,24 @@ torch.
 from __future__ import annotations
 
 from retrieval_attn.index.base import KeyIndex, SearchResult, available, create, register
+from retrieval_attn.index.faiss_index import HnswIndex, IvfIndex
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.roargraph import RoarGraphIndex
 
 # The root also shows this folder as the link `index`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
     raise ImportError("index is a link to retrieval_attn/index; write `import retrieval_attn.index` instead")
 
-__all__ = ["FlatIndex", "Format", "KeyIndex", "SearchResult", "available", "create", "register"]
+__all__ = [
+    "FlatIndex",
+    "Format",
+    "HnswIndex",
+    "IvfIndex",
+    "KeyIndex",
+    "RoarGraphIndex",
+    "SearchResult",
+    "available",
+    "create",
+    "register",
+]

@@ -6,7 +6,7 @@ begins the assistant's turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ class Row:
     id: "suite/task/length/seed/i", unique and the same in every run.  context: everything before the question.
     question: starts with its own separator, ends before the answer prefix.  answers: references; numbers and labels
     as text.  target_tokens: requested length, None for rows of a file.
-    meta: what is worth keeping with the prediction (generator version, true prompt tokens, depth, truncated, ...).
+    meta: what is worth keeping with the prediction (generator version, depth, truncated, ...); prompt_tokens in it is
+    the exact count of the whole prompt, template included.  context_ids: ids to use for the context as they are,
+    where a text cannot give them back (cut in the middle of tokens).
     """
 
     id: str
@@ -35,6 +37,7 @@ class Row:
     target_tokens: int | None
     options: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    context_ids: Sequence[int] | None = field(default=None, repr=False)
 
     @property
     def prompt(self) -> str:

@@ -13,8 +13,13 @@ __all__ = ["TaskSuite"]
 class TaskSuite(Protocol):
     """A benchmark's tasks, samples and scoring.  Implementations import neither torch nor transformers.
 
-    Two attributes are read where a suite has them: `titles` (task -> column name of the published table) and
-    `notes` (sentences that belong beside every number, such as "built-in prose instead of the essays").
+    What a suite may have besides, read where it is there:
+    titles: task -> column name of the published table.  notes: sentences that belong beside every number, such as
+    "built-in prose instead of the essays".  form: set by the runner, so that rows can count the template's tokens.
+    frame(tokenizer, chat) -> PromptFormat: the profile's own messages around a row.
+    scores(row, text) -> {name: score}: further scorers, kept beside `score`.
+    nulls(text) -> bool: whether an answer counts as empty.
+    summary(scores) -> markdown lines for one method, from {length: {task: mean score 0..1}}.
     """
 
     name: str

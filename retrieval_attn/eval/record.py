@@ -8,6 +8,7 @@ attend to it exactly, and their queries are the decode queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ from retrieval_attn.config import Config
 from retrieval_attn.decode import forward
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.eval.recording import HeadRecording, Recording
-from retrieval_attn.rotation import Rotation
 from retrieval_attn.hooks import MaskSpec
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import train_positions
 from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.rotation import Rotation
 from retrieval_attn.switch import using_retrieval
+from retrieval_attn.training_queries import SPAN
 
 CHUNK = 2048
 """Tokens per step of a layer: the largest temporary arrays are one chunk's."""
@@ -41,6 +43,7 @@ def record(
     kv_heads: Sequence[int] | None = None,
     train: int = 8192,
     fmt: Format = Format.BFLOAT16,
+    span: int = SPAN,
     seed: int = 0,
     chunk: int = CHUNK,
     progress: bool = False,
@@ -49,36 +52,40 @@ def record(
 
     layers, kv_heads: which to keep (None: every full-attention layer, every head). train: training queries kept
     per query head, half of them from the last eighth of the context; all heads share the positions.
-    fmt: storage of keys and values. Queries at position len(context) are made from the training queries by the
-    model's own rotary embedding; a model without one gets None.
+    fmt: storage of keys and values. span: the training queries are also moved, by the model's own rotary embedding,
+    to positions drawn from the `span` ones that follow the context, where decoding happens (1: all to the first of
+    them); a model without rotary embedding gets None.
     Memory: keys and values of the whole model in its own dtype on the host, and the recording.
     Raises InputDataError for empty ids, ConfigError for layers or heads that the model does not have,
     UnsupportedModelError for models that retrieval attention does not serve.
     """
     if not len(context) or not len(after):
         raise InputDataError(f"needs ids before and after the question mark, got {len(context)} and {len(after)}")
-    if train < 0 or chunk < 1:
-        raise ConfigError(f"train={train} must be >= 0 and chunk={chunk} >= 1")
+    if train < 0 or chunk < 1 or span < 1:
+        raise ConfigError(f"train={train} must be >= 0, chunk={chunk} and span={span} >= 1")
     config = Config(top_k="all", index="flat", decode_tokens=1, prefill_chunk=chunk)
     cache = RetrievalCache(model, config)
     positions = train_positions(len(context), train, seed)
-    taps = _tap_layers(cache, layers, _Wanted(len(context), kv_heads, positions, fmt))
+    targets = len(context) + np.random.default_rng(seed).integers(0, span, len(positions))
+    taps = _tap_layers(cache, layers, _Wanted(len(context), kv_heads, positions, targets, fmt))
     with torch.no_grad(), using_retrieval(model, chunk), _layer_bar(cache, len(context), progress):
         for start, ids in ((0, context), (len(context), after)):
             place = torch.arange(start, start + len(ids), device=model.device)[None]
             ids_tensor = torch.tensor([list(ids)], device=model.device)
             forward(model, cache, ids_tensor, mask=None, position_ids=place)
     heads = [head for tap in taps for head in tap.finish(model)]
-    return Recording(tuple(heads), {"tokens": len(context), "after": len(after), "train": len(positions)})
+    return Recording(tuple(heads), {"tokens": len(context), "after": len(after), "train": len(positions), "span": span})
 
 
+@dataclass(frozen=True)
 class _Wanted:
-    """What every tapped layer keeps."""
+    """What every tapped layer keeps: kv_heads of `tokens` tokens, queries at positions, to be moved to targets."""
 
-    def __init__(
-        self, tokens: int, kv_heads: Sequence[int] | None, positions: npt.NDArray[np.int64], fmt: Format
-    ) -> None:
-        self.tokens, self.kv_heads, self.positions, self.fmt = tokens, kv_heads, positions, fmt
+    tokens: int
+    kv_heads: Sequence[int] | None
+    positions: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+    fmt: Format
 
 
 class _TappedLayer(RetrievalLayer):
@@ -151,6 +158,7 @@ class _TappedLayer(RetrievalLayer):
                 train=self._train[i],
                 train_rotated=None if rotated is None else rotated[i],
                 train_positions=wanted.positions,
+                train_targets=wanted.targets,
                 decode=decode[i],
                 decode_positions=after,
             )
@@ -163,8 +171,9 @@ class _TappedLayer(RetrievalLayer):
         except UnsupportedModelError:
             return None  # no rotary embedding: a query is the same at every position, or nobody knows how it moves
         flat = torch.from_numpy(self._train).flatten(0, 1).to(model.device)
-        place = torch.from_numpy(self._wanted.positions).to(model.device)
-        moved: npt.NDArray[np.float32] = rotation.move(flat, place, self._wanted.tokens).cpu().numpy()
+        places = torch.from_numpy(self._wanted.positions).to(model.device)
+        targets = torch.from_numpy(self._wanted.targets).to(model.device)
+        moved: npt.NDArray[np.float32] = rotation.move(flat, places, targets).cpu().numpy()
         return moved.reshape(self._train.shape)
 
 

@@ -20,8 +20,8 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 
-FORMAT_VERSION = 1
-_ARRAYS = ("keys", "values", "train", "train_rotated", "train_positions", "decode", "decode_positions")
+FORMAT_VERSION = 2
+_ARRAYS = ("keys", "values", "train", "train_rotated", "train_positions", "train_targets", "decode", "decode_positions")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class HeadRecording:
 
     keys (n, head_dim), values (n, value_dim): of the whole context, dtype fmt.dtype, token i in row i.
     train (group, m, head_dim) float32: queries of the context's tokens `train_positions` (m,), at their own
-    positions. train_rotated: the same as if they stood at position n, or None where the model cannot say.
+    positions. train_rotated: the same as if they stood at `train_targets` (m,), places where decoding happens, or
+    None where the model cannot say.
     decode (group, d, head_dim) float32: queries of the tokens after the context, at `decode_positions` (d,).
     scale: what the model multiplies q.k by.
     """
@@ -44,6 +45,7 @@ class HeadRecording:
     train: npt.NDArray[np.float32]
     train_rotated: npt.NDArray[np.float32] | None
     train_positions: npt.NDArray[np.int64]
+    train_targets: npt.NDArray[np.int64]
     decode: npt.NDArray[np.float32]
     decode_positions: npt.NDArray[np.int64]
 

@@ -16,8 +16,8 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.eval import record_command
 from retrieval_attn.eval.record import record
 from retrieval_attn.eval.recording import Recording
-from retrieval_attn.rotation import Rotation
 from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.rotation import Rotation
 from tests.tiny_models import config_of, random_ids, tiny_model
 
 CONTEXT, AFTER = 70, 9
@@ -71,16 +71,17 @@ def test_moved_queries_are_what_the_model_asks_at_the_new_position(name: str, id
     """
     model: Any = tiny_model(name)
     token = ids[20]
-    found = record(model, ids[:CONTEXT], [token, 5], layers=[0], train=CONTEXT, fmt=Format.FLOAT32, chunk=32)
+    after = [token, 5, token]
+    found = record(model, ids[:CONTEXT], after, layers=[0], train=CONTEXT, fmt=Format.FLOAT32, chunk=32, span=3)
     for head in found.heads:
         assert head.train_rotated is not None
-        at = [i for i, place in enumerate(head.train_positions) if ids[place] == token]
+        assert set(head.train_targets) == {CONTEXT, CONTEXT + 1, CONTEXT + 2}
+        at = [i for i, place in enumerate(head.train_positions) if ids[place] == after[head.train_targets[i] - CONTEXT]]
         assert at
         for i in at:
-            np.testing.assert_allclose(
-                head.train_rotated[:, i], head.decode[:, 0], atol=1e-4 * np.abs(head.decode).max()
-            )
-            assert np.abs(head.train[:, i] - head.decode[:, 0]).max() > 0.01
+            wanted = head.decode[:, head.train_targets[i] - CONTEXT]
+            np.testing.assert_allclose(head.train_rotated[:, i], wanted, atol=1e-4 * np.abs(head.decode).max())
+            assert np.abs(head.train[:, i] - wanted).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,14 @@ def test_what_is_kept_can_be_chosen(ids: list[int]) -> None:
     head = found.heads[0]
     assert head.train.shape == (3, 0, 16) and head.train_rotated is not None and head.train_rotated.shape == (3, 0, 16)
     assert head.keys.dtype == np.uint16
-    mistakes: list[dict[str, Any]] = [{"layers": [2]}, {"kv_heads": [2]}, {"train": -1}, {"layers": []}, {"chunk": 0}]
+    mistakes: list[dict[str, Any]] = [
+        {"layers": [2]},
+        {"kv_heads": [2]},
+        {"train": -1},
+        {"layers": []},
+        {"chunk": 0},
+        {"span": 0},
+    ]
     for wrong in mistakes:
         with pytest.raises(ConfigError):
             record(model, ids[:CONTEXT], ids[CONTEXT:], **wrong)
@@ -142,7 +150,7 @@ def test_a_recording_survives_the_disk(tmp_path: Path, ids: list[int]) -> None:
     loaded = Recording.load(tmp_path / "new")
     assert loaded.meta == found.meta
     for one, other in zip(loaded.heads, found.heads, strict=True):
-        for name in ("keys", "values", "decode", "train_positions", "decode_positions"):
+        for name in ("keys", "values", "decode", "train_positions", "train_targets", "decode_positions"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         assert (one.name, one.fmt, one.scale) == (other.name, other.fmt, other.scale)
         np.testing.assert_allclose(one.train, other.train, rtol=2**-8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ class Stats:
     context_tokens: tokens the question could attend to. prefill_seconds: reading the question.
     keys_scanned, host_bytes_read, host_seconds: work of the host's search and attention.
     host_bytes, device_bytes: memory held by the cache.
+    indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
     """
 
     context_tokens: int
@@ -54,6 +56,7 @@ class Stats:
     host_bytes_read: int
     host_bytes: int
     device_bytes: int
+    indexes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seconds_per_token(self) -> float:

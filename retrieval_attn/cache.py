@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
+from retrieval_attn.cache_layer import CacheLayer, LayerStats
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.index.base import check_kind
-from retrieval_attn.layers import CacheLayer, LayerStats, RetrievalLayer, index_kind
+from retrieval_attn.layers import RetrievalLayer, index_kind
 from retrieval_attn.models import require_supported
 from retrieval_attn.sliding import SlidingLayer
 
@@ -38,7 +40,7 @@ class RetrievalCache(Cache):
         if check:
             require_supported(model)
         text_config = model.config.get_text_config(decoder=True)
-        super().__init__(layers=_make_layers(text_config, self.config))
+        super().__init__(layers=_make_layers(model, text_config, self.config))
         self.model_type = text_config.model_type
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         # Ids of the cached tokens, where the caller says them (Context, generate): (batch, columns) on the CPU.
@@ -121,8 +123,27 @@ class RetrievalCache(Cache):
         """Sum over layers of what happened since the cache (or its fork) was made."""
         total = LayerStats()
         for layer in self._own_layers():
+            if isinstance(layer, RetrievalLayer):
+                layer.finish_index()
             total.add(layer.stats)
         return total
+
+    def index_kinds(self) -> dict[str, int]:
+        """Kinds of the indexes over the host's keys, and how many heads (of all layers) have each."""
+        kinds: Counter[str] = Counter()
+        for layer in self._own_layers():
+            if isinstance(layer, RetrievalLayer):
+                kinds.update(layer.index_kinds())
+        return dict(kinds)
+
+    def index_notes(self) -> list[str]:
+        """Why each head has the index it has, one line per head, where something chose it."""
+        return [
+            f"layer {number}: {note}"
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, RetrievalLayer)
+            for note in layer.index_notes()
+        ]
 
     @property
     def host_nbytes(self) -> int:
@@ -138,12 +159,12 @@ class RetrievalCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer | SlidingLayer)]
 
 
-def _make_layers(text_config: Any, config: Config) -> list[Any]:
+def _make_layers(model: PreTrainedModel, text_config: Any, config: Config) -> list[Any]:
     layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
     layers: list[Any] = []
     for index, layer_type in enumerate(layer_types):
         if layer_type == "full_attention":
-            layers.append(RetrievalLayer(config))
+            layers.append(RetrievalLayer(config, model))
         elif layer_type == "sliding_attention":
             layers.append(SlidingLayer(config, layer_kwargs["sliding_window"]))
         elif layer_type in ("linear_attention", "conv", "mlp", "moe"):

@@ -29,6 +29,7 @@ class Config:
         those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`).
     index_options: keyword arguments of that index; unknown ones are refused by the index.
+    train_queries: prompt queries per query head that an index which trains (roargraph, postings, sketch) is shown.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
         keys visit the device one layer at a time). False: they go through retrieval like generated tokens.
@@ -43,6 +44,7 @@ class Config:
     top_k: TopK = 100
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
+    train_queries: int = 2048
     prefill_chunk: int = 8192
     exact_append: bool = True
     decode_tokens: int = 8
@@ -54,6 +56,7 @@ class Config:
         _require_int("sink", self.sink, 0, "use 0 to keep no sink tokens")
         _require_int("window", self.window, 0, "use 0 to keep only the spill block on the device")
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
+        _require_int("train_queries", self.train_queries, 0, "2048 is a good start; 0 trains no index")
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
         _require_int("spill", self.spill, 1, "128 is a good start")
         _check_top_k(self.top_k)

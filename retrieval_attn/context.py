@@ -256,6 +256,7 @@ class Context:
                 host_bytes_read=work.bytes_read,
                 host_bytes=cache.host_nbytes,
                 device_bytes=cache.device_nbytes,
+                indexes=cache.index_kinds(),
             )
             answers.append(Answer(text, tokens, "stop" if stopped else "length", stats))
         return answers

@@ -19,7 +19,7 @@ from retrieval_attn.errors import CacheMismatchError, UnsupportedMaskError, Unsu
 from retrieval_attn.padding import Padding
 
 if TYPE_CHECKING:
-    from retrieval_attn.layers import CacheLayer
+    from retrieval_attn.cache_layer import CacheLayer
 
 NAME = "retrieval"
 

@@ -1,210 +1,40 @@
-"""Cache layers: one per decoder layer, each answers `attend(queries)` for everything it has seen.
+"""RetrievalLayer: sinks and window on the device, all tokens on the host behind an index.
 
-`RetrievalLayer` (full attention): sinks and window on the device, all tokens on the host with an index.
-`SlidingLayer` (sliding-window attention, in `sliding.py`): a window on the device, nothing on the host.
 Positions: a *column* counts the padded batch from 0; a row's host path holds only its real tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
+from retrieval_attn.cache_layer import CacheLayer, LayerStats
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import HostPath, held_bytes
-from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
+from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.exact_pass import ExactPass
-from retrieval_attn.gpu.merge import Partial, merge, sink_logit_partial
+from retrieval_attn.gpu.merge import Partial, merge
 from retrieval_attn.gpu.window import WindowCache
-from retrieval_attn.hooks import KVView, MaskSpec
+from retrieval_attn.hooks import MaskSpec
+from retrieval_attn.index.base import check_kind
 from retrieval_attn.padding import count_real, join
+from retrieval_attn.training_queries import TrainingQueries
 from retrieval_attn.transfer import host_format, to_device, to_host, to_queries
+
+_Job = tuple[HostPath, int, int, "np.ndarray[Any, Any] | None"]
+"""A path, the range to index, and queries to train on."""
 
 # Tokens a sequence may gain after its prompt before its host memory continues in a second segment.
 GENERATION_ROOM = 16384
-
-
-@dataclass
-class LayerStats:
-    """What one layer did since the cache was made. Seconds are wall clock, bytes are host memory read."""
-
-    index_seconds: float = 0.0
-    host_seconds: float = 0.0
-    keys_scanned: int = 0
-    bytes_read: int = 0
-
-    def add(self, other: LayerStats) -> None:
-        for name in vars(other):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-class CacheLayer(CacheLayerMixin):
-    """What both kinds of layer share: the handle protocol, the owner, columns and padding."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-    is_sliding = False
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.columns = 0  # columns this layer has stored
-        self.valid: Tensor | None = None  # (batch, columns) CPU bool; None = no padding anywhere
-        self.stats = LayerStats()
-        self.window: WindowCache | None = None
-        self._pending: tuple[Tensor, Tensor] | None = None
-        self._owner: weakref.ref[nn.Module] | None = None
-
-    # -- transformers' cache layer protocol ---------------------------------------------------------
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note the new keys and values (batch, kv_heads, new, dim) and hand out handles to this layer."""
-        if self._pending is not None:
-            raise CacheMismatchError(
-                "The previous forward stored keys here but never attended to them: it failed half-way, or the "
-                'model does not run with attn_implementation="retrieval". Make a new cache, and call '
-                "retrieval_attn.enable(model) first."
-            )
-        if self.window is not None and key_states.shape[0] != self.window.batch:
-            raise CacheMismatchError(
-                f"This cache holds {self.window.batch} sequences, the forward has {key_states.shape[0]}; use "
-                "cache.batch_repeat_interleave(n), or a cache of its own for the other batch."
-            )
-        self._pending = (key_states, value_states)
-        self.is_initialized = True
-        return KVView(self, key_states), KVView(self, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        return -1 if self.window is None else self.window.batch
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.window is not None:
-            self._select(torch.arange(self.window.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(1)
-        self._select(indices)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many."""
-        given = int(tokens_to_remove)  # assisted decoding passes a tensor
-        count = self.columns - min(given, self.columns) if given > 0 else -given
-        if count > self.columns:
-            raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {self.columns}.")
-        if count:
-            self._crop(count)
-
-    def reset(self) -> None:
-        """Forget every token; the layer can then be filled again, by any batch."""
-        self.columns = 0
-        self.valid = None
-        self.window = None
-        self._pending = None
-
-    def offload(self) -> None:
-        """Nothing to do: the bulk of a layer is on the host already."""
-
-    def prefetch(self) -> None:
-        """Nothing to do: see `offload`."""
-
-    # -- attention ----------------------------------------------------------------------------------
-
-    def begin_pass(self, total: int) -> None:
-        """Announce that `total` new tokens arrive in several `attend` calls (layer-major prefill)."""
-        raise NotImplementedError
-
-    def end_pass(self) -> None:
-        """All tokens of the pass have arrived."""
-        raise NotImplementedError
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        spec: MaskSpec,
-        *,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
-        """Store the pending tokens and attend `query` (batch, q_heads, new, head_dim) to all stored ones.
-
-        Returns (batch, q_heads, new, value_dim) float32. Raises CacheMismatchError when the cache belongs to
-        another model or has seen other tokens than the mask says.
-        """
-        key, value = self._take(module, query, spec)
-        part = self._attend(query, key, value, spec, scale, softcap)
-        if sink_logits is not None:
-            part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])
-        return part.out
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
-    ) -> Partial:
-        raise NotImplementedError
-
-    def _select(self, rows: Tensor) -> None:
-        raise NotImplementedError
-
-    def _crop(self, count: int) -> None:
-        raise NotImplementedError
-
-    def _expected_offset(self) -> int:
-        return self.columns
-
-    def _take(self, module: nn.Module, query: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor]:
-        if self._pending is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} attends to another layer's keys without storing its own; models that "
-                "share keys and values between layers are not served. Use another cache for this model."
-            )
-        if self._owner is not None and self._owner() is not module:
-            raise CacheMismatchError(
-                f"This cache was filled by another model (its layer is not this {type(module).__name__}); a cache "
-                "holds one model's keys. Make a RetrievalCache for this model."
-            )
-        self._owner = weakref.ref(module)
-        if spec.q_offset != self._expected_offset():
-            raise CacheMismatchError(
-                f"The forward starts at token {spec.q_offset}, this layer holds {self._expected_offset()}: an "
-                "earlier forward failed half-way or the cache was edited. Make a new cache."
-            )
-        pending, self._pending = self._pending, None
-        if (spec.window is not None) != self.is_sliding:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} uses a {'sliding' if spec.window else 'full'} causal mask on a layer that "
-                f"its config calls {'sliding' if self.is_sliding else 'full'}; check config.layer_types."
-            )
-        return pending
-
-    def _new_columns(self, spec: MaskSpec, count: int, seen: Tensor | None) -> Tensor | None:
-        if spec.padding is None:
-            return None
-        return spec.padding.columns(spec.q_offset, spec.q_offset + count, seen)
 
 
 class RetrievalLayer(CacheLayer):
@@ -214,8 +44,13 @@ class RetrievalLayer(CacheLayer):
     host (copy on write), so a prompt's keys are held once however many sequences continue it.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, model: nn.Module | None = None) -> None:
+        """model: the model the layer belongs to; without it training queries stay at their own positions."""
         super().__init__(config)
+        self._model = None if model is None else weakref.ref(model)
+        self._trains = check_kind(index_kind(config.index), dict(config.index_options)).trains
+        self._sample: TrainingQueries | None = None
+        self._building: Future[None] | None = None
         self.hosts: list[HostPath] = []
         self.host_columns = 0  # columns [0, host_columns) are on the host; the tail may be ahead of it
         self.tail_start = 0  # columns [tail_start, columns) are in the window's tail
@@ -225,7 +60,9 @@ class RetrievalLayer(CacheLayer):
         self._expect_total: int | None = None
 
     def reset(self) -> None:
+        self.finish_index()
         super().reset()
+        self._sample = None
         self.hosts = []
         self.host_columns = self.tail_start = 0
         self._pass = None
@@ -234,7 +71,21 @@ class RetrievalLayer(CacheLayer):
     @property
     def host_nbytes(self) -> int:
         """Bytes of host memory for keys, values and indexes, shared paths counted once."""
+        self.finish_index()
         return held_bytes(self.hosts)
+
+    def index_kinds(self) -> Counter[str]:
+        """Kinds of the indexes over this layer's host keys, and how many heads have each."""
+        self.finish_index()
+        kinds: Counter[str] = Counter()
+        for host in _distinct(self.hosts):
+            kinds.update(host.index_kinds)
+        return kinds
+
+    def index_notes(self) -> list[str]:
+        """Why each head has the index it has, where something chose it."""
+        self.finish_index()
+        return [note for host in _distinct(self.hosts) for note in host.index_notes]
 
     def begin_pass(self, total: int) -> None:
         self._expect_total = total
@@ -251,6 +102,7 @@ class RetrievalLayer(CacheLayer):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:
+        self.finish_index()
         if self.window is None:
             self._start(key, value)
         total = self._expect_total if self._expect_total is not None else key.shape[2]
@@ -259,6 +111,9 @@ class RetrievalLayer(CacheLayer):
             return self._decode(query, key, value, spec, scale, softcap)
         if self._pass is None:
             self._pass = self._open_pass(total)
+            self._sample = TrainingQueries(total, self.config.train_queries) if self._trains else None
+        if self._sample is not None:
+            self._sample.take(query, self._pass.filled)
         seen = join(self.valid, self.columns, self._pass.valid, self._pass.filled, key.shape[0])
         valid = self._new_columns(spec, key.shape[2], seen)
         part = self._pass.step(query, key, value, valid, scale, softcap)
@@ -320,11 +175,49 @@ class RetrievalLayer(CacheLayer):
         window_valid = None if done.valid is None else done.valid[:, span].to(done.key.device)
         self.window.append(done.key[:, :, span], done.value[:, :, span], window_valid)
         self._move_tail_start(done if first_tokens else None)
-        started = time.perf_counter()
+        self._index(done, first_tokens)
+
+    def _index(self, done: ExactPass, first_tokens: bool) -> None:
+        """Build the index of each path, or extend it when the pass brought less than it already covers."""
+        jobs: list[_Job] = []
         for row, host in _distinct_rows(self.hosts):
-            if self._middle[row] > self._sinks[row]:
-                host.build_index(self._sinks[row], self._middle[row])
+            start, stop = self._sinks[row], self._middle[row]
+            if stop <= start:
+                continue
+            if not first_tokens and 2 * host.indexed_tokens >= stop - start:
+                jobs.append((host, start, stop, None))
+            else:
+                jobs.append((host, start, stop, self._training_queries(row, done)))
+        self._sample = None
+        if not jobs:
+            return
+        # beside a GPU the host builds while the next layers compute; on the CPU both want the same cores
+        if done.key is not None and done.key.device.type == "cuda":
+            self._building = _builder().submit(self._build, jobs, first_tokens)
+        else:
+            self._build(jobs, first_tokens)
+
+    def _training_queries(self, row: int, done: ExactPass) -> np.ndarray[Any, Any] | None:
+        module = None if self._owner is None else self._owner()
+        if self._sample is None or module is None:
+            return None
+        model = None if self._model is None else self._model()
+        return self._sample.finish(model, module, row, None if done.valid is None else done.valid[row])
+
+    def _build(self, jobs: Sequence[_Job], first_tokens: bool) -> None:
+        started = time.perf_counter()
+        for host, start, stop, queries in jobs:
+            if queries is None and not first_tokens and host.indexed_tokens:
+                host.extend_index(stop)
+            else:
+                host.build_index(start, stop, queries)
         self.stats.index_seconds += time.perf_counter() - started
+
+    def finish_index(self) -> None:
+        """Indexes that are still being built must be ready before anything else happens to the layer."""
+        if self._building is not None:
+            building, self._building = self._building, None
+            building.result()
 
     def _append_to_hosts(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Append new columns (batch, kv_heads, new, dim) to each row's path; shared paths split first."""
@@ -437,6 +330,7 @@ class RetrievalLayer(CacheLayer):
     # -- rows and cropping --------------------------------------------------------------------------
 
     def _select(self, rows: Tensor) -> None:
+        self.finish_index()
         if self.window is None:
             return
         picked = rows.tolist()
@@ -449,6 +343,7 @@ class RetrievalLayer(CacheLayer):
 
     def fork(self) -> RetrievalLayer:
         """An independent continuation that shares all host memory and index with this layer."""
+        self.finish_index()
         other = RetrievalLayer(self.config)
         other.__dict__.update(self.__dict__)
         other.stats = LayerStats()
@@ -459,6 +354,7 @@ class RetrievalLayer(CacheLayer):
         return other
 
     def _crop(self, count: int) -> None:
+        self.finish_index()
         assert self.window is not None
         columns = self.columns - count
         if columns == 0:
@@ -500,6 +396,12 @@ class RetrievalLayer(CacheLayer):
         self.window.append(torch.stack(keys), torch.stack(values), valid)
         self._sinks = [0] * len(self.hosts)
         self._move_tail_start(None)
+
+
+@functools.cache
+def _builder() -> ThreadPoolExecutor:
+    """The one thread that builds indexes beside a GPU; its kernels use as many cores as they are given."""
+    return ThreadPoolExecutor(1, "retrieval_attn-index")
 
 
 def index_kind(name: str) -> str:

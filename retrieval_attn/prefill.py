@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from retrieval_attn.cache_layer import CacheLayer
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.hooks import MaskSpec
-from retrieval_attn.layers import CacheLayer
 
 _ORIGINAL = "_retrieval_attn_original_forward"
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache_layer import CacheLayer, LayerStats
 from retrieval_attn.config import Config
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.flash import attend
 from retrieval_attn.gpu.merge import Partial
 from retrieval_attn.gpu.window import WindowCache
 from retrieval_attn.hooks import MaskSpec
-from retrieval_attn.layers import CacheLayer, LayerStats
 from retrieval_attn.padding import join
 
 # Tokens kept beyond the window so that a crop of up to this many (rejected speculative tokens) is exact.

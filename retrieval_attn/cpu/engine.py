@@ -17,15 +17,18 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu import step as words
 from retrieval_attn.cpu.attend import check_score_options
+from retrieval_attn.cpu.attend_task import attend_task
+from retrieval_attn.cpu.graph_words import GraphWords
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
-from retrieval_attn.cpu.step import run_step, step_callback, task_function
+from retrieval_attn.cpu.search_tasks import graph_task, scan_task
+from retrieval_attn.cpu.step import callback_address, compile_step, run_step, task_address
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
-from retrieval_attn.index.roargraph import SCAN_SHARE, SEEDS, RoarGraphIndex, SearchArguments, room_for
+from retrieval_attn.index.roargraph import RoarGraphIndex
 
 PART_TOKENS = 2048
 """Fewest tokens of an exact scan that are worth a task of their own."""
@@ -33,10 +36,7 @@ TASKS_PER_THREAD = 4
 MOST_LISTS_BYTES = 256 << 20
 """Most memory for candidates of one step; beyond it the caller takes another way."""
 
-_MESSAGES = {
-    words.BAD_ID: "its index returned a token that is not among those searched; build the index again",
-    words.BAD_KIND: "its index is of a kind that the step does not know; this is a bug",
-}
+_MESSAGES = {words.BAD_ID: "its index returned a token that is not among those searched; build the index again"}
 
 
 class Piece(NamedTuple):
@@ -108,12 +108,13 @@ class LayerStep:
         self._fmt = fmt
         self._layer = layer
         self._words = _zeros(words.WORDS)
-        self._words[words.FUNCTION] = task_function(fmt)
+        self._words[words.TASK] = task_address()
+        self._words[words.ATTEND] = attend_task(fmt)
         self._words[words.POOL] = pool.address
         self._words[words.WIDTH] = pool.threads
         self._plan: tuple[Any, ...] = ()
         self._kept: list[Any] = []
-        run_step.compile("int64(int64)")
+        compile_step()
 
     @property
     def pool(self) -> Pool:
@@ -128,7 +129,7 @@ class LayerStep:
     @property
     def callback(self) -> int:
         """Address of a C function void f(void *descriptor) that runs the step on the calling thread and the pool."""
-        return step_callback()
+        return callback_address()
 
     @property
     def queries(self) -> npt.NDArray[np.float32]:
@@ -191,8 +192,8 @@ class LayerStep:
         if wanted.q_heads < 1 or wanted.q_heads % heads:
             raise ShapeError(f"q_heads={wanted.q_heads} must be a multiple of the {heads} key-value heads")
         entries, queries = len(rows) * heads, wanted.q_heads // heads * wanted.positions
-        graphs = _Graphs(queries, wanted.top_k)
-        pieces, tasks, table = _tables(rows, heads, queries, wanted, graphs)
+        graphs = GraphWords(queries, wanted.top_k)
+        pieces, tasks, table = _tables(rows, heads, queries, wanted, graphs, self._fmt)
         lists = int(table[:, words.ENTRY_LISTS].max())
         if entries * queries * lists * (1 + wanted.top_k) * 8 > MOST_LISTS_BYTES:
             return False
@@ -209,7 +210,6 @@ class LayerStep:
             words.BARS_AT: queries * 8,
             words.BOUNDS_AT: queries * 4,
             words.TILE_AT: 4 * 64 * 4,
-            words.ALONE_AT: 4 * dim * 4,
             words.PLANES_AT: graphs.planes,
             words.FOUND_AT: wanted.top_k * 4,
             words.GRAPH_POOL_AT: graphs.pool * 8,
@@ -356,80 +356,8 @@ def _check_piece(piece: Piece, fmt: Format, dims: tuple[int, int, int]) -> None:
         raise ShapeError(f"tokens [{piece.low}, {piece.high}) must lie in 0 .. {tokens}, all ids below 2**32 - 1")
 
 
-class _Graphs:
-    """Rows of words that describe the graphs of a plan to the step, and the scratch that searching them takes."""
-
-    def __init__(self, queries: int, top_k: int) -> None:
-        self._queries, self._top_k = queries, top_k
-        self.kept: list[Any] = []
-        self.pool = self.visited = self.fresh = self.planes = 1
-
-    def add(self, index: KeyIndex, first: int, visible: int) -> int:
-        """Address of the rows of `index`, whose first key is token `first`; 0 if a scan is the better search."""
-        if not isinstance(index, RoarGraphIndex):
-            return 0
-        arguments = index.search_arguments()
-        if (
-            not arguments
-            or self._queries % len(arguments)
-            or 2 * visible <= len(index)
-            or visible < SCAN_SHARE * self._top_k
-        ):
-            return 0
-        rows = _zeros(len(arguments), words.GRAPH_WORDS)
-        for row, given in zip(rows, arguments, strict=True):
-            self._describe(row, given, len(index), first, visible)
-        rows[:, words.GRAPHS] = len(arguments)
-        seeds = np.full((self._queries, SEEDS if index.options.seeds else 0), -1, np.int32)
-        rows[:, words.SEED_NODES], rows[:, words.SEEDS] = seeds.ctypes.data, seeds.shape[1]
-        self.kept += [rows, arguments, seeds]
-        return int(rows.ctypes.data)
-
-    def _describe(
-        self, row: npt.NDArray[np.int64], given: SearchArguments, length: int, first: int, visible: int
-    ) -> None:
-        graph = given.graph
-        code_rows, width = graph.codes.shape
-        degree = graph.adjacency.shape[1]
-        # keys beyond the limit take places in the pool: it gets longer by their share
-        room = -(-room_for(self._top_k, given.beam) * length // visible)
-        beta = _bits(given.beta)
-        arrays: dict[int, npt.NDArray[Any]] = {
-            words.CODES: graph.codes,
-            words.EDGES: graph.adjacency,
-            words.NODE_IDS: graph.ids,
-            words.START_NODES: graph.entries,
-            words.NODE_COUNTS: graph.counts,
-            words.MEAN: given.mean,
-            words.STEP_SIZES: given.scale,
-            words.GRAPH_KEYS: given.keys,
-        }
-        for word, array in arrays.items():
-            assert array.flags.c_contiguous, (word, array.strides)
-            row[word] = array.ctypes.data
-        numbers = {
-            words.CODE_ROWS: min(code_rows, len(graph.adjacency), len(graph.ids)),
-            words.CODE_WIDTH: width,
-            words.DEGREE: degree,
-            words.STARTS: len(graph.entries),
-            words.GRAPH_FIRST: first,
-            words.PLANES: given.planes,
-            words.ROOM: room,
-            words.BEAM: -(-given.beam * length // visible),
-            words.PATIENCE: given.patience,
-            words.BETA: beta,
-        }
-        for word, number in numbers.items():
-            row[word] = number
-        block = max(degree, 64)
-        self.pool = max(self.pool, room + block)
-        self.visited = max(self.visited, int(graph.counts[1]) // 64 + 8)
-        self.fresh = max(self.fresh, block)
-        self.planes = max(self.planes, 2 * width)
-
-
 def _tables(
-    rows: Sequence[Sequence[Piece]], heads: int, queries: int, wanted: _Wanted, graphs: _Graphs
+    rows: Sequence[Sequence[Piece]], heads: int, queries: int, wanted: _Wanted, graphs: GraphWords, fmt: Format
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Tables of pieces, of tasks and of entries, as `step` reads them."""
     pieces: list[tuple[int, ...]] = []
@@ -455,8 +383,8 @@ def _tables(
                         # all heads' first parts first: what they find lets later parts drop most of their keys
                         tasks.append((part, entry, (entry, len(pieces), part, parts, lists)))
                         lists, count = lists + 1, count + 1
-                kind = words.GRAPH if graph else words.EXACT
-                pieces.append((kind, keys, values, piece.low, piece.high, piece.first, graph))
+                search = graph_task(fmt) if graph else scan_task(fmt)
+                pieces.append((search, keys, values, piece.low, piece.high, piece.first, graph))
             table[entry, words.ENTRY_LISTS], table[entry, words.ENTRY_TASKS] = lists, count
     ordered = [task for _, _, task in sorted(tasks)]
     shaped = np.array(ordered, np.int64).reshape(len(ordered), words.TASK_WORDS)

@@ -1,0 +1,131 @@
+"""The last task of a step for one query: join the candidates that were found, keep the best k, attend to them.
+
+Scores come from the search, so keys are not read again. What the words mean is laid out in `step`.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import carray, njit
+
+from retrieval_attn.cpu import step as at
+from retrieval_attn.cpu.atomics import at_address, atomic_load
+from retrieval_attn.cpu.gather import attend_rows
+from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
+from retrieval_attn.index.dots import bits_to_float
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.packed import id_of, keep_best, score_of
+
+
+@njit(nogil=True, cache=True)
+def _join_lists(found, lists, top_k, floor):
+    """Bring the best candidates of `lists` lists to the front of `found`, in any order; returns how many, <= top_k."""
+    kept = 0
+    for number in range(lists):
+        start = number * (1 + top_k)
+        for i in range(start + 1, start + 1 + found[start]):
+            packed = found[i]
+            found[kept] = packed  # never ahead of what is still to be read
+            kept += 1 if packed >= floor else 0
+    if kept > top_k:
+        keep_best(found, kept, top_k)
+        kept = top_k
+    return kept
+
+
+@njit(nogil=True, cache=True)
+def _sort_by_id(found, other, count, digits):
+    """Sort packed candidates found[:count] by id, lowest first; returns whether the result lies in `other` instead.
+
+    Each byte of the ids in turn, lowest first. digits: (256,) int64 scratch.
+    """
+    most = np.int64(0)
+    for i in range(count):
+        most = max(most, id_of(found[i]))
+    moved = False
+    shift = 0
+    while most >> shift:
+        digits[:] = 0
+        for i in range(count):
+            digits[(id_of(found[i]) >> shift) & 255] += 1
+        start = np.int64(0)
+        for digit in range(256):
+            start, digits[digit] = start + digits[digit], start
+        for i in range(count):
+            digit = (id_of(found[i]) >> shift) & 255
+            other[digits[digit]] = found[i]
+            digits[digit] += 1
+        found, other = other, found
+        moved = not moved
+        shift += 8
+    return moved
+
+
+@njit(nogil=True, cache=True)
+def _attend(descriptor, number, worker, like):
+    """Attend to the best candidates of query `number` of all; returns an error code."""
+    step = words_at(descriptor, 1, at.WORDS)[0]
+    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    entry = number // step[at.QUERIES]
+    entries = words_at(step[at.ENTRIES_AT], step[at.ENTRIES], at.ENTRY_WORDS)
+    queries, top_k, value_dim = step[at.QUERIES], step[at.TOP_K], step[at.VALUE_DIM]
+    out = floats_at(step[at.OUT_AT], step[at.ENTRIES] * queries, value_dim)[number]
+    lse = floats_at(step[at.LSE_AT], step[at.ENTRIES] * queries, 1)
+    size = step[at.LISTS] * (1 + top_k)
+    found = carray(at_address(step[at.LISTS_AT] + number * size * 8), size, np.int64)
+    floor = atomic_load(step[at.FLOORS_AT] + number * 8)
+    count = _join_lists(found, entries[entry, at.ENTRY_LISTS], top_k, floor)
+    rows = carray(at_address(scratch + step[at.ROWS_AT]), top_k, np.int64)
+    scores = carray(at_address(scratch + step[at.SCORES_AT]), top_k, np.float32)
+    # one order, whatever the order of finding was, or sums would differ; and neighbours in memory come together
+    digits = carray(at_address(scratch + step[at.DIGITS_AT]), 256, np.int64)
+    if _sort_by_id(found, rows, count, digits):
+        found = rows
+    first, last = entries[entry, at.ENTRY_PIECE], entries[entry, at.ENTRY_PIECE] + entries[entry, at.ENTRY_PIECES]
+    pieces = words_at(step[at.PIECES_AT], last, at.PIECE_WORDS)
+    row_bytes = value_dim * like.itemsize
+    own = first
+    for i in range(count):
+        key = id_of(found[i])
+        token = key - pieces[own, at.FIRST]
+        if token < pieces[own, at.LOW] or token >= pieces[own, at.HIGH]:  # mostly the same piece as before
+            for own in range(first, last):
+                token = key - pieces[own, at.FIRST]
+                if pieces[own, at.LOW] <= token < pieces[own, at.HIGH]:
+                    break
+            else:
+                out[:] = np.float32(np.nan)
+                lse[number, 0] = np.float32(np.nan)
+                return np.int64(at.BAD_ID)
+        scores[i] = score_of(found[i])
+        rows[i] = pieces[own, at.VALUES] + token * row_bytes  # may be where found[i] lay
+    scale, softcap = bits_to_float(np.int32(step[at.SCALE])), bits_to_float(np.int32(step[at.SOFTCAP]))
+    lse[number, 0] = attend_rows(like, rows, scores, count, scale, softcap, out)
+    count_cost(step, worker, 0, count * row_bytes)
+    return np.int64(0)
+
+
+# One function per storage format: the type of the array decides how its elements are read.
+
+
+def _attend_float32(descriptor, number, worker):
+    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.float32))
+
+
+def _attend_bfloat16(descriptor, number, worker):
+    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.uint16))
+
+
+def _attend_float16(descriptor, number, worker):
+    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.int16))
+
+
+@functools.cache
+def attend_task(fmt: Format) -> int:
+    """Address of the function that attends to values in `fmt`; compiled, or loaded, on first use."""
+    made = {Format.FLOAT32: _attend_float32, Format.BFLOAT16: _attend_bfloat16, Format.FLOAT16: _attend_float16}
+    return address_of(made[fmt], TASK_SIGNATURE)

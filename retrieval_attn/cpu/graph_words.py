@@ -1,0 +1,85 @@
+"""Graph indexes as the words that a step's search tasks read, and the scratch that searching them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.cpu import step as words
+from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.roargraph import SCAN_SHARE, SEEDS, RoarGraphIndex, SearchArguments, room_for
+
+
+class GraphWords:
+    """Rows of words that describe the graphs of a plan to the step, and the scratch that searching them takes."""
+
+    def __init__(self, queries: int, top_k: int) -> None:
+        self._queries, self._top_k = queries, top_k
+        self.kept: list[Any] = []
+        self.pool = self.visited = self.fresh = self.planes = 1
+
+    def add(self, index: KeyIndex, first: int, visible: int) -> int:
+        """Address of the rows of `index`, whose first key is token `first`; 0 if a scan is the better search."""
+        if not isinstance(index, RoarGraphIndex):
+            return 0
+        arguments = index.search_arguments()
+        if (
+            not arguments
+            or self._queries % len(arguments)
+            or 2 * visible <= len(index)
+            or visible < SCAN_SHARE * self._top_k
+        ):
+            return 0
+        rows = aligned_empty((len(arguments), words.GRAPH_WORDS), np.int64)
+        for row, given in zip(rows, arguments, strict=True):
+            self._describe(row, given, len(index), first, visible)
+        rows[:, words.GRAPHS] = len(arguments)
+        seeds = np.full((self._queries, SEEDS if index.options.seeds else 0), -1, np.int32)
+        rows[:, words.SEED_NODES], rows[:, words.SEEDS] = seeds.ctypes.data, seeds.shape[1]
+        self.kept += [rows, arguments, seeds]
+        return int(rows.ctypes.data)
+
+    def _describe(
+        self, row: npt.NDArray[np.int64], given: SearchArguments, length: int, first: int, visible: int
+    ) -> None:
+        graph = given.graph
+        code_rows, width = graph.codes.shape
+        degree = graph.adjacency.shape[1]
+        # keys beyond the limit take places in the pool: it gets longer by their share
+        room = -(-room_for(self._top_k, given.beam) * length // visible)
+        beta = int(np.float32(given.beta).view(np.int32))
+        arrays: dict[int, npt.NDArray[Any]] = {
+            words.CODES: graph.codes,
+            words.EDGES: graph.adjacency,
+            words.NODE_IDS: graph.ids,
+            words.START_NODES: graph.entries,
+            words.NODE_COUNTS: graph.counts,
+            words.MEAN: given.mean,
+            words.STEP_SIZES: given.scale,
+            words.GRAPH_KEYS: given.keys,
+        }
+        for word, array in arrays.items():
+            assert array.flags.c_contiguous, (word, array.strides)
+            row[word] = array.ctypes.data
+        numbers = {
+            words.CODE_ROWS: min(code_rows, len(graph.adjacency), len(graph.ids)),
+            words.CODE_WIDTH: width,
+            words.DEGREE: degree,
+            words.STARTS: len(graph.entries),
+            words.GRAPH_FIRST: first,
+            words.PLANES: given.planes,
+            words.ROOM: room,
+            words.BEAM: -(-given.beam * length // visible),
+            words.PATIENCE: given.patience,
+            words.BETA: beta,
+        }
+        for word, number in numbers.items():
+            row[word] = number
+        block = max(degree, 64)
+        self.pool = max(self.pool, room + block)
+        self.visited = max(self.visited, int(graph.counts[1]) // 64 + 8)
+        self.fresh = max(self.fresh, block)
+        self.planes = max(self.planes, 2 * width)

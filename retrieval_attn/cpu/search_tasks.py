@@ -1,0 +1,189 @@
+"""Search tasks of a step: scan a part of a piece for all queries of its entry, or search a graph for one of them.
+
+What is searched, where candidates go and what the words mean is laid out in `step`.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import carray, njit
+
+from retrieval_attn.cpu import step as at
+from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max
+from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
+from retrieval_attn.index.codes import encode_query_rows
+from retrieval_attn.index.dots import bits_to_float, dot
+from retrieval_attn.index.flat import _scan
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.graph_search import search_graph
+from retrieval_attn.index.packed import EMPTY, keep_best, pack_score
+
+
+@njit(nogil=True, cache=True)
+def _task_of(descriptor, number):
+    """The step's words, the row of the task, the row of its piece, and its lists (queries, 1 + top_k)."""
+    step = words_at(descriptor, 1, at.WORDS)[0]
+    task = words_at(step[at.TASKS_AT], step[at.TASKS], at.TASK_WORDS)[number]
+    piece = words_at(step[at.PIECES_AT], task[at.TASK_PIECE] + 1, at.PIECE_WORDS)[task[at.TASK_PIECE]]
+    queries, width, size = step[at.QUERIES], step[at.LISTS], 1 + step[at.TOP_K]
+    address = step[at.LISTS_AT] + task[at.TASK_ENTRY] * queries * width * size * 8
+    lists = carray(at_address(address), (queries, width, size), np.int64)[:, task[at.TASK_LIST]]
+    return step, task, piece, lists
+
+
+@njit(nogil=True, cache=True)
+def _hand_in(pool, count, top_k, first, step, entry, query, found):
+    """Write candidates pool[:count] to the list `found`, their ids moved by `first`, but those that have lost already.
+
+    With top_k of them, the worst is a floor for all lists of the query.
+    """
+    address = step[at.FLOORS_AT] + (entry * step[at.QUERIES] + query) * 8
+    if count == top_k:
+        least = pool[0]
+        for i in range(1, count):
+            least = min(least, pool[i])
+        atomic_max(address, least - first)
+    floor = atomic_load(address)
+    kept = 0
+    for i in range(count):
+        found[1 + kept] = pool[i] - first
+        kept += 1 if pool[i] - first >= floor else 0
+    found[0] = kept
+
+
+@njit(nogil=True, cache=True)
+def _scan_part(descriptor, number, worker, like):
+    """Exact search of one part of a piece for all queries of its entry."""
+    step, task, piece, lists = _task_of(descriptor, number)
+    entry, queries, top_k, dim = task[at.TASK_ENTRY], step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
+    low, high = piece[at.LOW], piece[at.HIGH]
+    start = low + (high - low) * task[at.TASK_PART] // task[at.TASK_PARTS]
+    stop = low + (high - low) * (task[at.TASK_PART] + 1) // task[at.TASK_PARTS]
+    keys = carray(at_address(piece[at.KEYS]), (high, dim), like.dtype)
+    tiles = floats_at(step[at.TILES_AT] + entry * step[at.PADDED] * dim * 4, step[at.PADDED], dim)
+    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
+    _scan(keys, tiles, queries, start, stop, top_k, pool)
+    for query in range(queries):
+        _hand_in(pool[query], min(top_k, stop - start), top_k, piece[at.FIRST], step, entry, query, lists[query])
+    count_cost(step, worker, (stop - start) * queries, (stop - start) * dim * like.itemsize)
+    return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def _scan_alone(queries, keys, low, high, top_k, pool):
+    """The best top_k of tokens [low, high) for the one query, unordered, in pool; returns how many. Simple and slow."""
+    count = 0
+    floor = EMPTY
+    for token in range(low, high):
+        packed = pack_score(dot(queries, 0, keys, token), token)
+        if packed > floor:
+            pool[count] = packed
+            count += 1
+            if count == len(pool):
+                keep_best(pool, count, top_k)
+                count = top_k
+                floor = pool[top_k - 1]
+    if count > top_k:
+        keep_best(pool, count, top_k)
+    return min(count, top_k)
+
+
+@njit(nogil=True, cache=True)
+def _search_graph(descriptor, number, worker, like):
+    """Search of a graph for one query; by a scan where a graph cannot answer."""
+    step, task, piece, lists = _task_of(descriptor, number)
+    entry, query = task[at.TASK_ENTRY], task[at.TASK_PART]
+    queries, top_k, dim = step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
+    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    graphs = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0, at.GRAPHS]
+    row = words_at(piece[at.INDEX], graphs, at.GRAPH_WORDS)[query * graphs // queries]
+    width = row[at.CODE_WIDTH]
+    codes = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], width), np.uint8)
+    edges = carray(at_address(row[at.EDGES]), (row[at.CODE_ROWS], row[at.DEGREE]), np.int32)
+    node_ids = carray(at_address(row[at.NODE_IDS]), row[at.CODE_ROWS], np.int32)
+    starts = carray(at_address(row[at.START_NODES]), row[at.STARTS], np.int32)
+    counts = carray(at_address(row[at.NODE_COUNTS]), 3, np.int64)
+    mean, sizes = (floats_at(row[at.MEAN], 1, dim)[0], floats_at(row[at.STEP_SIZES], 1, dim)[0])
+    own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
+    planes = carray(at_address(scratch + step[at.PLANES_AT]), (1, row[at.PLANES], width), np.int8)
+    bounds = carray(at_address(scratch + step[at.TILE_AT]), 2, np.float32)
+    encode_query_rows(own, mean, sizes, planes, bounds[:1], bounds[1:])
+    parts = (
+        carray(at_address(scratch + step[at.GRAPH_POOL_AT]), step[at.GRAPH_POOL], np.int64),
+        carray(at_address(scratch + step[at.VISITED_AT]), step[at.VISITED], np.uint64),
+        carray(at_address(scratch + step[at.FRESH_AT]), step[at.FRESH], np.int32),
+        carray(at_address(scratch + step[at.SURVIVORS_AT]), step[at.FRESH], np.int64),
+    )
+    seeds = carray(at_address(row[at.SEED_NODES] + query * row[at.SEEDS] * 4), row[at.SEEDS], np.int32)
+    limit = piece[at.HIGH] - row[at.GRAPH_FIRST]
+    keys = carray(at_address(row[at.GRAPH_KEYS]), (limit, dim), like.dtype)
+    ids = carray(at_address(scratch + step[at.FOUND_AT]), top_k, np.int32)
+    scores = carray(at_address(scratch + step[at.SCORES_AT]), top_k, np.float32)
+    beta = bits_to_float(np.int32(row[at.BETA]))
+    graph = (codes, edges, node_ids, starts, counts)
+    pool = words_at(scratch + step[at.SCAN_AT], 1, step[at.CAPACITY])[0]
+    scored = nbytes = np.int64(0)
+    count = np.int64(0)
+    if bounds[1] == bounds[1]:  # the query is finite
+        count, scored, _ = search_graph(
+            graph, keys, own, planes, bounds[:1], 0, seeds, top_k, row[at.ROOM], row[at.BEAM], row[at.PATIENCE], beta,
+            limit, parts, ids, scores,
+        )  # fmt: skip
+        nbytes = scored * width + min(scored, row[at.ROOM]) * dim * like.itemsize
+    if count == min(top_k, limit) or (beta >= 0 and count > 0):
+        for i in range(count):
+            pool[i] = pack_score(scores[i], ids[i] + row[at.GRAPH_FIRST])
+    else:
+        stored = carray(at_address(piece[at.KEYS]), (piece[at.HIGH], dim), like.dtype)
+        count = _scan_alone(own, stored, piece[at.LOW], piece[at.HIGH], top_k, pool)
+        scored += limit
+        nbytes += limit * dim * like.itemsize
+    _hand_in(pool, count, top_k, piece[at.FIRST], step, entry, query, lists[query])
+    count_cost(step, worker, scored, nbytes)
+    return np.int64(0)
+
+
+# One function per storage format: the type of the array decides how its elements are read.
+
+
+def _scan_float32(descriptor, task, worker):
+    return _scan_part(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.float32))
+
+
+def _scan_bfloat16(descriptor, task, worker):
+    return _scan_part(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.uint16))
+
+
+def _scan_float16(descriptor, task, worker):
+    return _scan_part(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
+
+
+def _graph_float32(descriptor, task, worker):
+    return _search_graph(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.float32))
+
+
+def _graph_bfloat16(descriptor, task, worker):
+    return _search_graph(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.uint16))
+
+
+def _graph_float16(descriptor, task, worker):
+    return _search_graph(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
+
+
+@functools.cache
+def scan_task(fmt: Format) -> int:
+    """Address of the function that scans keys in `fmt`; compiled, or loaded, on first use."""
+    made = {Format.FLOAT32: _scan_float32, Format.BFLOAT16: _scan_bfloat16, Format.FLOAT16: _scan_float16}
+    return address_of(made[fmt], TASK_SIGNATURE)
+
+
+@functools.cache
+def graph_task(fmt: Format) -> int:
+    """Address of the function that searches a graph over keys in `fmt`; compiled, or loaded, on first use."""
+    made = {Format.FLOAT32: _graph_float32, Format.BFLOAT16: _graph_bfloat16, Format.FLOAT16: _graph_float16}
+    return address_of(made[fmt], TASK_SIGNATURE)

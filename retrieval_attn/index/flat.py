@@ -19,126 +19,27 @@ from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.base import MAX_KEYS, KeyIndex, SearchResult, register
-from retrieval_attn.index.dots import (
-    LANES,
-    TILE_QUERIES,
-    bits_to_float,
-    candidates,
-    float_to_bits,
-    lowest_bit,
-    score_tile,
-)
+from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
+from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.packed import EMPTY
+from retrieval_attn.index.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.threads import kernel_threads
 
-TILE_KEYS = 64
-"""Keys scored before their scores are filtered: 16 KiB of 128 bfloat16 stay in L1 for all query tiles."""
 MIN_KEYS_PER_TASK = 2048
 TASKS_PER_THREAD = 4
 POOL_BYTES = 64 << 20
 """Most memory for candidate pools in one pass; more queries are searched in several passes."""
 
-EMPTY = np.iinfo(np.int64).min
-"""A pool entry that loses against every key."""
-
-
-# A candidate is ONE int64: order-preserving score bits above, complemented id below, so that a larger one is
-# a better key, and the lower id wins between equal scores. NaN is the lowest score (below -inf).
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _pack(score, key_id):
-    bits = float_to_bits(np.float32(score + np.float32(0.0)))  # -0.0 becomes 0.0: they are equal scores
-    if bits < 0:
-        bits = np.int32(bits ^ np.int32(0x7FFFFFFF))
-    if score != score:
-        bits = np.int32(-0x80000000)
-    return (np.int64(bits) << 32) | (np.int64(0xFFFFFFFF) - np.int64(key_id))
-
-
-@njit(nogil=True, cache=True)
-def _score_of(packed):
-    bits = np.int32(packed >> 32)
-    if bits < 0:
-        bits = np.int32(bits ^ np.int32(0x7FFFFFFF))
-    return bits_to_float(bits)
-
-
-@njit(nogil=True, cache=True)
-def _keep_best(pool, count, k):
-    """Reorder pool[:count] (distinct numbers, count >= k) so that the k largest come first, the k-th at k -
-    1.
-    """
-    low = 0
-    high = count - 1
-    target = k - 1
-    while low < high:
-        middle = (low + high) >> 1
-        a = pool[low]
-        b = pool[middle]
-        c = pool[high]
-        pivot = max(min(a, b), min(max(a, b), c))
-        i = low
-        j = high
-        while i <= j:
-            while pool[i] > pivot:
-                i += 1
-            while pool[j] < pivot:
-                j -= 1
-            if i <= j:
-                pool[i], pool[j] = pool[j], pool[i]
-                i += 1
-                j -= 1
-        if target <= j:
-            high = j
-        elif target >= i:
-            low = i
-        else:
-            return
-
 
 @njit(nogil=True, cache=True)
 def _scan(keys, queries, num_queries, start, stop, k, pool):
-    """Score keys[start:stop] for all queries; leave the k best of each, unordered, in pool[query, :k].
-
-    keys (n, d) stored format; queries (multiple of 4, d) float32; pool (num_queries, capacity) int64,
-    capacity > k or more than stop - start; unused entries become EMPTY.
-    """
-    capacity = pool.shape[1]
-    counts = np.zeros(num_queries, np.int64)
+    """`scan_exact` without a bound, with scratch of its own."""
+    counts = np.empty(num_queries, np.int64)
     floors = np.full(num_queries, EMPTY, np.int64)
-    bounds = np.full(num_queries, -np.inf, np.float32)
+    bounds = np.empty(num_queries, np.float32)
     scores = np.empty((TILE_QUERIES, TILE_KEYS), np.float32)
-    for tile in range(start, stop, TILE_KEYS):
-        size = min(TILE_KEYS, stop - tile)
-        for first in range(0, num_queries, TILE_QUERIES):
-            score_tile(queries, first, keys, tile, size, scores)
-            for query in range(first, min(first + TILE_QUERIES, num_queries)):
-                for column in range(0, size, LANES):
-                    # few scores pass once the pool has filled: look at them sixteen at a time
-                    left = candidates(scores, query - first, column, bounds[query])
-                    if size - column < LANES:
-                        left &= (1 << (size - column)) - 1
-                    while left:
-                        i = column + lowest_bit(left)
-                        left &= left - 1
-                        packed = _pack(scores[query - first, i], tile + i)
-                        if packed <= floors[query]:
-                            continue
-                        pool[query, counts[query]] = packed
-                        counts[query] += 1
-                        if counts[query] == capacity:
-                            _keep_best(pool[query], capacity, k)
-                            counts[query] = k
-                            floors[query] = pool[query, k - 1]
-                            bounds[query] = _score_of(floors[query])
-    for query in range(num_queries):
-        count = counts[query]
-        if count > k:
-            _keep_best(pool[query], count, k)
-            count = k
-        for i in range(count, k):
-            pool[query, i] = EMPTY
+    scan_exact(keys, queries, num_queries, start, stop, k, pool, counts, floors, bounds, scores)
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -195,24 +96,12 @@ def _best(
     tiles = np.zeros((heads, padded, dim), np.float32)
     tiles[:, :num_queries] = queries
     pools = np.empty((heads, splits, num_queries, capacity), np.int64)
-    _scan_heads(_one_layout(kernel_view(keys, fmt)), keys.shape[1], tiles, num_queries, splits, k, pools)
+    _scan_heads(one_layout(kernel_view(keys, fmt)), keys.shape[1], tiles, num_queries, splits, k, pools)
     best = pools[..., :k].transpose(0, 2, 1, 3).reshape(heads, num_queries, splits * k)
     if splits > 1:
         best.partition(splits * k - k, axis=-1)
         best = best[..., -k:]
     return np.ascontiguousarray(np.sort(best, axis=-1)[..., ::-1])
-
-
-def _one_layout(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`keys` as an array that is never contiguous: Numba compiles a kernel once more for those that are.
-
-    A contiguous array gets one head and one row more than it has; the kernel is told how many are real.
-    """
-    if not keys.flags.c_contiguous:
-        return keys
-    heads, length, dim = keys.shape
-    strides = (length * dim * keys.itemsize, dim * keys.itemsize, keys.itemsize)
-    return np.lib.stride_tricks.as_strided(keys, (heads + 1, length + 1, dim), strides)
 
 
 def _num_splits(heads: int, length: int) -> int:

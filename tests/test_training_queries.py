@@ -1,0 +1,109 @@
+"""Training queries: sampled while a layer reads, moved to where decoding happens, handed to the index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import retrieval_attn as ra
+from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.training_queries import SPAN, TrainingQueries
+from tests.tiny_models import random_ids, tiny_model
+
+TOTAL = 200
+GRAPH = {"exact_below": 0, "beam": 64, "list_k": 16}
+
+
+def _rotated(model: Any, attention: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """query (1, heads, n, head_dim) before RoPE, turned by the model's own tables at positions (n,)."""
+    import sys
+
+    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+    cos, sin = model.model.rotary_emb(query, positions[None])
+    turned: torch.Tensor = apply(query, query, cos, sin)[0]
+    return turned
+
+
+@pytest.mark.parametrize("name", ["llama", "llama31", "qwen3", "phi3"])
+def test_queries_stand_where_decoding_happens(name: str) -> None:
+    """The same token asked at every position must come out as it would after the context; fails without the move."""
+    model = tiny_model(name)
+    attention = model.model.layers[0].self_attn
+    plain = torch.randn(1, 6, 1, attention.head_dim).expand(-1, -1, TOTAL, -1)
+    asked = _rotated(model, attention, plain, torch.arange(TOTAL))
+    sample = TrainingQueries(TOTAL, 40)
+    for start in range(0, TOTAL, 70):
+        sample.take(asked[:, :, start : start + 70], start)
+    moved = sample.finish(model, attention, 0, None)
+    assert moved.shape == (6, 40, attention.head_dim) and moved.dtype == np.float32
+    after = _rotated(model, attention, plain[:, :, :1].expand(-1, -1, SPAN, -1), torch.arange(TOTAL, TOTAL + SPAN))[0]
+    gaps = torch.cdist(torch.from_numpy(moved), after).amin(-1)
+    assert gaps.max() < 2e-2 * float(plain.norm(dim=-1).max())
+    left = torch.cdist(asked[0], after).amin(-1)
+    assert left.max() > 10 * gaps.max(), "queries at their own positions are no better: the test has no teeth"
+
+
+def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    query = torch.randn(2, 6, TOTAL, attention.head_dim)
+    whole, parts = TrainingQueries(TOTAL, 60), TrainingQueries(TOTAL, 60)
+    whole.take(query, 0)
+    for start in range(0, TOTAL, 33):
+        parts.take(query[:, :, start : start + 33], start)
+    valid = torch.ones(TOTAL, dtype=torch.bool)
+    assert np.array_equal(whole.finish(model, attention, 1, None), parts.finish(model, attention, 1, None))
+    valid[:150] = False
+    kept = whole.finish(model, attention, 1, valid)
+    assert 0 < kept.shape[1] < 60
+    assert whole.finish(model, attention, 1, torch.zeros_like(valid)).shape[1] == 0
+
+
+@pytest.fixture(scope="module")
+def loaded(needle_model_path: Path) -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(needle_model_path)
+
+
+def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
+    """A needle 1,200 tokens back, found by a graph that scores a part of the keys, the question retrieving as well."""
+    from retrieval_attn.eval.prose import prose
+
+    filler = prose(16_000, seed=5)
+    middle = filler.index(". ", len(filler) // 2) + 2
+    text = filler[:middle] + "The special magic Bergen number is: 7391846. " + filler[middle:]
+    config = ra.Config(sink=8, window=64, spill=16, top_k=50, index="roargraph", index_options=GRAPH)
+    context = ra.Context(*loaded, config).read(text, progress=False)
+    question = "What is the special magic Bergen number?"
+    answer = context.ask(question, max_new_tokens=24, append="retrieval")
+    assert "7391846" in answer.text
+    assert answer.stats.indexes == {"roargraph": 10}
+    asked = len(loaded[1](question)["input_ids"]) + answer.stats.new_tokens - 1
+    assert answer.stats.keys_scanned < 0.5 * asked * context.num_tokens * 5 * 8
+
+
+def test_a_short_turn_extends_the_index_and_a_long_one_builds_it_anew() -> None:
+    """Fails if every turn rebuilds (the dear way), or if a context that begins short never gets a trained index."""
+    model = tiny_model("llama")
+    config = ra.Config(sink=4, window=16, spill=8, index="roargraph", index_options=GRAPH)
+    cache = ra.RetrievalCache(model, config)
+    with torch.no_grad():
+        ra.enable(model, config)
+        built = []
+        for tokens in (200, 60, 900):
+            ids = random_ids(1, tokens)
+            model(ids, past_key_values=cache)
+            layer = cache.layers[0]
+            assert isinstance(layer, RetrievalLayer)
+            index = layer.hosts[0].segments[0]._index
+            assert index is not None
+            built.append(index.heads[0])
+            assert layer.hosts[0].indexed_tokens == layer.columns - config.window - config.sink
+    ra.disable(model)
+    assert built[0] is built[1], "60 tokens after 180 are inserted"
+    assert built[1] is not built[2], "900 tokens after 240 are built anew"

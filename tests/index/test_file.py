@@ -1,0 +1,233 @@
+"""Saved indexes answer as the index did, and no damaged, foreign or exchanged file gives an answer at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, ShapeError
+from retrieval_attn.index import Format, KeyIndex, available, create
+from retrieval_attn.index.file import MAGIC, load_index, save_index
+from retrieval_attn.index.formats import from_float32
+
+DIM = 16
+PREFIX = struct.Struct("<8sIII")
+
+
+def data(n: int = 500) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """bfloat16 keys (n, DIM), training queries (2, 60, DIM), queries (5, DIM)."""
+    rng = np.random.default_rng(0)
+    keys = from_float32(rng.standard_normal((n, DIM), dtype=np.float32), Format.BFLOAT16)
+    return keys, rng.standard_normal((2, 60, DIM), dtype=np.float32), rng.standard_normal((5, DIM), dtype=np.float32)
+
+
+def build(kind: str, n: int = 500) -> tuple[KeyIndex, npt.NDArray[Any]]:
+    """An index of `kind` that searches rather than scans, as far as kinds can be told."""
+    keys, train, _ = data(n)
+    options = {"exact_below": 0} if kind == "roargraph" else {}
+    return create(kind, keys, fmt=Format.BFLOAT16, queries=train, **options), keys
+
+
+def savable() -> list[str]:
+    kinds = []
+    for kind in available():
+        try:
+            build(kind, 64)[0].state()
+        except ConfigError:
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small ivf file that damage is done to."""
+    index, keys = build("ivf", 90)
+    path: Path = tmp_path_factory.mktemp("saved") / "index"
+    save_index(path, index, keys, Format.BFLOAT16, identity="m/0/1")
+    return path
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_every_kind_comes_back(tmp_path: Path, with_keys: bool) -> None:
+    """Same answers, same work, same options; a later insert works on the maps and does not reach the file."""
+    assert {"ivf", "hnsw", "roargraph"} <= set(savable())
+    for kind in savable():
+        index, keys = build(kind)
+        queries = data()[2]
+        path = tmp_path / kind
+        save_index(path, index, keys, Format.BFLOAT16, identity="model/3/1", with_keys=with_keys)
+        before = path.read_bytes()
+        back = load_index(path, identity="model/3/1", keys=None if with_keys else keys)
+        assert type(back.index) is type(index) and back.fmt is Format.BFLOAT16 and back.identity == "model/3/1"
+        np.testing.assert_array_equal(back.keys, keys)
+        for _ in range(2):
+            one, other = index.search(queries, 12), back.index.search(queries, 12)
+            np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_array_equal(one.scores, other.scores)
+            assert one.keys_scanned == other.keys_scanned
+            more = data(37)[0]
+            index.insert(more)
+            back.index.insert(more)
+        assert path.read_bytes() == before
+        assert [file.name for file in tmp_path.glob(".*")] == []
+
+
+def test_an_empty_index_and_a_replaced_file(tmp_path: Path) -> None:
+    """Zero keys are saved too, and a second save replaces the first as a whole, also while it is mapped."""
+    keys, _, queries = data()
+    path = tmp_path / "index"
+    save_index(path, create("ivf", keys[:0], fmt=Format.BFLOAT16), keys[:0], Format.BFLOAT16)
+    assert len(load_index(path).index) == 0
+    index = create("ivf", keys, fmt=Format.BFLOAT16)
+    save_index(path, index, keys, Format.BFLOAT16)
+    mapped = load_index(path)
+    save_index(path, create("ivf", keys[:9], fmt=Format.BFLOAT16), keys[:9], Format.BFLOAT16)
+    np.testing.assert_array_equal(mapped.keys, keys)
+    np.testing.assert_array_equal(mapped.index.search(queries, 3).ids, index.search(queries, 3).ids)
+    assert len(load_index(path).index) == 9
+
+
+def test_arrays_are_mapped_and_aligned(saved: Path) -> None:
+    """Nothing is copied: the keys lie in the file's map, on a cache line, and are writeable (one Numba type)."""
+    found = load_index(saved)
+    root: Any = found.keys
+    while isinstance(root, np.ndarray) and root.base is not None:
+        root = root.base
+    assert type(root).__name__ == "mmap"
+    assert found.keys.ctypes.data % 64 == 0 and found.keys.flags.writeable
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk must not cost the index that was there."""
+    index, keys = build("ivf", 90)
+    path = tmp_path / "index"
+    save_index(path, index, keys, Format.BFLOAT16)
+    before = path.read_bytes()
+
+    def fail(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_index(path, index, keys, Format.BFLOAT16)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@settings(max_examples=150, deadline=None)
+@given(place=st.integers(0, 10**9), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_found(saved: Path, place: int, bit: int) -> None:
+    """Any bit: a named error, or (in padding between arrays) the same index."""
+    good = saved.read_bytes()
+    bad = bytearray(good)
+    bad[place % len(good)] ^= 1 << bit
+    path = saved.with_name("flipped")
+    path.write_bytes(bad)
+    try:
+        found = load_index(path)
+    except InputDataError as error:
+        assert "flipped" in str(error)
+        return
+    np.testing.assert_array_equal(found.keys, load_index(saved).keys)
+    queries = data()[2]
+    np.testing.assert_array_equal(found.index.search(queries, 9).ids, load_index(saved).index.search(queries, 9).ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(0, 10**9), tail=st.booleans())
+def test_a_cut_or_grown_file_is_found(saved: Path, length: int, tail: bool) -> None:
+    """A download that stopped, a file that something was appended to; also without reading the arrays."""
+    good = saved.read_bytes()
+    path = saved.with_name("cut")
+    path.write_bytes(good + b"\0" * (1 + length % 5000) if tail else good[: length % len(good)])
+    for verify in (True, False):
+        with pytest.raises(InputDataError, match="cut"):
+            load_index(path, verify=verify)
+
+
+@settings(max_examples=40, deadline=None)
+@given(content=st.binary(max_size=200))
+def test_foreign_files_are_named(saved: Path, content: bytes) -> None:
+    """Anything that is not ours, and our first bytes with anything behind them."""
+    path = saved.with_name("foreign")
+    for full in (content, MAGIC + content):
+        path.write_bytes(full)
+        with pytest.raises(InputDataError):
+            load_index(path)
+
+
+def rewrite(saved: Path, name: str, **changes: Any) -> Path:
+    """The saved file with other header fields and a right header checksum."""
+    good = saved.read_bytes()
+    _, version, length, _ = PREFIX.unpack(good[: PREFIX.size])
+    header = json.loads(good[PREFIX.size : PREFIX.size + length])
+    version = changes.pop("version", version)
+    header.update(changes)
+    text = json.dumps({k: v for k, v in header.items() if v is not None}).encode()
+    start = -(-(PREFIX.size + length) // 4096) * 4096
+    path = saved.with_name(name)
+    head = PREFIX.pack(MAGIC, version, len(text), zlib.crc32(text)) + text
+    path.write_bytes(head.ljust(start, b"\0") + good[start:])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"kind": "no_such_kind"}, "no_such_kind"),
+        ({"kind": "hnsw"}, "m "),
+        ({"format": "float8"}, "float8"),
+        ({"keys": 91}, "damaged"),
+        ({"head_dim": 8}, "damaged"),
+        ({"keys": "many"}, "keys"),
+        ({"arrays": None}, "arrays"),
+        ({"arrays": [{}]}, "arrays.name"),
+        ({"plain": {}}, "centroids"),
+        ({"data_bytes": 5}, "bytes"),
+        (
+            {"arrays": [{"name": "keys", "dtype": "<u2", "shape": [10**9, 16], "offset": 0, "crc32": 0}]},
+            "outside",
+        ),
+        ({"arrays": [{"name": "keys", "dtype": "O", "shape": [1], "offset": 0, "crc32": 0}]}, "dtype"),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [-1], "offset": 0, "crc32": 0}]}, "outside"),
+    ],
+)
+def test_headers_that_do_not_hold_together(saved: Path, changes: dict[str, Any], message: str) -> None:
+    """A right checksum over wrong contents (another release, another program): named, not crashed on."""
+    with pytest.raises(RetrievalAttentionError, match=message):
+        load_index(rewrite(saved, "rewritten", **changes))
+
+
+def test_the_wrong_context_is_refused(saved: Path, tmp_path: Path) -> None:
+    """An index of another head or of other keys would answer, and answer wrongly."""
+    keys = data(90)[0]
+    with pytest.raises(InputDataError, match="m/0/2"):
+        load_index(saved, identity="m/0/2")
+    assert len(load_index(saved, identity="m/0/1", keys=keys).index) == 90
+    other = keys.copy()
+    other[50, 3] ^= 1
+    with pytest.raises(InputDataError, match="not the keys"):
+        load_index(saved, keys=other)
+    with pytest.raises(ShapeError):
+        load_index(saved, keys=keys[:80])
+    with pytest.raises(InputDataError, match="cannot be read"):
+        load_index(tmp_path / "nothing")
+    with pytest.raises(InputDataError, match="cannot be read"):
+        load_index(tmp_path)
+    index, _ = build("ivf", 90)
+    with pytest.raises(ShapeError, match="index's"):
+        save_index(tmp_path / "new", index, keys[:80], Format.BFLOAT16)
+    save_index(tmp_path / "bare", index, keys, Format.BFLOAT16, with_keys=False)
+    with pytest.raises(InputDataError, match="without its keys"):
+        load_index(tmp_path / "bare")

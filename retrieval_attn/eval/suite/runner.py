@@ -21,7 +21,7 @@ from retrieval_attn.eval.suite.prompting import Prompts, frame
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.suite.suite import TaskSuite
 
-__all__ = ["Block", "Outcome", "Selection", "SuiteRun", "run_suite"]
+__all__ = ["Block", "Outcome", "Selection", "SuiteRun", "run_suite", "score_fields"]
 
 POSITIONS = ("inside", "after")
 
@@ -109,6 +109,8 @@ class SuiteRun:
         self.positions, self.max_positions = tuple(positions), max_positions
         self.blocks = selection.blocks(suite)
         self.prompts = Prompts(form)
+        if hasattr(suite, "max_positions"):
+            suite.max_positions = max_positions
         self._check_lengths()
 
     def rows(self, block: Block, indices: Iterable[int] | None = None) -> Iterator[tuple[int, Row]]:
@@ -126,10 +128,18 @@ class SuiteRun:
         """Refuse what the model has no positions for.
 
         Generated rows fill their target length, so one row of every block stands for it; rows of files are
-        measured one by one.  Raises ContextLengthError, and whatever the suite raises for a length too short.
+        measured one by one unless the suite cuts them (max_tokens).  Raises ContextLengthError, and whatever the
+        suite raises for a length too short.
         """
+        bound = getattr(self.suite, "max_tokens", None)
+        if bound is not None and self.max_positions is not None and bound > self.max_positions:
+            raise ContextLengthError(
+                f"rows of up to {bound} tokens need as many positions, the model has {self.max_positions};"
+                " truncate them to that"
+            )
         for block in self.blocks:
-            for _, row in self.rows(block, block.indices[:1] if block.length is not None else None):
+            one = block.length is not None or bound is not None
+            for _, row in self.rows(block, block.indices[:1] if one else None):
                 self._require_positions(row)
 
     def _check_lengths(self) -> None:

@@ -16,6 +16,7 @@ class TaskSuite(Protocol):
     What a suite may have besides, read where it is there:
     titles: task -> column name of the published table.  notes: sentences that belong beside every number, such as
     "built-in prose instead of the essays".  form: set by the runner, so that rows can count the template's tokens.
+    max_positions: set by the runner to what the model has.  max_tokens: what no row exceeds, answer included.
     frame(tokenizer, chat) -> PromptFormat: the profile's own messages around a row.
     scores(row, text) -> {name: score}: further scorers, kept beside `score`.
     nulls(text) -> bool: whether an answer counts as empty.

@@ -1,0 +1,308 @@
+"""Flags and the course of every command that runs a task suite: checks, dry run, run, report, scoring again.
+
+A command adds its own flags, calls `add_arguments`, and hands its suite to `run`.  Loads neither torch nor a model
+before everything else is found to be in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.needle_options import BUNDLED_MODEL, _at_least, _choices, _flag, _length, _top_k
+from retrieval_attn.eval.suite.suite import TaskSuite
+
+__all__ = ["Options", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None, n: int | None = 20) -> None:
+    """Flags that every suite shares.  lengths: the default of --lengths; None: a suite without lengths of its own.
+
+    n: rows per task and length by default; None: all rows of the files.
+    """
+    parser.formatter_class = argparse.HelpFormatter
+    model = parser.add_argument_group("model")
+    _flag(model, "--model", "--model-name", metavar="PATH|ID", help="model folder or hub id (default: bundled model)")
+    _flag(model, "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    _flag(
+        model,
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="weights and cache; auto: float32 on the CPU, as stored elsewhere",
+    )
+    _flag(model, "--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    _flag(
+        model,
+        "--chat-template",
+        default="auto",
+        choices=["auto", "never"],
+        help="auto: use the tokenizer's chat template if it has one",
+    )
+
+    rows = parser.add_argument_group("samples")
+    _flag(rows, "--tasks", default="all", metavar="NAME,NAME", help="tasks to run (default: %(default)s)")
+    _flag(
+        rows,
+        "--lengths",
+        "--context-lengths",
+        default=lengths,
+        metavar="N,N",
+        help="tokens, question and answer included, such as 4096,8k,128k"
+        + (" (default: %(default)s)" if lengths else ""),
+    )
+    every = "all of a file" if n is None else "%(default)s"
+    _flag(
+        rows, "--n", "--num-samples", type=int, default=n, metavar="N", help=f"per task and length (default: {every})"
+    )
+    _flag(rows, "--seed", type=int, default=42, help="of generated samples (default: %(default)s)")
+    _flag(rows, "--limit", type=int, metavar="N", help="only the first N samples of all")
+    _flag(
+        rows,
+        "--shard",
+        metavar="I/N",
+        help="only the I-th of N parts (from 0), into its own folder; --score-only on the folder above joins them",
+    )
+
+    methods = parser.add_argument_group("methods")
+    _flag(
+        methods,
+        "--methods",
+        default="full,retrieval",
+        metavar="NAME,NAME",
+        help="methods to compare, or all (default: %(default)s)",
+    )
+    _flag(
+        methods,
+        "--question-position",
+        default="inside,after",
+        help="inside: question read with the prompt; after: asked when the context is indexed (default: both)",
+    )
+    _flag(methods, "--top-k", metavar="K", help="keys retrieved per head: a number, a share or all")
+    _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
+    _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
+    _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: auto)")
+    _flag(
+        methods,
+        "--append",
+        choices=["retrieval", "exact"],
+        help="how an after question attends to the context (default: retrieval, the honest test)",
+    )
+    _flag(
+        methods,
+        "--method-option",
+        action="append",
+        metavar="METHOD.KEY=VALUE",
+        help="option of one method, repeatable, such as quest.page=16",
+    )
+
+    output = parser.add_argument_group("output")
+    _flag(
+        output,
+        "--output-dir",
+        "--output-path",
+        metavar="DIR",
+        help="results folder; an unfinished one is continued (default: results/SUITE/MODEL-TIME)",
+    )
+    _flag(output, "--dry-run", action="store_true", help="check everything, show token counts and cost; run nothing")
+    _flag(output, "--no-plot", action="store_true", help="no PNG plots")
+    _flag(output, "--score-only", metavar="DIR", help="score a results folder, or its shards, again; needs no model")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The shared flags, checked."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int | None
+    chat_template: str
+    tasks: tuple[str, ...]
+    lengths: tuple[int | None, ...]
+    n: int | None
+    seed: int
+    limit: int | None
+    shard: tuple[int, int]
+    methods: tuple[str, ...]
+    positions: tuple[str, ...]
+    method_options: dict[str, dict[str, Any]]
+    output_dir: Path | None
+    dry_run: bool
+    plot: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, suite: TaskSuite) -> Options:
+        """Raises ConfigError."""
+        from retrieval_attn.eval.suite.answerers import known_methods
+        from retrieval_attn.eval.suite.runner import POSITIONS
+
+        for name in ("n", "limit", "threads"):
+            _at_least(name, getattr(args, name), 1)
+        known = known_methods()
+        shard = _shard(args.shard)
+        folder = Path(args.output_dir).expanduser() if args.output_dir else None
+        if shard != (0, 1):
+            if folder is None:
+                raise ConfigError("--shard needs --output-dir DIR, the folder that holds all parts")
+            folder = folder / f"shard-{shard[0]}-of-{shard[1]}"
+        return cls(
+            model=args.model or str(BUNDLED_MODEL),
+            device=args.device,
+            dtype=args.dtype,
+            threads=args.threads,
+            chat_template=args.chat_template,
+            tasks=suite.tasks() if args.tasks == "all" else _choices("--tasks", args.tasks, suite.tasks()),
+            lengths=_lengths(args.lengths),
+            n=args.n,
+            seed=args.seed,
+            limit=args.limit,
+            shard=shard,
+            methods=known if args.methods == "all" else _choices("--methods", args.methods, known),
+            positions=_choices("--question-position", args.question_position, POSITIONS),
+            method_options=_method_options(args, known),
+            output_dir=folder,
+            dry_run=args.dry_run,
+            plot=not args.no_plot,
+        )
+
+    @property
+    def model_name(self) -> str:
+        path = Path(self.model)
+        return path.resolve().name if path.exists() else self.model
+
+
+def run(args: argparse.Namespace, suite: TaskSuite) -> int:
+    """The command; 0 if every row was answered, 1 if some failed.  Raises RetrievalAttentionError on bad input."""
+    from retrieval_attn.eval.suite import scoring
+
+    if args.score_only:
+        return scoring.score_again(Path(args.score_only).expanduser(), suite, plot=not args.no_plot)
+    options = Options.of(args, suite)
+    from retrieval_attn.eval.needle import _load_description
+    from retrieval_attn.eval.suite.prompting import frame
+    from retrieval_attn.eval.suite.runner import Selection, SuiteRun
+
+    model_config, tokenizer = _load_description(options.model)
+    selection = Selection(options.tasks, options.lengths, options.n, options.seed, options.limit, options.shard)
+    room = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    form = frame(suite, tokenizer, options.chat_template)
+    test = SuiteRun(suite, selection, form, positions=options.positions, max_positions=room)
+    if options.dry_run:
+        from retrieval_attn.eval.suite.estimate import overview
+
+        print(overview(test, model_config, options.model_name, options.methods, options.device))
+        return 0
+    return _run(test, options, model_config)
+
+
+def _run(test: Any, options: Options, model_config: Any) -> int:
+    from retrieval_attn.eval.runs import RunFolder, environment
+    from retrieval_attn.eval.suite.report import need_matplotlib, write_report
+
+    if options.plot:
+        need_matplotlib()
+    settings = _settings(test, options, model_config)
+    folder = options.output_dir or _new_folder(test.suite.name, options.model_name)
+    RunFolder.check(folder, settings)
+    test.check_contexts()
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from retrieval_attn.eval import methods as ways
+    from retrieval_attn.eval.suite.answerers import build
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    disable_progress_bar()  # one bar, over the samples, is enough
+    model = ways.load_model(options.model, options.device, options.dtype)
+    methods = build(options.methods, model, test.form.tokenizer, options.method_options)
+    notes = list(getattr(test.suite, "notes", ()))
+    start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype), "notes": notes}
+    if model.device.type == "cuda":
+        start["gpu"] = torch.cuda.get_device_name(model.device)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    try:
+        outcome = test.execute(methods, folder, settings, start=start)
+    except KeyboardInterrupt:
+        print(f"interrupted; continue with the same flags and --output-dir {folder}", file=sys.stderr)
+        raise
+    print("\n" + write_report(folder, outcome.rows, test.suite, settings, plot=options.plot))
+    print(f"{folder}: predictions.jsonl, summary.md, summary.csv, summary.json, config.json, env.json")
+    return 1 if outcome.errors else 0
+
+
+def _settings(test: Any, options: Options, model_config: Any) -> dict[str, Any]:
+    """What decides the meaning of a row; tasks, lengths and methods are in its id, so that a folder can grow."""
+    from retrieval_attn.eval.methods import model_digest
+    from retrieval_attn.loading import choose_device
+
+    return {
+        "suite": test.suite.name,
+        "rows": test.suite.fingerprint(),
+        "seed": options.seed,
+        "model": options.model_name,
+        "model_digest": model_digest(options.model) or getattr(model_config, "_commit_hash", None),
+        "device": str(choose_device(options.device)),
+        "dtype": options.dtype,
+        "chat_template": options.chat_template,
+        "options": options.method_options,
+    }
+
+
+def _new_folder(suite: str, model: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")
+    return Path("results") / suite / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _lengths(text: str | None) -> tuple[int | None, ...]:
+    if text is None:
+        return (None,)
+    parts = [part for part in text.strip("[] ").split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"--lengths {text!r} holds no length; write 4096,8192")
+    return tuple(dict.fromkeys(_length(part) for part in parts))
+
+
+def _shard(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 0, 1
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if not match or not int(match[1]) < int(match[2]):
+        raise ConfigError(f"--shard {text!r} does not exist; write I/N with I from 0 to N - 1, such as 0/4")
+    return int(match[1]), int(match[2])
+
+
+def _method_options(args: argparse.Namespace, known: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """{"all": shared options that were given, method: its own}."""
+    shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append")}
+    shared["top_k"] = None if args.top_k is None else _top_k(args.top_k)
+    found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
+    if args.index is not None:
+        found["retrieval"] = {"index": args.index}
+    for text in args.method_option or ():
+        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", text)
+        if not match or match[1] not in known:
+            raise ConfigError(
+                f"--method-option {text!r}: needed METHOD.KEY=VALUE with a method of {', '.join(known)};"
+                " write quest.page=16"
+            )
+        found.setdefault(match[1], {})[match[2]] = _value(match[3])
+    return {name: options for name, options in found.items() if options}
+
+
+def _value(text: str) -> Any:
+    """A JSON value where the text is one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,49 @@
+"""RULER's aggregates over tasks and lengths: mean, weighted averages, effective length (RULER paper, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from retrieval_attn.eval.suite.statistics import effective_length, weighted_average
+
+__all__ = ["PAPER_002_THRESHOLD", "THRESHOLD", "Aggregates", "aggregate"]
+
+THRESHOLD = 85.6  # Llama-2-7B-chat at 4K; a length counts as effective from here
+PAPER_002_THRESHOLD = 85.0  # what the printed table of "RetrievalAttention" is consistent with
+
+
+@dataclass(frozen=True)
+class Aggregates:
+    """Percent.  means: length -> mean over tasks.  wavg_inc weighs longer lengths more (1, 2, ...), wavg_dec less.
+
+    same_tasks: every length has the same tasks; where not, the averages compare different things.
+    """
+
+    means: dict[int, float]
+    wavg_inc: float
+    wavg_dec: float
+    effective: int | None
+    effective_paper_002: int | None
+    same_tasks: bool
+
+
+def aggregate(scores: Mapping[int, Mapping[str, float]]) -> Aggregates:
+    """Aggregates of length -> task -> mean score (0 to 1).  Lengths without tasks are left out.
+
+    Raises ValueError if nothing is left.
+    """
+    filled = {length: tasks for length, tasks in sorted(scores.items()) if tasks}
+    if not filled:
+        raise ValueError("needed the scores of at least one length, got none")
+    means = {length: 100 * sum(tasks.values()) / len(tasks) for length, tasks in filled.items()}
+    inc, dec = weighted_average(means, increasing=True), weighted_average(means, increasing=False)
+    assert inc is not None and dec is not None, means
+    return Aggregates(
+        means,
+        inc,
+        dec,
+        effective_length(means, THRESHOLD),
+        effective_length(means, PAPER_002_THRESHOLD),
+        len({frozenset(tasks) for tasks in filled.values()}) == 1,
+    )

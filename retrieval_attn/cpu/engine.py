@@ -59,13 +59,18 @@ class Piece(NamedTuple):
     @property
     def most(self) -> int:
         """Largest `high` that the arrays and indexes allow."""
-        covered = self.keys.shape[1] if self.indexes is None else self.index_first + len(self.indexes[-1])
+        covered = self.keys.shape[1] if not self.indexes else self.index_first + len(self.indexes[-1])
         return min(int(self.keys.shape[1]), covered)
 
 
 def has_compiled_search(index: KeyIndex) -> bool:
-    """Whether a step can search this index: an exact one, which a scan replaces, or a graph."""
-    return type(index) in (FlatIndex, RoarGraphIndex)
+    """Whether a step can search this index: an exact one, which a scan replaces, or a graph.
+
+    Where a graph with a range (`beta`) is too small to be one, its own search has to cut what a scan finds.
+    """
+    if type(index) is RoarGraphIndex:
+        return index.options.beta is None or bool(index.search_arguments())
+    return type(index) is FlatIndex
 
 
 class StepCost(NamedTuple):

@@ -16,11 +16,11 @@ from retrieval_attn.cpu import step as at
 from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max
 from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
 from retrieval_attn.index.codes import encode_query_rows
-from retrieval_attn.index.dots import bits_to_float, dot
-from retrieval_attn.index.flat import _scan
+from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.graph_search import search_graph
 from retrieval_attn.index.packed import EMPTY, keep_best, pack_score
+from retrieval_attn.index.scan import TILE_KEYS, scan_exact
 
 
 @njit(nogil=True, cache=True)
@@ -39,10 +39,10 @@ def _task_of(descriptor, number):
 def _hand_in(pool, count, top_k, first, step, entry, query, found):
     """Write candidates pool[:count] to the list `found`, their ids moved by `first`, but those that have lost already.
 
-    With top_k of them, the worst is a floor for all lists of the query.
+    EMPTY ones are left out. With top_k others, the worst is a floor for all lists of the query.
     """
     address = step[at.FLOORS_AT] + (entry * step[at.QUERIES] + query) * 8
-    if count == top_k:
+    if count == top_k and pool[count - 1] != EMPTY:
         least = pool[0]
         for i in range(1, count):
             least = min(least, pool[i])
@@ -50,6 +50,8 @@ def _hand_in(pool, count, top_k, first, step, entry, query, found):
     floor = atomic_load(address)
     kept = 0
     for i in range(count):
+        if pool[i] == EMPTY:
+            break
         found[1 + kept] = pool[i] - first
         kept += 1 if pool[i] - first >= floor else 0
     found[0] = kept
@@ -67,9 +69,17 @@ def _scan_part(descriptor, number, worker, like):
     tiles = floats_at(step[at.TILES_AT] + entry * step[at.PADDED] * dim * 4, step[at.PADDED], dim)
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
     pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
-    _scan(keys, tiles, queries, start, stop, top_k, pool)
+    floors = carray(at_address(scratch + step[at.BARS_AT]), queries, np.int64)
     for query in range(queries):
-        _hand_in(pool[query], min(top_k, stop - start), top_k, piece[at.FIRST], step, entry, query, lists[query])
+        # what other parts found already counts here: fewer keys have to be kept
+        floor = atomic_load(step[at.FLOORS_AT] + (entry * queries + query) * 8)
+        floors[query] = EMPTY if floor == EMPTY else floor + piece[at.FIRST]
+    counts = carray(at_address(scratch + step[at.COUNTS_AT]), queries, np.int64)
+    bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), queries, np.float32)
+    scores = floats_at(scratch + step[at.TILE_AT], TILE_QUERIES, TILE_KEYS)
+    scan_exact(keys, tiles, queries, start, stop, top_k, pool, counts, floors, bounds, scores)
+    for query in range(queries):
+        _hand_in(pool[query], top_k, top_k, piece[at.FIRST], step, entry, query, lists[query])
     count_cost(step, worker, (stop - start) * queries, (stop - start) * dim * like.itemsize)
     return np.int64(0)
 

@@ -361,6 +361,42 @@ class HostPath:
         """
         return attend_paths([self], [queries], [(start, stop)], top_k, scale=scale, softcap=softcap, threads=threads)[0]
 
+    def exact_lse(
+        self,
+        queries: npt.NDArray[np.float32],
+        start: int,
+        stop: int,
+        heads: Sequence[int] | None = None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        threads: int | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Log-sum-exp of all scores over tokens [start, stop): (heads, n) float32, of the query heads named, None: all.
+
+        queries (q_heads, n, head_dim) float32. Reads every key of those heads. With the lse of `attend`,
+        exp(lse - exact_lse) is the share of full attention's weight that the retrieved keys captured. An empty range
+        gives -inf. Raises ShapeError, ConfigError.
+        """
+        check_score_options(scale, softcap)
+        group = len(self._grouped(queries)) and queries.shape[0] // self._heads
+        chosen = range(queries.shape[0]) if heads is None else heads
+        wrong = [head for head in chosen if not 0 <= head < queries.shape[0]]
+        if wrong:
+            raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
+        pieces = self._pieces(start, stop)
+        result = np.full((len(chosen), queries.shape[1]), -np.inf, np.float32)
+        with kernel_threads(self._threads if threads is None else threads):
+            for row, head in enumerate(chosen if pieces else ()):
+                own, of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
+                parts = [
+                    # keys in place of values, which nobody needs: they are at hand
+                    attend_range_heads(own, s.keys[of], s.keys[of], low, high, self._fmt, scale, softcap)
+                    for s, low, high in pieces
+                ]
+                result[row] = merge_partials(parts)[1][0]
+        return result
+
     def _attend(
         self,
         queries: npt.NDArray[np.float32],

@@ -11,6 +11,7 @@ What uses codes ranks by them and scores the best again with the stored keys.
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils, config
 
-from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.dots import _offset, _row_address, _shuffled, intrinsic, widen
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.memory import aligned_empty, one_layout
@@ -137,6 +138,28 @@ def encode_more(codes: Codes, keys: npt.NDArray[Any], fmt: Format, start: int) -
         codes = codes._replace(codes=grown)
     _encode_rows(stored, length, codes.codes, start, codes.mean, codes.scale)
     return codes
+
+
+def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int) -> Codes:
+    """Codes from the arrays "rows", "mean" and "scale" of a saved state, for `length` keys; rows may be read-only.
+
+    Rows are copied (an insert writes behind them). Raises InputDataError for arrays that are not such codes.
+    """
+    shapes = {"rows": (np.uint8, (length, code_width(head_dim))), "mean": (np.float32, (head_dim,))}
+    shapes["scale"] = shapes["mean"]
+    arrays: list[npt.NDArray[Any]] = []
+    for name, (dtype, shape) in shapes.items():
+        array = state.get(name)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
+            given = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else "nothing"
+            raise InputDataError(f"{name} of the codes must be {np.dtype(dtype)} {shape}, got {given}; build it again")
+        if not np.isfinite(array).all() or (name == "scale" and (array < 0).any()):
+            raise InputDataError(f"{name} of the codes must be finite numbers, scale >= 0; build the index again")
+        arrays.append(array)
+    rows, mean, scale = arrays
+    copied = aligned_empty(rows.shape, np.uint8)
+    copied[:] = rows
+    return Codes(copied, np.array(mean), np.array(scale))
 
 
 def encode_query(queries: npt.NDArray[np.float32], codes: Codes, planes: int = 1) -> CodedQueries:

@@ -237,14 +237,14 @@ def _offer(pool, counts, bounds, query, total, key_id, kept, capacity):
 
 
 @njit(nogil=True, cache=True)
-def rescore(keys, queries, query, coded, count, base, exact):
+def rescore(keys, length, queries, query, coded, count, base, exact):
     """exact[i] = the candidate coded[i] packed by its inner product with the stored key, for i < count.
 
-    keys (n, d) stored format, key i of them having id base + i; candidates of other ids are left alone, so that keys
-    may lie in several arrays. queries (at least query + 1, d) float32. coded and exact (at least count) int64 may be
-    one array only if all ids are in these keys.
+    keys (at least length, d) stored format, key i < length of them having id base + i; candidates of other ids are
+    left alone, so that keys may lie in several arrays. queries (at least query + 1, d) float32. coded and exact (at
+    least count) int64 may be one array only if all ids are in these keys.
     """
-    stop = base + len(keys)
+    stop = base + length
     for i in range(min(AHEAD, count)):
         _prefetch_within(keys, coded[i], base, stop)
     for i in range(count):

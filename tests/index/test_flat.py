@@ -11,6 +11,7 @@ from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import FlatIndex, Format
 from retrieval_attn.index import flat as flat_module
 from retrieval_attn.index.formats import from_float32, to_float32
+from retrieval_attn.index.pieces import stacked
 from retrieval_attn.index.threads import kernel_threads
 from tests.cpu.reference import EPS, best_ids, normal, strided, whole_numbers
 
@@ -122,7 +123,7 @@ def test_limit_and_growth() -> None:
     index.insert(stored[1000:1700].copy())  # lies elsewhere
     index.insert(stored[1700:])
     assert len(index) == 3000 and index.head_dim == 16 and index.nbytes == 0
-    assert len(index._pieces) == 3
+    assert len(index._keys.arrays) == 3
     for limit in (None, 0, 1, 999, 1001, 1700, 2999, 5000):
         assert_search(index, queries, keys, 30, limit)
     assert index.truncate(1200) and len(index) == 1200
@@ -148,10 +149,10 @@ def test_keys_stay_the_callers() -> None:
         for index, head in zip(indexes, keys, strict=True):
             index.insert(head[i : i + 1])
     for index, head in zip(indexes, keys, strict=True):
-        (piece,) = index._pieces
+        (piece,) = index._keys.arrays
         assert np.shares_memory(piece, head) and piece.base is keys
         assert_search(index, whole_numbers(np.random.default_rng(11), (3, 8)), head[:80], 9)
-    together = flat_module._stacked([index._pieces for index in indexes])
+    together = stacked([index._keys.arrays for index in indexes])
     assert together is not None and together.shape == (2, 80, 8)
     np.testing.assert_array_equal(together, keys[:, :80])
 

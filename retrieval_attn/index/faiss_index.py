@@ -154,7 +154,7 @@ class IvfIndex(_FaissIndex):
     """Inverted lists around k-means centroids of the keys; the `nprobe` lists that score best are scanned.
 
     centroids: lists (default 512, fewer below 32K keys); nprobe: lists per search (default 29 % of them);
-    iterations: of k-means; seed: of k-means.
+    iterations: of k-means; seed: of k-means. `nprobe` may be changed between searches.
     """
 
     kind: ClassVar[str] = "ivf"
@@ -175,7 +175,7 @@ class IvfIndex(_FaissIndex):
             if value is not None:
                 _check_int(name, value, 1)
         _check_int("seed", seed, 0)
-        self._centroids, self._nprobe, self._iterations, self._seed = centroids, nprobe, iterations, seed
+        self._centroids, self.nprobe, self._iterations, self._seed = centroids, nprobe, iterations, seed
 
     @classmethod
     def build(
@@ -199,7 +199,7 @@ class IvfIndex(_FaissIndex):
     def _options(self) -> dict[str, StateValue]:
         return {
             "centroids": self._centroids or 0,
-            "nprobe": self._nprobe or 0,
+            "nprobe": self.nprobe or 0,
             "iterations": self._iterations,
             "seed": self._seed,
         }
@@ -226,7 +226,7 @@ class IvfIndex(_FaissIndex):
         faiss = _faiss()
 
         lists = int(self._index.nlist)
-        nprobe = min(lists, self._nprobe or max(1, round(IVF_PROBED_SHARE * lists)))
+        nprobe = min(lists, self.nprobe or max(1, round(IVF_PROBED_SHARE * lists)))
         nprobe = (nprobe, min(lists, 4 * nprobe), lists)[effort]
         parameters = faiss.SearchParametersIVF(nprobe=nprobe, sel=_selector(limit, len(self)))
         before = faiss.cvar.indexIVF_stats.ndis
@@ -248,7 +248,8 @@ class HnswIndex(_FaissIndex):
     m: neighbours per key and level (twice on the lowest). ef_construction, ef_search: width of the beam when
     building and searching (at least k). metric: what neighbours are near in, "ip" or "l2" (searches always score
     by inner product; graphs built by inner product alone are poor on keys of uneven norm). build_threads: more
-    than 1 is faster, but then two builds are not the same graph. seed: of the keys' levels.
+    than 1 is faster, but then two builds are not the same graph. seed: of the keys' levels. `ef_search` may be
+    changed between searches.
     """
 
     kind: ClassVar[str] = "hnsw"
@@ -279,7 +280,7 @@ class HnswIndex(_FaissIndex):
         if metric not in ("ip", "l2"):
             raise ConfigError(f'metric={metric!r} must be "ip" or "l2"')
         check_threads(build_threads)
-        self._m, self._ef_construction, self._ef_search = m, ef_construction, ef_search
+        self._m, self._ef_construction, self.ef_search = m, ef_construction, ef_search
         self._metric, self._build_threads, self._seed = metric, build_threads, seed
 
     @classmethod
@@ -308,7 +309,7 @@ class HnswIndex(_FaissIndex):
         return {
             "m": self._m,
             "ef_construction": self._ef_construction,
-            "ef_search": self._ef_search,
+            "ef_search": self.ef_search,
             "metric": self._metric,
             "build_threads": self._build_threads,
             "seed": self._seed,
@@ -347,7 +348,7 @@ class HnswIndex(_FaissIndex):
     def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, Any, int]:
         faiss = _faiss()
 
-        beam = min(max(self._ef_search, k) * 8**effort, max(k, len(self)))
+        beam = min(max(self.ef_search, k) * 8**effort, max(k, len(self)))
         parameters = faiss.SearchParametersHNSW(efSearch=beam, sel=_selector(limit, len(self)))
         before = faiss.cvar.hnsw_stats.ndis
         scores, ids = self._index.search(queries, k, params=parameters)

@@ -1,0 +1,25 @@
+"""`retrieval-attn bench index` and `retrieval-attn bench study`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+__all__ = ["add_arguments", "run"]
+
+_WHAT = {
+    "index": ("retrieval_attn.eval.bench_index", "recall, work, time and memory of every index on attention keys"),
+    "study": ("retrieval_attn.eval.studies", "figures 2, 3a, 3b and 6 of the RetrievalAttention paper, on your heads"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Subcommands of `retrieval-attn bench`."""
+    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, (module, text) in _WHAT.items():
+        importlib.import_module(module).add_arguments(commands.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen one; see its module."""
+    return int(importlib.import_module(_WHAT[args.what][0]).run(args))

@@ -1,0 +1,84 @@
+"""Line plots of the index benchmark and the studies, as PNG files. matplotlib is imported when a plot is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.runs import write_atomically
+
+_COLOURS = (
+    "#1b6ca8",
+    "#d1495b",
+    "#3c8d5a",
+    "#e3a72f",
+    "#7a5195",
+    "#4c4c4c",
+    "#00a6a6",
+    "#b5651d",
+    "#888888",
+    "#c06c84",
+)
+_MARKERS = "os^Dv<>PX*"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One panel. lines: name -> points (x, y), joined in order of x; not-a-number points are left out."""
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    log_x: bool = False
+    log_y: bool = False
+    y_range: tuple[float, float] | None = None
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def need_matplotlib() -> None:
+    """Raise ConfigError if plots cannot be drawn, before hours of measuring."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError('plots need matplotlib; install "retrieval-attn[eval]" or use --no-plot')
+
+
+def save_plot(panels: Sequence[Plot], path: Path) -> None:
+    """Draw the panels side by side and write a PNG, replacing `path` as a whole."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(panels), 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        for name, points in panel.lines.items():
+            known = sorted((x, y) for x, y in points if x == x and y == y)
+            style = names.index(name)
+            axes.plot(
+                [x for x, _ in known],
+                [y for _, y in known],
+                label=name,
+                color=_COLOURS[style % len(_COLOURS)],
+                marker=_MARKERS[style % len(_MARKERS)],
+                markersize=4.5,
+                linewidth=1.4,
+            )
+        axes.set_xscale("log" if panel.log_x else "linear")
+        axes.set_yscale("log" if panel.log_y else "linear")
+        if panel.y_range is not None:
+            axes.set_ylim(*panel.y_range)
+        axes.set_title(panel.title, fontsize=10, loc="left")
+        axes.set_xlabel(panel.x, fontsize=9)
+        axes.set_ylabel(panel.y, fontsize=9)
+        axes.grid(True, color="#e4e4e4", linewidth=0.7)
+        axes.tick_params(labelsize=8)
+        axes.legend(fontsize=8, frameon=False)
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    write_atomically(path, data.getvalue())

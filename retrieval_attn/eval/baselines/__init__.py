@@ -1,0 +1,20 @@
+"""The paper's baselines and this package's own method, behind one name each, on the same hooks.
+
+make_method("snapkv", model, tokenizer, capacity=2048).answers(prompt, ("inside", "after"), 32)
+"""
+
+from __future__ import annotations
+
+from retrieval_attn.eval.baselines.registry import METHODS, budget_options, build_methods, make_method, option_names
+from retrieval_attn.eval.baselines.reply import POSITIONS, Method, Reply
+
+__all__ = [
+    "METHODS",
+    "POSITIONS",
+    "Method",
+    "Reply",
+    "budget_options",
+    "build_methods",
+    "make_method",
+    "option_names",
+]

@@ -1,0 +1,137 @@
+"""A published method, as a way to answer: read the context, compress or index it, then decode through the method."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+from retrieval_attn.decode import run
+from retrieval_attn.eval.baselines.cache import ContextCache, attention_modules
+from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation, require_projection
+from retrieval_attn.eval.baselines.infllm import Blocks, require_rotation
+from retrieval_attn.eval.baselines.options import InfiniGen, InfLLM, Options, Quest, SnapKV, StreamingLLM
+from retrieval_attn.eval.baselines.policy import Dense, Policy
+from retrieval_attn.eval.baselines.quest import QuestPages
+from retrieval_attn.eval.baselines.reader import ContextReader, feed
+from retrieval_attn.eval.baselines.reply import Reply, make_reply, stop_ids
+from retrieval_attn.eval.baselines.snapkv import Snap
+from retrieval_attn.eval.baselines.streaming import Streaming
+from retrieval_attn.eval.prompts import Prompt
+from retrieval_attn.switch import using_retrieval
+
+__all__ = ["PolicyMethod"]
+
+
+class PolicyMethod:
+    """One of the published methods that decide per layer what a query attends to.
+
+    "inside": the question is the end of the prompt, which is read as a whole; the first answer token comes from
+    that reading, as in the papers.  "after": the context alone is compressed or indexed, and the question's tokens
+    go through the method as generated ones do.
+    Raises UnsupportedModelError when made if the method cannot run on the model.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, options: Options, reader: ContextReader | None) -> None:
+        self.name, self.options = name, options.to_dict()
+        self._model, self._tokenizer = model, tokenizer
+        self._typed = options
+        self._inputs: LayerInputs | None = None
+        modules = attention_modules(model)
+        if isinstance(options, InfiniGen):
+            require_projection(modules)
+            self._inputs = LayerInputs(modules)
+        if isinstance(options, InfLLM) and options.positions == "unified":
+            require_rotation(model, modules[0])
+        own = reader is None or options.reads
+        self._reader = ContextReader(model) if own or reader is None else reader
+        self._key = f"{name}-{id(self)}"
+        self._reader.attach(self._key, self._policy)
+
+    def release(self) -> None:
+        """Free the memory of the last context."""
+        self._reader.release()
+
+    def answers(self, prompt: Prompt, positions: Sequence[str], max_new_tokens: int) -> dict[str, Reply]:
+        replies = {}
+        for position in positions:
+            cache, read = self._reader.open(prompt.context_ids)
+            try:
+                replies[position] = self._answer(cache, read, prompt, position, max_new_tokens)
+            finally:
+                cache.rewind()
+        return replies
+
+    def _answer(self, cache: ContextCache, read: float, prompt: Prompt, position: str, max_new_tokens: int) -> Reply:
+        chunk = self._reader.config.prefill_chunk
+        question, context = prompt.question_ids.tolist(), len(prompt.context_ids)
+        cache.act(self._key)
+        with self._inputs or contextlib.nullcontext():
+            index = cache.start() if position == "after" else 0.0
+            began = time.perf_counter()
+            logits = feed(self._model, cache, question, context, chunk)
+            asked = time.perf_counter() - began
+            if position == "inside":
+                index = cache.start()
+            began = time.perf_counter()
+            new = self._generate(cache, prompt, logits, max_new_tokens)
+            decode = time.perf_counter() - began
+        seconds = {"prefill": read + asked, "index": index, "decode": decode}
+        stats = {**_measured(cache), "shared_prefill": read == 0.0}
+        return make_reply(self._tokenizer, new, stop_ids(self._model, self._tokenizer), seconds, stats)
+
+    @torch.no_grad()
+    def _generate(self, cache: ContextCache, prompt: Prompt, logits: torch.Tensor, max_new_tokens: int) -> list[int]:
+        model = self._model
+        stops = stop_ids(model, self._tokenizer)
+        sequence = torch.from_numpy(prompt.ids)[None].to(model.device)
+        cache.require_room(max_new_tokens, len(prompt))
+        criteria = StoppingCriteriaList([MaxLengthCriteria(len(prompt) + max_new_tokens)])
+        if stops:
+            criteria.append(EosTokenCriteria(stops))
+        with using_retrieval(model, self._reader.config.prefill_chunk):
+            done = run(
+                model,
+                cache,
+                sequence,
+                logits,
+                mask=None,
+                position=torch.tensor([len(prompt) - 1], device=model.device),
+                processors=LogitsProcessorList(),
+                criteria=criteria,
+                do_sample=False,
+                pad_id=stops[0] if stops else 0,
+            )
+        new: list[int] = done.sequences[0, len(prompt) :].tolist()
+        return new
+
+    def _policy(self, layer: int, layers: int) -> Policy:
+        options = self._typed
+        if layer < getattr(options, "dense_layers", 0):
+            return Dense(options, layer, layers)
+        if isinstance(options, InfLLM):
+            return Blocks(options, layer, layers, self._model)
+        if isinstance(options, InfiniGen):
+            assert self._inputs is not None
+            return Speculation(options, layer, layers, self._inputs)
+        kinds = ((StreamingLLM, Streaming), (SnapKV, Snap), (Quest, QuestPages))
+        kind = next(kind for of, kind in kinds if isinstance(options, of))
+        return kind(options, layer, layers)
+
+
+def _measured(cache: ContextCache) -> dict[str, Any]:
+    """Tokens attended and read per step: mean over layers of what their meters counted."""
+    meters = [meter for meter in cache.meters() if meter.queries]
+    if not meters:
+        return {"tokens_attended_per_step": None, "tokens_read_per_step": None, "tokens_attended_by_layer": []}
+    attended = [meter.attended / meter.queries for meter in meters]
+    read = [meter.read / meter.queries for meter in meters]
+    return {
+        "tokens_attended_per_step": sum(attended) / len(attended),
+        "tokens_read_per_step": sum(read) / len(read),
+        "tokens_attended_by_layer": [round(value, 2) for value in attended],
+    }

@@ -1,0 +1,143 @@
+"""Every method by its name.  Loads neither torch nor a model until one is made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from retrieval_attn.config import Config
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.baselines.options import (
+    SINK,
+    WINDOW,
+    InfiniGen,
+    InfLLM,
+    Options,
+    PyramidKV,
+    Quest,
+    SnapKV,
+    StreamingLLM,
+)
+from retrieval_attn.eval.baselines.reply import Method
+
+__all__ = ["METHODS", "budget_options", "build_methods", "make_method", "option_names"]
+
+_POLICIES: dict[str, type[Options]] = {
+    kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen)
+}
+_INDEXES = {"flat": "flat", "ivf": "ivf", "hnsw": "hnsw", "retrieval": "roargraph"}
+_OF_RETRIEVAL = ("append", "inside")
+_COPY_BELOW_BYTES = 1 << 30
+
+METHODS: tuple[str, ...] = ("full", *_POLICIES, *_INDEXES)
+"""Names of all methods, the exact one first."""
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """Options that `make_method` takes for `name`, besides `budget`.  Raises ConfigError for an unknown name."""
+    _known(name)
+    if name in _POLICIES:
+        return tuple(item.name for item in fields(_POLICIES[name]))
+    if name in _INDEXES:
+        return (*(item.name for item in fields(Config)), *_OF_RETRIEVAL)
+    return ("keep_context",)
+
+
+def budget_options(name: str, budget: int, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Options with which one query of `name` attends to about `budget` tokens per step, sinks and window included.
+
+    given: options that are fixed already; they are not part of the result.  What a budget means: each query head
+    (of the layers that a method does not leave dense) attends to that many tokens.  Generated tokens come on top
+    for snapkv and pyramidkv, which evict nothing after the prompt.  Raises ConfigError for a budget that leaves
+    no room.
+    """
+    _known(name)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 8:
+        raise ConfigError(f"budget must be a whole number of tokens >= 8, got {budget!r}; 2048 is the published value")
+    fixed = dict(given or {})
+    if name in _POLICIES:
+        made = _POLICIES[name].for_budget(budget, fixed)
+    elif name in _INDEXES:
+        made = _retrieval_budget(budget, fixed)
+    else:
+        raise ConfigError("method full attends to everything and has no budget; leave the budget out")
+    return {key: value for key, value in made.items() if key not in fixed}
+
+
+def _retrieval_budget(budget: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The paper's static part where at least 8 tokens remain to retrieve, else an eighth and half of the budget."""
+    small = budget < SINK + WINDOW + 8
+    sink = given.get("sink", budget // 8 if small else SINK)
+    window = given.get("window", budget // 2 if small else WINDOW)
+    if budget - sink - window < 1:
+        raise ConfigError(f"budget={budget} leaves nothing to retrieve beside sink={sink} and window={window}")
+    return {"sink": sink, "window": window, "top_k": budget - sink - window}
+
+
+def make_method(
+    name: str, model: Any, tokenizer: Any, *, budget: int | None = None, shared: Any = None, **options: Any
+) -> Method:
+    """The method called `name` for a model and its tokenizer, with its paper's parameters unless `options` say else.
+
+    budget: tokens attended per step, sets the parameters that decide it (`budget_options`).
+    shared: a ContextReader of the same model: methods that read with full attention then share one reading.
+    Raises ConfigError for an unknown name or option, UnsupportedModelError, with the reason, for a model that the
+    method cannot run on.
+    """
+    _known(name)
+    unknown = sorted(set(options) - set(option_names(name)))
+    if unknown:
+        known = ", ".join(option_names(name))
+        raise ConfigError(f"method {name} has no option {', '.join(unknown)}; its options: {known}")
+    if budget is not None:
+        options = {**budget_options(name, budget, options), **options}
+    if name == "full":
+        from retrieval_attn.eval.baselines.full import FullAttention
+
+        return FullAttention(model, tokenizer, **options)
+    if name in _INDEXES:
+        from retrieval_attn.eval.baselines.retrieval import RetrievalAttention
+
+        own = {key: options.pop(key) for key in _OF_RETRIEVAL if key in options}
+        config = Config.from_dict({"index": _INDEXES[name], **options})
+        return RetrievalAttention(model, tokenizer, config, name=name, **own)
+    from retrieval_attn.eval.baselines.method import PolicyMethod
+
+    return PolicyMethod(name, model, tokenizer, _POLICIES[name].of(options), shared)
+
+
+def build_methods(
+    names: Sequence[str], model: Any, tokenizer: Any, options: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Method]:
+    """Methods by name, full attention first; options: per name, as keywords of `make_method` (budget too).
+
+    Methods that read with full attention and attend by their own rule (streaming_llm, snapkv, pyramidkv, quest,
+    infinigen) share one reading of each context.  flat, ivf, hnsw and retrieval each keep their own, since its host
+    memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
+    A small model on the CPU is copied for `full`, so that nothing ever touches the baseline's.
+    """
+    given = {name: dict((options or {}).get(name, {})) for name in names}
+    for name in (*names, *(options or {})):
+        _known(name)
+    methods: dict[str, Method] = {}
+    if "full" in names:
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        own = len(given) > 1 and model.device.type == "cpu" and size < _COPY_BELOW_BYTES
+        full = {"keep_context": True, **given["full"]}
+        methods["full"] = make_method("full", copy.deepcopy(model) if own else model, tokenizer, **full)
+    shared = None
+    if any(name in _POLICIES for name in names):
+        from retrieval_attn.eval.baselines.reader import ContextReader
+
+        shared = ContextReader(model)
+    for name in given:
+        if name != "full":
+            methods[name] = make_method(name, model, tokenizer, shared=shared, **given[name])
+    return methods
+
+
+def _known(name: str) -> None:
+    if name not in METHODS:
+        raise ConfigError(f"method {name!r} is unknown; choose from {', '.join(METHODS)}")

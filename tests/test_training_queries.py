@@ -23,7 +23,7 @@ def _rotated(model: Any, attention: Any, query: torch.Tensor, positions: torch.T
     """query (1, heads, n, head_dim) before RoPE, turned by the model's own tables at positions (n,)."""
     import sys
 
-    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     cos, sin = model.model.rotary_emb(query, positions[None])
     turned: torch.Tensor = apply(query, query, cos, sin)[0]
     return turned

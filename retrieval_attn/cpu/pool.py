@@ -40,8 +40,10 @@ from retrieval_attn.cpu.atomics import (
 )
 from retrieval_attn.errors import BackendError, ConfigError
 
-SPIN_MICROSECONDS = 200.0
-"""How long workers look for the next job before they sleep."""
+SPIN_MICROSECONDS = 2000.0
+"""How long workers look for the next job before they sleep: longer than a layer of a decode step takes elsewhere. A
+sleeper is of no help for the first 150 us of a job (measured on a virtual machine); one that looks gives way to others.
+"""
 YIELD_NANOSECONDS = 20_000
 """After this long of waiting, let other threads have the core between two looks."""
 LOOKS = 32

@@ -41,8 +41,11 @@ class Stats:
     """Cost of one answer, summed over layers. Seconds are wall clock.
 
     context_tokens: tokens the question could attend to. prefill_seconds: reading the question.
-    keys_scanned, host_bytes_read, host_seconds: work of the host's search and attention.
+    keys_scanned, host_bytes_read, host_seconds: work of the host's search and attention; search_seconds and
+    attend_seconds are its two phases.
     host_bytes, device_bytes: memory held by the cache.
+    captured_mass: share of exact attention's weight that took part (sinks, window and retrieved keys), mean over the
+    heads and tokens measured; None unless `Config.mass_heads` asks for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
     """
 
@@ -56,6 +59,9 @@ class Stats:
     host_bytes_read: int
     host_bytes: int
     device_bytes: int
+    search_seconds: float = 0.0
+    attend_seconds: float = 0.0
+    captured_mass: float | None = None
     indexes: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -164,7 +164,7 @@ def _make_layers(model: PreTrainedModel, text_config: Any, config: Config) -> li
     layers: list[Any] = []
     for index, layer_type in enumerate(layer_types):
         if layer_type == "full_attention":
-            layers.append(RetrievalLayer(config, model))
+            layers.append(RetrievalLayer(config, model, index))
         elif layer_type == "sliding_attention":
             layers.append(SlidingLayer(config, layer_kwargs["sliding_window"]))
         elif layer_type in ("linear_attention", "conv", "mlp", "moe"):

@@ -24,10 +24,18 @@ from retrieval_attn.hooks import KVView, MaskSpec
 
 @dataclass
 class LayerStats:
-    """What one layer did since the cache was made. Seconds are wall clock, bytes are host memory read."""
+    """What one layer did since the cache was made. Seconds are wall clock, bytes are host memory read.
+
+    host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
+    mass, mass_count: sum and number of the shares of attention that were measured (`Config.mass_heads`).
+    """
 
     index_seconds: float = 0.0
     host_seconds: float = 0.0
+    search_seconds: float = 0.0
+    attend_seconds: float = 0.0
+    mass: float = 0.0
+    mass_count: int = 0
     keys_scanned: int = 0
     bytes_read: int = 0
 

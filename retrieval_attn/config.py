@@ -36,6 +36,8 @@ class Config:
     decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype.
+    mass_heads: query heads per layer for which every decode step also computes exact attention's denominator, so
+        that `Stats.captured_mass` can be given. Slow: each reads all keys of its head. 0 measures nothing.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 
@@ -50,6 +52,7 @@ class Config:
     decode_tokens: int = 8
     spill: int = 128
     host_dtype: str = "auto"
+    mass_heads: int = 0
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +61,7 @@ class Config:
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
         _require_int("train_queries", self.train_queries, 0, "2048 is a good start; 0 trains no index")
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
+        _require_int("mass_heads", self.mass_heads, 0, "use 0 to measure nothing")
         _require_int("spill", self.spill, 1, "128 is a good start")
         _check_top_k(self.top_k)
         if not isinstance(self.exact_append, bool):

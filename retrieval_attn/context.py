@@ -256,6 +256,9 @@ class Context:
                 host_bytes_read=work.bytes_read,
                 host_bytes=cache.host_nbytes,
                 device_bytes=cache.device_nbytes,
+                search_seconds=work.search_seconds,
+                attend_seconds=work.attend_seconds,
+                captured_mass=work.mass / work.mass_count if work.mass_count else None,
                 indexes=cache.index_kinds(),
             )
             answers.append(Answer(text, tokens, "stop" if stopped else "length", stats))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache_layer import CacheLayer, LayerStats
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.store import HostPath, attend_paths, held_bytes
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.exact_pass import ExactPass
 from retrieval_attn.gpu.merge import Partial, merge
@@ -33,6 +33,9 @@ from retrieval_attn.transfer import host_format, to_device, to_host, to_queries
 _Job = tuple[HostPath, int, int, "np.ndarray[Any, Any] | None"]
 """A path, the range to index, and queries to train on."""
 
+_Asked = tuple[HostPath, list[int], "np.ndarray[Any, Any]", tuple[int, int]]
+"""A path, the rows that share it, their queries (q_heads, rows * count, head_dim), the range of tokens."""
+
 # Tokens a sequence may gain after its prompt before its host memory continues in a second segment.
 GENERATION_ROOM = 16384
 
@@ -44,9 +47,13 @@ class RetrievalLayer(CacheLayer):
     host (copy on write), so a prompt's keys are held once however many sequences continue it.
     """
 
-    def __init__(self, config: Config, model: nn.Module | None = None) -> None:
-        """model: the model the layer belongs to; without it training queries stay at their own positions."""
+    def __init__(self, config: Config, model: nn.Module | None = None, number: int = 0) -> None:
+        """model: the model the layer belongs to; without it training queries stay at their own positions.
+
+        number: of the layer in the model, for error messages.
+        """
         super().__init__(config)
+        self._number = number
         self._model = None if model is None else weakref.ref(model)
         self._trains = check_kind(index_kind(config.index), dict(config.index_options)).trains
         self._sample: TrainingQueries | None = None
@@ -139,6 +146,7 @@ class RetrievalLayer(CacheLayer):
             index_kind=index_kind(self.config.index),
             index_options=dict(self.config.index_options),
             threads=self.config.threads,
+            layer=self._number,
         )
 
     # -- prefill and exact append -------------------------------------------------------------------
@@ -282,32 +290,69 @@ class RetrievalLayer(CacheLayer):
         self.window.append(key, value, None if valid is None else valid.to(key.device))
         self.valid = join(self.valid, self.columns, valid, count, key.shape[0])
         self.columns += count
-        parts = [self.window.attend(query, scale=scale, softcap=softcap)]
-        if any(middle > sinks for middle, sinks in zip(self._middle, self._sinks, strict=True)):
-            parts.append(self._retrieve(query, value.shape[3], scale, softcap))
-        return merge(parts)
+        static = self.window.attend(query, scale=scale, softcap=softcap)
+        if all(middle <= sinks for middle, sinks in zip(self._middle, self._sinks, strict=True)):
+            return static
+        return merge([static, self._retrieve(query, static.lse, value.shape[3], scale, softcap)])
 
-    def _retrieve(self, query: Tensor, value_dim: int, scale: float, softcap: float | None) -> Partial:
-        """Retrieved attention for every row; rows that share a path are asked in one call."""
+    def _retrieve(
+        self, query: Tensor, static_lse: Tensor, value_dim: int, scale: float, softcap: float | None
+    ) -> Partial:
+        """Retrieved attention for every row, in one call; rows that share a path ask it together."""
         started = time.perf_counter()
         batch, q_heads, count, _ = query.shape
         out = torch.zeros(batch, q_heads, count, value_dim, dtype=torch.float32)
         lse = torch.full((batch, q_heads, count), -torch.inf, dtype=torch.float32)
         queries = to_queries(query)  # (batch, q_heads, count, head_dim) float32 on the CPU
+        asked = []
         for host in _distinct(self.hosts):
             rows = [row for row, other in enumerate(self.hosts) if other is host]
             start, stop = self._sinks[rows[0]], self._middle[rows[0]]
-            if stop <= start:
-                continue
-            stacked = queries[rows].transpose(1, 0, 2, 3).reshape(q_heads, len(rows) * count, -1)
-            found = host.attend(stacked, start, stop, self.config.top_k_of(stop - start), scale=scale, softcap=softcap)
-            shape = (q_heads, len(rows), count)
-            out[rows] = torch.from_numpy(found.out).reshape(*shape, value_dim).transpose(0, 1)
-            lse[rows] = torch.from_numpy(found.lse).reshape(shape).transpose(0, 1)
-            self.stats.keys_scanned += found.keys_scanned
-            self.stats.bytes_read += found.bytes_read
+            if stop > start:
+                stacked = queries[rows].transpose(1, 0, 2, 3).reshape(q_heads, len(rows) * count, -1)
+                asked.append((host, rows, stacked, (start, stop)))
+        for top_k, group in self._by_top_k(asked):
+            hosts, all_rows, stacks, ranges = zip(*group, strict=True)
+            found = attend_paths(hosts, stacks, ranges, top_k, scale=scale, softcap=softcap)
+            for rows, part in zip(all_rows, found, strict=True):
+                shape = (q_heads, len(rows), count)
+                out[rows] = torch.from_numpy(part.out).reshape(*shape, value_dim).transpose(0, 1)
+                lse[rows] = torch.from_numpy(part.lse).reshape(shape).transpose(0, 1)
+                self.stats.keys_scanned += part.keys_scanned
+                self.stats.bytes_read += part.bytes_read
+                self.stats.search_seconds += part.search_seconds
+                self.stats.attend_seconds += part.attend_seconds
         self.stats.host_seconds += time.perf_counter() - started
+        if self.config.mass_heads:
+            self._measure_mass(asked, static_lse.cpu(), lse, scale, softcap)
         return Partial(out.to(query.device), lse.to(query.device))
+
+    def _by_top_k(self, asked: list[_Asked]) -> list[tuple[int | None, list[_Asked]]]:
+        """Paths that retrieve as many keys can be searched in one call; a share of the keys differs by length."""
+        groups: dict[int | None, list[_Asked]] = {}
+        for one in asked:
+            start, stop = one[3]
+            groups.setdefault(self.config.top_k_of(stop - start), []).append(one)
+        return list(groups.items())
+
+    def _measure_mass(
+        self, asked: list[_Asked], static: Tensor, retrieved: Tensor, scale: float, softcap: float | None
+    ) -> None:
+        """Add the share of exact attention's weight that sinks, window and retrieved keys have, for some heads.
+
+        static, retrieved: log-sum-exp (batch, q_heads, count). The heads take turns from step to step.
+        """
+        q_heads, count = retrieved.shape[1:]
+        first = self.stats.mass_count
+        heads = [(first + i) % q_heads for i in range(min(self.config.mass_heads, q_heads))]
+        for host, rows, stacked, (start, stop) in asked:
+            exact = host.exact_lse(stacked, start, stop, heads, scale=scale, softcap=softcap)
+            shape = (len(heads), len(rows), count)
+            middle = torch.from_numpy(exact).reshape(shape).transpose(0, 1)
+            near = static[rows][:, heads]
+            share = torch.logaddexp(near, retrieved[rows][:, heads]) - torch.logaddexp(near, middle)
+            self.stats.mass += float(share.exp().sum())
+            self.stats.mass_count += share.numel()
 
     def _flush(self) -> None:
         """Copy the tail's columns that are not yet on the host there."""

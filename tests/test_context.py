@@ -67,11 +67,27 @@ def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, 
 def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with an empty retrieved part the number cannot be found."""
 
-    def nothing(layer: RetrievalLayer, query: torch.Tensor, value_dim: int, *rest: Any) -> Partial:
+    def nothing(
+        layer: RetrievalLayer, query: torch.Tensor, static_lse: torch.Tensor, value_dim: int, *rest: Any
+    ) -> Partial:
         return empty_partial(query, value_dim)
 
     monkeypatch.setattr(RetrievalLayer, "_retrieve", nothing)
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, append="retrieval").text
+
+
+def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
+    """All keys have the whole weight, one key has less than fifty; unasked it is not measured."""
+    shares = []
+    for top_k in ("all", 50, 1):
+        asked = CONFIG.replace(top_k=top_k, mass_heads=8)
+        answer = ra.Context(*loaded, asked).read(text[:6000], progress=False).ask(QUESTION, max_new_tokens=6)
+        assert answer.stats.captured_mass is not None
+        shares.append(answer.stats.captured_mass)
+    assert shares[0] == pytest.approx(1, abs=1e-4)
+    assert 0 < shares[2] < shares[1] < 0.9999
+    plain = ra.Context(*loaded, CONFIG).read(text[:6000], progress=False).ask(QUESTION, max_new_tokens=2)
+    assert plain.stats.captured_mass is None
 
 
 def test_ask_equals_full_attention_and_leaves_the_context(

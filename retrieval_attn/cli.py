@@ -21,6 +21,8 @@ COMMANDS = {
         "compare a model's retrieval attention with its eager attention",
     ),
     "speed": ("retrieval_attn.eval.speed", "milliseconds per token and bytes touched, beside full attention"),
+    "record": ("retrieval_attn.eval.record_command", "write down a model's queries, keys and values over a text"),
+    "bench": ("retrieval_attn.eval.bench", "compare indexes on attention keys; the paper's studies of them"),
 }
 
 

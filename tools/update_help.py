@@ -19,11 +19,16 @@ WIDTH = 100
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The subcommands of a parser by name, in the order they were added; empty if it has none."""
+    """The commands below a parser by their words, in the order they were added; those with commands of their own
+    are replaced by these. Empty if it has none.
+    """
+    found: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
+            for name, sub in action.choices.items():
+                below = subparsers(sub)
+                found |= {f"{name} {words}": leaf for words, leaf in below.items()} or {name: sub}
+    return found
 
 
 def blocks(parser: argparse.ArgumentParser) -> dict[str, str]:

@@ -139,7 +139,7 @@ class LayerInputs:
 
 
 def _rotate(module: nn.Module) -> Any:
-    return sys.modules[type(module).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+    return sys.modules[type(module).__module__].apply_rotary_pos_emb
 
 
 def require_projection(modules: list[nn.Module]) -> None:

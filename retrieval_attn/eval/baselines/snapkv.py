@@ -61,7 +61,8 @@ class Snap(Policy):
         pool = functional.avg_pool1d if self.options.pooling == "avg" else functional.max_pool1d
         pooled = pool(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
         observed = self._last.shape[2]
-        best = pooled.topk(capacity - observed, dim=1).indices
+        # pooled votes tie with their neighbours': the earlier token first, on every machine
+        best = pooled.sort(dim=1, descending=True, stable=True).indices[:, : capacity - observed]
         window = torch.arange(key.shape[2] - observed, key.shape[2], device=key.device)
         return torch.cat([best.sort(dim=1).values, window.expand(len(best), -1)], dim=1)
 

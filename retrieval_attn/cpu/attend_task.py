@@ -19,22 +19,60 @@ from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floa
 from retrieval_attn.index.dots import bits_to_float
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.packed import id_of, keep_best, score_of
+from retrieval_attn.index.scan import rescore
 
 
 @njit(nogil=True, cache=True)
-def _join_lists(found, lists, top_k, floor):
-    """Bring the best candidates of `lists` lists to the front of `found`, in any order; returns how many, <= top_k."""
+def _join_lists(step, scratch, entry, query, lists, found, floor, like):
+    """Bring the best candidates of all lists to the front of `found`, in any order; returns how many, <= top_k.
+
+    Coded candidates of a piece are joined first, and scored again: in parts, other keys would get their exact score.
+    """
+    top_k, size = step[at.TOP_K], step[at.LIST_WORDS]
     kept = 0
-    for number in range(lists):
-        start = number * (1 + top_k)
-        for i in range(start + 1, start + 1 + found[start]):
-            packed = found[i]
-            found[kept] = packed  # never ahead of what is still to be read
-            kept += 1 if packed >= floor else 0
+    number = 0
+    while number < lists:
+        start = number * size
+        piece = found[start + at.LIST_PIECE]
+        if piece < 0:
+            first = start + at.LIST_HEAD
+            for i in range(first, first + found[start + at.LIST_COUNT]):
+                packed = found[i]
+                found[kept] = packed  # never ahead of what is still to be read
+                kept += 1 if packed >= floor else 0
+            number += 1
+            continue
+        joined = carray(at_address(scratch + step[at.JOINED_AT]), step[at.JOINED], np.int64)
+        count = 0
+        while number < lists and found[number * size + at.LIST_PIECE] == piece:
+            first = number * size + at.LIST_HEAD
+            for i in range(first, first + found[number * size + at.LIST_COUNT]):
+                joined[count] = found[i]
+                count += 1
+            number += 1
+        count = _score_coded(step, entry, query, piece, joined, count, like)
+        for i in range(count):
+            found[kept] = joined[i]
+            kept += 1 if joined[i] >= floor else 0
     if kept > top_k:
         keep_best(found, kept, top_k)
         kept = top_k
     return kept
+
+
+@njit(nogil=True, cache=True)
+def _score_coded(step, entry, query, number, joined, count, like):
+    """Cut coded candidates joined[:count] of piece `number` to the best, and pack those by their scores; how many."""
+    dim = step[at.HEAD_DIM]
+    piece = words_at(step[at.PIECES_AT], number + 1, at.PIECE_WORDS)[number]
+    kept = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0, at.KEPT]
+    if count > kept:
+        keep_best(joined, count, kept)
+        count = kept
+    own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
+    keys = carray(at_address(piece[at.KEYS]), (piece[at.HIGH], dim), like.dtype)
+    rescore(keys, piece[at.HIGH], own, 0, joined, count, piece[at.FIRST], joined)
+    return count
 
 
 @njit(nogil=True, cache=True)
@@ -75,10 +113,11 @@ def _attend(descriptor, number, worker, like):
     queries, top_k, value_dim = step[at.QUERIES], step[at.TOP_K], step[at.VALUE_DIM]
     out = floats_at(step[at.OUT_AT], step[at.ENTRIES] * queries, value_dim)[number]
     lse = floats_at(step[at.LSE_AT], step[at.ENTRIES] * queries, 1)
-    size = step[at.LISTS] * (1 + top_k)
+    size = step[at.LISTS] * step[at.LIST_WORDS]
     found = carray(at_address(step[at.LISTS_AT] + number * size * 8), size, np.int64)
     floor = atomic_load(step[at.FLOORS_AT] + number * 8)
-    count = _join_lists(found, entries[entry, at.ENTRY_LISTS], top_k, floor)
+    lists = entries[entry, at.ENTRY_LISTS]
+    count = _join_lists(step, scratch, entry, number % queries, lists, found, floor, like)
     rows = carray(at_address(scratch + step[at.ROWS_AT]), top_k, np.int64)
     scores = carray(at_address(scratch + step[at.SCORES_AT]), top_k, np.float32)
     # one order, whatever the order of finding was, or sums would differ; and neighbours in memory come together

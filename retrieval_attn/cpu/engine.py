@@ -18,9 +18,9 @@ import numpy.typing as npt
 from retrieval_attn.cpu import step as words
 from retrieval_attn.cpu.attend import check_score_options
 from retrieval_attn.cpu.attend_task import attend_task
-from retrieval_attn.cpu.graph_words import GraphWords
+from retrieval_attn.cpu.index_words import IndexWords
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
-from retrieval_attn.cpu.search_tasks import graph_task, scan_task
+from retrieval_attn.cpu.search_tasks import coded_task, graph_task, scan_task
 from retrieval_attn.cpu.step import callback_address, compile_step, run_step, task_address
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.base import KeyIndex
@@ -32,6 +32,8 @@ from retrieval_attn.index.roargraph import RoarGraphIndex
 
 PART_TOKENS = 2048
 """Fewest tokens of an exact scan that are worth a task of their own."""
+CODED_TOKENS = 8192
+"""The same of a scan of codes."""
 TASKS_PER_THREAD = 4
 MOST_LISTS_BYTES = 256 << 20
 """Most memory for candidates of one step; beyond it the caller takes another way."""
@@ -95,9 +97,9 @@ class _Wanted(NamedTuple):
 
     parts: int
 
-    def parts_of(self, piece: Piece) -> int:
-        """Tasks that an exact piece is cut into. The more, the more candidates are joined; results are the same."""
-        return max(1, min(self.parts, -(-(piece.high - piece.low) // max(PART_TOKENS, 4 * self.top_k))))
+    def parts_of(self, piece: Piece, tokens: int = PART_TOKENS) -> int:
+        """Tasks that a scanned piece is cut into. The more, the more candidates are joined; results are the same."""
+        return max(1, min(self.parts, -(-(piece.high - piece.low) // max(tokens, 4 * self.top_k))))
 
 
 class LayerStep:
@@ -197,15 +199,15 @@ class LayerStep:
         if wanted.q_heads < 1 or wanted.q_heads % heads:
             raise ShapeError(f"q_heads={wanted.q_heads} must be a multiple of the {heads} key-value heads")
         entries, queries = len(rows) * heads, wanted.q_heads // heads * wanted.positions
-        graphs = GraphWords(queries, wanted.top_k)
+        padded = -(-queries // TILE_QUERIES) * TILE_QUERIES
+        graphs = IndexWords(queries, padded, wanted.top_k)
         pieces, tasks, table = _tables(rows, heads, queries, wanted, graphs, self._fmt)
         lists = int(table[:, words.ENTRY_LISTS].max())
-        if entries * queries * lists * (1 + wanted.top_k) * 8 > MOST_LISTS_BYTES:
+        list_words = words.LIST_HEAD + max(wanted.top_k, graphs.kept)
+        if entries * queries * lists * list_words * 8 > MOST_LISTS_BYTES:
             return False
-        padded = -(-queries // TILE_QUERIES) * TILE_QUERIES
         longest = max((piece.high - piece.low for row in rows for piece in row), default=0)
-        # a part of a piece that grows may come to hold more than this, but never more than the room below
-        capacity = max(min(2 * wanted.top_k + 64, 2 * longest + 1), wanted.top_k + 1)
+        capacity = max(min(2 * wanted.top_k + 64, 2 * longest + 1), wanted.top_k + 1, 2 * graphs.kept + 64)
         layout = {
             words.SCAN_AT: queries * capacity * 8,
             words.ROWS_AT: wanted.top_k * 8,
@@ -213,7 +215,9 @@ class LayerStep:
             words.DIGITS_AT: 256 * 8,
             words.COUNTS_AT: queries * 8,
             words.BARS_AT: queries * 8,
-            words.BOUNDS_AT: queries * 4,
+            words.BOUNDS_AT: padded * 16,
+            words.STEPS_AT: 2 * padded * 4,
+            words.JOINED_AT: lists * list_words * 8,
             words.TILE_AT: 4 * 64 * 4,
             words.PLANES_AT: graphs.planes,
             words.FOUND_AT: wanted.top_k * 4,
@@ -229,7 +233,7 @@ class LayerStep:
         stride += CACHE_LINE
         workers = self._pool.workers
         arena = _Arena.of(self._pool)
-        scratch, candidates = arena.room(workers * stride, entries * queries * lists * (1 + wanted.top_k) * 8)
+        scratch, candidates = arena.room(workers * stride, entries * queries * lists * list_words * 8)
         shape = (len(rows), wanted.q_heads, wanted.positions)
         self._queries, self._out = _floats(*shape, dim), _floats(*shape, value_dim)
         self._lse = _floats(*shape)
@@ -258,6 +262,8 @@ class LayerStep:
             words.SOFTCAP: _bits(wanted.softcap),
             words.TASKS: len(tasks),
             words.LISTS: lists,
+            words.LIST_WORDS: list_words,
+            words.JOINED: lists * list_words,
             words.WORKERS: workers,
             words.SCRATCH_STRIDE: stride,
             words.CAPACITY: capacity,
@@ -362,7 +368,7 @@ def _check_piece(piece: Piece, fmt: Format, dims: tuple[int, int, int]) -> None:
 
 
 def _tables(
-    rows: Sequence[Sequence[Piece]], heads: int, queries: int, wanted: _Wanted, graphs: GraphWords, fmt: Format
+    rows: Sequence[Sequence[Piece]], heads: int, queries: int, wanted: _Wanted, graphs: IndexWords, fmt: Format
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Tables of pieces, of tasks and of entries, as `step` reads them."""
     pieces: list[tuple[int, ...]] = []
@@ -376,20 +382,21 @@ def _tables(
             table[entry, words.ENTRY_PIECES] = len(own)
             for piece in own:
                 keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
-                graph = 0
+                graph = codes = 0
                 if piece.indexes is not None and piece.low == piece.index_first:
-                    graph = graphs.add(piece.indexes[head], piece.index_first, piece.high - piece.index_first)
+                    described = piece.indexes[head], piece.index_first, piece.high - piece.index_first
+                    graph, codes = graphs.graph(*described), graphs.codes(*described)
                 if graph:
                     tasks += [(-1, entry, (entry, len(pieces), query, queries, lists)) for query in range(queries)]
                     lists, count = lists + 1, count + queries
                 else:
-                    parts = wanted.parts_of(piece)
+                    parts = wanted.parts_of(piece, CODED_TOKENS if codes else PART_TOKENS)
                     for part in range(parts):
                         # all heads' first parts first: what they find lets later parts drop most of their keys
                         tasks.append((part, entry, (entry, len(pieces), part, parts, lists)))
                         lists, count = lists + 1, count + 1
-                search = graph_task(fmt) if graph else scan_task(fmt)
-                pieces.append((search, keys, values, piece.low, piece.high, piece.first, graph))
+                search = graph_task(fmt) if graph else coded_task(fmt) if codes else scan_task(fmt)
+                pieces.append((search, keys, values, piece.low, piece.high, piece.first, graph or codes))
             table[entry, words.ENTRY_LISTS], table[entry, words.ENTRY_TASKS] = lists, count
     ordered = [task for _, _, task in sorted(tasks)]
     shaped = np.array(ordered, np.int64).reshape(len(ordered), words.TASK_WORDS)

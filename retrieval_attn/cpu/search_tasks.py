@@ -1,4 +1,5 @@
-"""Search tasks of a step: scan a part of a piece for all queries of its entry, or search a graph for one of them.
+"""Search tasks of a step: scan a part of a piece for all queries of its entry, by keys or by their codes, or search a
+graph for one of them.
 
 What is searched, where candidates go and what the words mean is laid out in `step`.
 """
@@ -20,16 +21,16 @@ from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.graph_search import search_graph
 from retrieval_attn.index.packed import EMPTY, keep_best, pack_score
-from retrieval_attn.index.scan import TILE_KEYS, scan_exact
+from retrieval_attn.index.scan import TILE_KEYS, scan_codes, scan_exact
 
 
 @njit(nogil=True, cache=True)
 def _task_of(descriptor, number):
-    """The step's words, the row of the task, the row of its piece, and its lists (queries, 1 + top_k)."""
+    """The step's words, the row of the task, the row of its piece, and its lists (queries, LIST_WORDS)."""
     step = words_at(descriptor, 1, at.WORDS)[0]
     task = words_at(step[at.TASKS_AT], step[at.TASKS], at.TASK_WORDS)[number]
     piece = words_at(step[at.PIECES_AT], task[at.TASK_PIECE] + 1, at.PIECE_WORDS)[task[at.TASK_PIECE]]
-    queries, width, size = step[at.QUERIES], step[at.LISTS], 1 + step[at.TOP_K]
+    queries, width, size = step[at.QUERIES], step[at.LISTS], step[at.LIST_WORDS]
     address = step[at.LISTS_AT] + task[at.TASK_ENTRY] * queries * width * size * 8
     lists = carray(at_address(address), (queries, width, size), np.int64)[:, task[at.TASK_LIST]]
     return step, task, piece, lists
@@ -52,9 +53,9 @@ def _hand_in(pool, count, top_k, first, step, entry, query, found):
     for i in range(count):
         if pool[i] == EMPTY:
             break
-        found[1 + kept] = pool[i] - first
+        found[at.LIST_HEAD + kept] = pool[i] - first
         kept += 1 if pool[i] - first >= floor else 0
-    found[0] = kept
+    found[at.LIST_COUNT], found[at.LIST_PIECE] = kept, -1
 
 
 @njit(nogil=True, cache=True)
@@ -158,6 +159,44 @@ def _search_graph(descriptor, number, worker, like):
     return np.int64(0)
 
 
+@njit(nogil=True, cache=True)
+def _scan_coded(descriptor, number, worker, like):
+    """Scan of the codes of one part of a piece for all queries of its entry; exact scores come when all are in."""
+    step, task, piece, lists = _task_of(descriptor, number)
+    entry, queries, top_k, dim = task[at.TASK_ENTRY], step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
+    padded = step[at.PADDED]
+    row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
+    width, kept, origin = row[at.CODE_WIDTH], row[at.KEPT], row[at.GRAPH_FIRST]
+    low, high = piece[at.LOW] - origin, piece[at.HIGH] - origin
+    start = low + (high - low) * task[at.TASK_PART] // task[at.TASK_PARTS]
+    stop = low + (high - low) * (task[at.TASK_PART] + 1) // task[at.TASK_PARTS]
+    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    codes = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], width), np.uint8)
+    tiles = floats_at(step[at.TILES_AT] + entry * padded * dim * 4, padded, dim)
+    planes = carray(at_address(scratch + step[at.PLANES_AT]), (padded, 1, width), np.int8)
+    steps = floats_at(scratch + step[at.STEPS_AT], 2, padded)
+    mean, sizes = floats_at(row[at.MEAN], 1, dim)[0], floats_at(row[at.STEP_SIZES], 1, dim)[0]
+    encode_query_rows(tiles, mean, sizes, planes, steps[0], steps[1])
+    pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
+    counts = carray(at_address(scratch + step[at.COUNTS_AT]), queries, np.int64)
+    bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), (padded // TILE_QUERIES, 16), np.int32)
+    sums = carray(at_address(scratch + step[at.TILE_AT]), (4, 16), np.int32)
+    scan_codes(codes, planes, queries, start, stop, kept, pool, counts, bounds, sums)
+    for query in range(queries):
+        found = lists[query]
+        if steps[1, query] != steps[1, query]:  # not finite: its codes say nothing
+            keys = carray(at_address(piece[at.KEYS]), (piece[at.HIGH], dim), like.dtype)
+            count = _scan_alone(tiles[query : query + 1], keys, start + origin, stop + origin, top_k, pool[query])
+            _hand_in(pool[query], count, top_k, piece[at.FIRST], step, entry, query, found)
+            continue
+        count = min(kept, stop - start)
+        for i in range(count):
+            found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
+        found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
+    count_cost(step, worker, (stop - start) * queries, (stop - start) * width)
+    return np.int64(0)
+
+
 # One function per storage format: the type of the array decides how its elements are read.
 
 
@@ -189,6 +228,25 @@ def _graph_float16(descriptor, task, worker):
 def scan_task(fmt: Format) -> int:
     """Address of the function that scans keys in `fmt`; compiled, or loaded, on first use."""
     made = {Format.FLOAT32: _scan_float32, Format.BFLOAT16: _scan_bfloat16, Format.FLOAT16: _scan_float16}
+    return address_of(made[fmt], TASK_SIGNATURE)
+
+
+def _coded_float32(descriptor, task, worker):
+    return _scan_coded(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.float32))
+
+
+def _coded_bfloat16(descriptor, task, worker):
+    return _scan_coded(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.uint16))
+
+
+def _coded_float16(descriptor, task, worker):
+    return _scan_coded(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
+
+
+@functools.cache
+def coded_task(fmt: Format) -> int:
+    """Address of the function that scans codes of keys in `fmt`; compiled, or loaded, on first use."""
+    made = {Format.FLOAT32: _coded_float32, Format.BFLOAT16: _coded_bfloat16, Format.FLOAT16: _coded_float16}
     return address_of(made[fmt], TASK_SIGNATURE)
 
 

@@ -183,7 +183,7 @@ class Segment:
         """
         whole = Piece(self.keys, self.values, low, high, first)
         index = self._index
-        if index is None or all(type(head) is FlatIndex for head in index.heads):
+        if index is None or all(type(head) is FlatIndex and head.codes is None for head in index.heads):
             return [whole]
         if not all(has_compiled_search(head) for head in index.heads):
             return None

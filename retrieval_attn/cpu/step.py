@@ -59,7 +59,8 @@ from retrieval_attn.index.packed import EMPTY
     TASKS_AT,  # int64 (TASKS, TASK_WORDS)
     TASKS,  # search tasks
     LISTS,  # most candidate lists of an entry
-    LISTS_AT,  # int64 (ENTRIES, QUERIES, LISTS, 1 + TOP_K): a count, and so many packed candidates in any order
+    LIST_WORDS,  # of a list: LIST_HEAD and room for candidates
+    LISTS_AT,  # int64 (ENTRIES, QUERIES, LISTS, LIST_WORDS)
     FLOORS_AT,  # int64 (ENTRIES, QUERIES): what is below cannot be among the best k
     PENDING_AT,  # int64 (ENTRIES, 8): search tasks not done yet, in the first of 8 words
     METERS_AT,  # int64 (workers, METER_WORDS)
@@ -73,9 +74,9 @@ from retrieval_attn.index.packed import EMPTY
     DIGITS_AT,  # int64 (256,)
     COUNTS_AT,  # int64 (QUERIES,)
     BARS_AT,  # int64 (QUERIES,)
-    BOUNDS_AT,  # float32 (QUERIES,)
+    BOUNDS_AT,  # float32 (QUERIES,), or int32 (PADDED / 4, 16)
     TILE_AT,  # float32 (4, 64)
-    PLANES_AT,  # int8 (2, most width of codes)
+    PLANES_AT,  # int8 (2 or PADDED, most width of codes)
     FOUND_AT,  # int32 (TOP_K,)
     GRAPH_POOL_AT,  # int64 (GRAPH_POOL,)
     VISITED_AT,  # uint64 (VISITED,)
@@ -84,7 +85,10 @@ from retrieval_attn.index.packed import EMPTY
     GRAPH_POOL,
     VISITED,
     FRESH,
-) = range(47)
+    STEPS_AT,  # float32 (2, PADDED)
+    JOINED_AT,  # int64 (JOINED,)
+    JOINED,
+) = range(51)
 WORDS = 64
 
 # A row of the table of entries.
@@ -97,7 +101,7 @@ PIECE_WORDS = 7
 # A row of the table of search tasks. Of an exact piece: part `part` of `parts`; else `part` is the query.
 TASK_ENTRY, TASK_PIECE, TASK_PART, TASK_PARTS, TASK_LIST = range(5)
 TASK_WORDS = 5
-# What describes a graph, behind INDEX: one such row for the whole group, or one for each query head.
+# What describes a graph, behind INDEX: one such row for the whole group, or one for each query head; or coded keys.
 (
     CODES,
     CODE_ROWS,
@@ -120,8 +124,13 @@ TASK_WORDS = 5
     SEED_NODES,  # int32 (QUERIES, SEEDS)
     SEEDS,
     GRAPHS,
-) = range(21)
+    KEPT,  # of a coded scan: keys that are scored again
+) = range(22)
 GRAPH_WORDS = 24
+# A list begins with how many packed candidates follow, in any order, and the row of the piece that they belong to if
+# they are packed by the sums of their codes (-1: by their scores).
+LIST_COUNT, LIST_PIECE = range(2)
+LIST_HEAD = 2
 # A row of meters: nanoseconds; (query, key) pairs whose score was computed; bytes of keys, codes and values read.
 SEARCH_TIME, ATTEND_TIME, SCANNED, BYTES = range(4)
 METER_WORDS = 16

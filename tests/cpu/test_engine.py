@@ -144,6 +144,32 @@ def test_graph_step_finds_what_the_index_finds(
     assert got.search_seconds > 0 and got.attend_seconds > 0
 
 
+@pytest.mark.parametrize("fmt", [BF16, F32])
+@pytest.mark.parametrize("n, top_k", [(1, 20), (3, 1)])
+def test_coded_scan_finds_what_the_index_finds(heads: list[SyntheticHead], fmt: Format, n: int, top_k: int) -> None:
+    """The same keys get an exact score, however many parts the codes are scanned in."""
+    queries = np.concatenate([head.decode for head in heads])[:, :n]
+    keys = from_float32(np.stack([head.keys for head in heads]), fmt)
+    values = normal(np.random.default_rng(5), keys.shape, fmt)
+    results = []
+    for threads in (1, 5):
+        with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "CODED_TOKENS", 300)
+            path = HostPath(2, DIM, DIM, fmt, index_options={"codes": "int8", "rescore": 2}, pool=pool)
+            path.append(keys, values)
+            path.build_index(SINKS, TOKENS - 500)
+            assert path._step_pieces(SINKS, TOKENS) is not None
+            results += [path.attend(queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
+            assert results[-1].keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)
+            wrong = queries.copy()
+            wrong[1, 0, 3] = np.nan
+            got = path.attend(wrong, SINKS, TOKENS, top_k, scale=SCALE)
+            assert np.isnan(got.lse[1, 0]) and np.isnan(got.lse).sum() == 1
+            expected = apart(path, queries, TOKENS - 500, top_k)
+    assert same(results[0], results[2]) and same(results[1], results[3])
+    assert_close(results[0], expected)
+
+
 def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Up to tail_tokens: what a scan of the tail finds beside the graph; beyond them the index takes them."""
     path, whole = graph_path(pool, heads), graph_path(pool, heads, exact_below=10**9)

@@ -1,4 +1,4 @@
-"""Graph indexes as the words that a step's search tasks read, and the scratch that searching them takes."""
+"""Indexes as the words that a step's search tasks read, and the scratch that searching them takes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,40 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu import step as words
 from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.index.flat import SCAN_SHARE as CODES_SHARE
+from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.roargraph import SCAN_SHARE, SEEDS, RoarGraphIndex, SearchArguments, room_for
 
 
-class GraphWords:
-    """Rows of words that describe the graphs of a plan to the step, and the scratch that searching them takes."""
+class IndexWords:
+    """Rows of words that describe the indexes of a plan to the step, and the scratch that searching them takes."""
 
-    def __init__(self, queries: int, top_k: int) -> None:
-        self._queries, self._top_k = queries, top_k
-        self.kept: list[Any] = []
-        self.pool = self.visited = self.fresh = self.planes = 1
+    def __init__(self, queries: int, padded: int, top_k: int) -> None:
+        self._queries, self._padded, self._top_k = queries, padded, top_k
+        self.kept_alive: list[Any] = []
+        self.pool = self.visited = self.fresh = self.planes = self.kept = 1
 
-    def add(self, index: KeyIndex, first: int, visible: int) -> int:
-        """Address of the rows of `index`, whose first key is token `first`; 0 if a scan is the better search."""
+    def codes(self, index: KeyIndex, first: int, visible: int) -> int:
+        """Address of the row of an index with codes; 0 if it has none, or a scan of the keys is the better search."""
+        if type(index) is not FlatIndex or index.codes is None:
+            return 0
+        kept = index.rescore_count(self._top_k)
+        if visible < CODES_SHARE * kept:
+            return 0
+        codes, mean, scale = index.codes
+        row = np.zeros(words.GRAPH_WORDS, np.int64)
+        for word, array in ((words.CODES, codes), (words.MEAN, mean), (words.STEP_SIZES, scale)):
+            row[word] = array.ctypes.data
+        row[words.CODE_ROWS], row[words.CODE_WIDTH] = codes.shape
+        row[words.GRAPH_FIRST], row[words.KEPT] = first, kept
+        self.kept = max(self.kept, kept)
+        self.planes = max(self.planes, self._padded * codes.shape[1])
+        self.kept_alive += [row, index.codes]
+        return int(row.ctypes.data)
+
+    def graph(self, index: KeyIndex, first: int, visible: int) -> int:
+        """Address of the rows of a graph, whose first key is token `first`; 0 if a scan is the better search."""
         if not isinstance(index, RoarGraphIndex):
             return 0
         arguments = index.search_arguments()
@@ -39,7 +59,7 @@ class GraphWords:
         rows[:, words.GRAPHS] = len(arguments)
         seeds = np.full((self._queries, SEEDS if index.options.seeds else 0), -1, np.int32)
         rows[:, words.SEED_NODES], rows[:, words.SEEDS] = seeds.ctypes.data, seeds.shape[1]
-        self.kept += [rows, arguments, seeds]
+        self.kept_alive += [rows, arguments, seeds]
         return int(rows.ctypes.data)
 
     def _describe(

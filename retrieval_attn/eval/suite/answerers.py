@@ -7,28 +7,52 @@ from typing import Any
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["build", "known_methods"]
+__all__ = ["build", "check_options", "known_methods", "options_of"]
 
 
 def known_methods() -> tuple[str, ...]:
     """Names of all methods, full attention first.  Loads neither torch nor a model."""
-    from retrieval_attn.eval.methods import METHODS
+    from retrieval_attn.eval.baselines import METHODS
 
     return tuple(METHODS)
 
 
-def build(names: Sequence[str], model: Any, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Methods by name.  options: "all" holds those of every method, a method's name those of its own.
+def options_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Options of one method: those of "all" that it has, and its own on top."""
+    known = _options_known(name)
+    shared = {key: value for key, value in options.get("all", {}).items() if key in known}
+    return {**shared, **options.get(name, {})}
+
+
+def check_options(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError for an option of "all" that none of the methods has, or an own one that is unknown."""
+    taken = {key for name in names for key in _options_known(name)}
+    unused = sorted(set(options.get("all", {})) - taken)
+    if unused:
+        raise ConfigError(f"none of {', '.join(names)} has an option {', '.join(unused)}; leave it out")
+    for name, own in options.items():
+        unknown = sorted(set(own) - _options_known(name)) if name != "all" else []
+        if unknown:
+            known = ", ".join(sorted(_options_known(name)))
+            raise ConfigError(f"method {name} has no option {', '.join(unknown)}; its options: {known}")
+
+
+def _options_known(name: str) -> set[str]:
+    from retrieval_attn.eval.baselines import option_names
+
+    return {*option_names(name), *(() if name == "full" else ("budget",))}
+
+
+def build(names: Sequence[str], model: Any, tokenizer: Any, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Methods by name.  options: "all" holds those of every method that has them, a method's name those of its own.
 
     Raises ConfigError for an unknown method or option, UnsupportedModelError if one cannot run on the model.
     """
+    from retrieval_attn.eval.baselines import build_methods
+
     known = known_methods()
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise ConfigError(f"method {unknown[0] if unknown else 'nothing'!r} is unknown; choose from {', '.join(known)}")
-    import retrieval_attn as ra
-    from retrieval_attn.eval.methods import build_methods
-
-    shared = {**options.get("all", {}), **options.get("retrieval", {})}
-    append = shared.pop("append", "retrieval")
-    return dict(build_methods(names, model, tokenizer, ra.Config(**shared), append))
+    check_options(names, options)
+    return dict(build_methods(names, model, tokenizer, {name: options_of(name, options) for name in names}))

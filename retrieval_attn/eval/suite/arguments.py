@@ -86,6 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
         default="inside,after",
         help="inside: question read with the prompt; after: asked when the context is indexed (default: both)",
     )
+    _flag(
+        methods,
+        "--budget",
+        type=int,
+        metavar="N",
+        help="tokens attended per step and head, for every method but full (default: published parameters)",
+    )
     _flag(methods, "--top-k", metavar="K", help="keys retrieved per head: a number, a share or all")
     _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
     _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
@@ -142,7 +149,7 @@ class Options:
     @classmethod
     def of(cls, args: argparse.Namespace, suite: TaskSuite) -> Options:
         """Raises ConfigError."""
-        from retrieval_attn.eval.suite.answerers import known_methods
+        from retrieval_attn.eval.suite.answerers import check_options, known_methods
         from retrieval_attn.eval.suite.runner import POSITIONS
 
         for name in ("n", "limit", "threads"):
@@ -154,6 +161,9 @@ class Options:
             if folder is None:
                 raise ConfigError("--shard needs --output-dir DIR, the folder that holds all parts")
             folder = folder / f"shard-{shard[0]}-of-{shard[1]}"
+        methods = known if args.methods == "all" else _choices("--methods", args.methods, known)
+        method_options = _method_options(args, known)
+        check_options(methods, method_options)
         return cls(
             model=args.model or str(BUNDLED_MODEL),
             device=args.device,
@@ -166,9 +176,9 @@ class Options:
             seed=args.seed,
             limit=args.limit,
             shard=shard,
-            methods=known if args.methods == "all" else _choices("--methods", args.methods, known),
+            methods=methods,
             positions=_choices("--question-position", args.question_position, POSITIONS),
-            method_options=_method_options(args, known),
+            method_options=method_options,
             output_dir=folder,
             dry_run=args.dry_run,
             plot=not args.no_plot,
@@ -284,7 +294,7 @@ def _shard(text: str | None) -> tuple[int, int]:
 
 def _method_options(args: argparse.Namespace, known: Sequence[str]) -> dict[str, dict[str, Any]]:
     """{"all": shared options that were given, method: its own}."""
-    shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append")}
+    shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append", "budget")}
     shared["top_k"] = None if args.top_k is None else _top_k(args.top_k)
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:

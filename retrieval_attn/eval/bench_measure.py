@@ -2,7 +2,8 @@
 
 Answers are checked before anything is timed. A "search" is what one decoded token asks of one key-value head: one
 query per query head of the group, in one call. Times are per query head. Warm: the same search again; cold: after
-other data went through the caches, as between two tokens.
+other data went through the caches, as between two tokens. Beside the wall clock stands the calling thread's CPU time:
+on one thread it is the same on a quiet machine, and other processes do not count in it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Point:
 
     recall: share of the exact best k found; mass: share of the exact best k's attention weight that was found;
     captured: share of the attention over all indexed keys. scanned: (query, key) pairs scored, per query and key.
-    key_bytes: bytes of keys read per query. warm_us, cold_us: microseconds per query head, one entry per search.
+    key_bytes: bytes of keys read per query. warm_us, cold_us: microseconds per query head, one entry per search;
+    warm_cpu_us, cold_cpu_us: the same in CPU time of the calling thread.
     """
 
     variant: str
@@ -49,6 +51,8 @@ class Point:
     key_bytes: list[float] = field(default_factory=list)
     warm_us: list[float] = field(default_factory=list)
     cold_us: list[float] = field(default_factory=list)
+    warm_cpu_us: list[float] = field(default_factory=list)
+    cold_cpu_us: list[float] = field(default_factory=list)
     build_seconds: list[float] = field(default_factory=list)
     index_bytes: list[float] = field(default_factory=list)
 
@@ -168,13 +172,16 @@ def _time(index: KeyIndex, oracle: Oracle, point: Point, tokens: int) -> None:
     for token in np.linspace(0, decoded - 1, min(tokens, decoded)).astype(int):
         queries = np.ascontiguousarray(oracle.queries[:, token])
         _flush()
-        times = []
+        wall, cpu = [], []
         for _ in range(1 + WARM_REPEATS):
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.thread_time()
             index.search(queries, oracle.k)
-            times.append((time.perf_counter() - started) * 1e6 / group)
-        point.cold_us.append(times[0])
-        point.warm_us.append(statistics.median(times[1:]))
+            cpu.append((time.thread_time() - worked) * 1e6 / group)
+            wall.append((time.perf_counter() - started) * 1e6 / group)
+        point.cold_us.append(wall[0])
+        point.cold_cpu_us.append(cpu[0])
+        point.warm_us.append(statistics.median(wall[1:]))
+        point.warm_cpu_us.append(statistics.median(cpu[1:]))
 
 
 _other_data: list[npt.NDArray[np.uint8]] = []

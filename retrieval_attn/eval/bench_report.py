@@ -45,6 +45,8 @@ def summary(point: Point) -> dict[str, Any]:
         "key_bytes": mean(point.key_bytes),
         "warm_us": median(point.warm_us),
         "cold_us": median(point.cold_us),
+        "warm_cpu_us": median(point.warm_cpu_us),
+        "cold_cpu_us": median(point.cold_cpu_us),
         "build_seconds": mean(point.build_seconds),
         "bytes_per_key": mean(point.index_bytes) / max(1, point.keys),
     }
@@ -55,8 +57,8 @@ def table(points: Sequence[Point]) -> str:
     """Markdown, one line per point; the first point of each variant at or above recall AIM is marked."""
     lines = [
         "| keys | index | recall@k | worst decile | mass of the exact k | captured | keys scored | KiB of keys "
-        "| us warm | us cold | build, s | bytes/key |",
-        "|---:|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| us warm | us cold | CPU us warm | CPU us cold | build, s | bytes/key |",
+        "|---:|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     reached: set[tuple[int, str]] = set()
     for point in points:
@@ -78,6 +80,8 @@ def table(points: Sequence[Point]) -> str:
             _shown(kib, "{:,.0f}"),
             _shown(row["warm_us"], "{:,.0f}"),
             _shown(row["cold_us"], "{:,.0f}"),
+            _shown(row["warm_cpu_us"], "{:,.0f}"),
+            _shown(row["cold_cpu_us"], "{:,.0f}"),
             _shown(row["build_seconds"], "{:.2f}"),
             _shown(row["bytes_per_key"], "{:,.0f}"),
         ]

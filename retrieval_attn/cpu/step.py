@@ -243,6 +243,6 @@ _compiled: list[Any] = []
 
 def address_of(function: Callable[..., Any], signature: str) -> int:
     """Compile a module's function for C, or load it from Numba's cache, for good; returns its address."""
-    compiled = cfunc(signature, cache=True)(function)
+    compiled: Any = cfunc(signature, cache=True)(function)
     _compiled.append(compiled)  # its code lives as long as the object
     return int(compiled.address)

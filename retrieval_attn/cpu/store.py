@@ -11,24 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import (
-    Partial,
-    attend_ids_heads,
     attend_range_heads,
     check_score_options,
     merge_partials,
 )
 from retrieval_attn.cpu.engine import LayerStep, Piece
+from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
-from retrieval_attn.cpu.segment import Hits, Segment
+from retrieval_attn.cpu.search_tasks import coded_task, graph_task
+from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import base
-from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_queries, check_rows
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
@@ -36,28 +35,10 @@ RESERVE_TOKENS = 4096
 MIN_TAIL_TOKENS = 1024
 TAIL_TOKENS = 2048
 """Keys that a graph got later are found less well than those it was built from: the newest are scanned."""
-MOST_STEP_QUERIES = 64
-"""Queries of one key-value head up to which a step through the worker threads serves them."""
 COPIED_TOKENS = 256
 """A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of
 crumbs.
 """
-
-
-class HostPartial(NamedTuple):
-    """Attention over host tokens: a partial and what it cost.
-
-    out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores the search
-    computed, or all of them without a search. bytes_read: bytes of keys and values read from the store; a key that is
-    scanned for several queries at once counts once. search_seconds, attend_seconds: wall clock by phase.
-    """
-
-    out: npt.NDArray[np.float32]
-    lse: npt.NDArray[np.float32]
-    keys_scanned: int
-    bytes_read: int
-    search_seconds: float = 0.0
-    attend_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -397,40 +378,6 @@ class HostPath:
                 result[row] = merge_partials(parts)[1][0]
         return result
 
-    def _attend(
-        self,
-        queries: npt.NDArray[np.float32],
-        start: int,
-        stop: int,
-        top_k: int | None,
-        scale: float,
-        softcap: float | None,
-        threads: int | None,
-    ) -> HostPartial:
-        """`attend` by one parallel kernel after the other: for what a step cannot do. Arguments are checked."""
-        grouped = self._grouped(queries)
-        pieces = self._pieces(start, stop)
-        shape = queries.shape[:2]
-        if not pieces or not grouped.size:
-            out = np.zeros((*shape, self._value_dim), np.float32)
-            return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0)
-        began = time.perf_counter()
-        searched = began
-        with kernel_threads(self._threads if threads is None else threads):
-            if top_k is None:
-                partial = self._attend_all(grouped, pieces, scale, softcap)
-                scanned = (stop - start) * shape[0] * shape[1]
-                bytes_read = (stop - start) * self._token_bytes
-            else:
-                found = [
-                    (segment, hit) for segment, low, high in pieces for hit in segment.search(grouped, top_k, low, high)
-                ]
-                searched = time.perf_counter()
-                partial, scanned, bytes_read = self._attend_best(grouped, found, top_k, scale, softcap)
-        out, lse = partial
-        out, lse = out.reshape(*shape, self._value_dim), lse.reshape(shape)
-        return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched)
-
     def _step_pieces(self, start: int, stop: int) -> list[Piece] | None:
         """Tokens [start, stop) as a step takes them; None if it cannot search them."""
         pieces: list[Piece] = []
@@ -455,129 +402,6 @@ class HostPath:
             )
         return queries.reshape(self._heads, q_heads // self._heads * n, dim)
 
-    def _attend_all(
-        self,
-        queries: npt.NDArray[np.float32],
-        pieces: list[tuple[Segment, int, int]],
-        scale: float,
-        softcap: float | None,
-    ) -> Partial:
-        parts = []
-        for segment, low, high in pieces:
-            # whole arrays, not slices: kernels are compiled once per memory layout
-            keys, values = segment.keys, segment.values
-            parts.append(attend_range_heads(queries, keys, values, low, high, self._fmt, scale, softcap))
-        return merge_partials(parts)
-
-    def _attend_best(
-        self,
-        queries: npt.NDArray[np.float32],
-        found: list[tuple[Segment, Hits]],
-        top_k: int,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Partial, int, int]:
-        """Keep the top_k best of what was found, attend to them piece by piece."""
-        chosen = _best_of_all([hit.ids for _, hit in found], [hit.scores for _, hit in found], top_k)
-        parts = []
-        gathered = 0
-        for (segment, _), ids in zip(found, chosen, strict=True):
-            keys, values = segment.keys, segment.values
-            parts.append(attend_ids_heads(queries, keys, values, ids, self._fmt, scale, softcap))
-            gathered += int(np.count_nonzero(ids >= 0))
-        row_bytes = (self._head_dim + self._value_dim) * self._fmt.bytes
-        bytes_read = sum(hit.bytes_read for _, hit in found) + gathered * row_bytes
-        return merge_partials(parts), sum(hit.keys_scanned for _, hit in found), bytes_read
-
-
-def attend_paths(
-    paths: Sequence[HostPath],
-    queries: Sequence[npt.NDArray[np.float32]],
-    ranges: Sequence[tuple[int, int]],
-    top_k: int | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    threads: int | None = None,
-) -> list[HostPartial]:
-    """`HostPath.attend` of several sequences at once: path i, queries[i] (q_heads, n, head_dim), tokens ranges[i].
-
-    All heads of all paths are tasks of one step through the pool of worker threads, if their indexes have a compiled
-    search, queries are all of one shape, and few; else one path after the other, with Numba's threads. The paths must
-    be of equal heads, dims and format. Costs of a shared step are split evenly. Raises ShapeError, ConfigError.
-    """
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
-        raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
-    if not len(paths) == len(queries) == len(ranges) or not paths:
-        raise ShapeError(f"as many queries and ranges as paths are needed, at least one, got {len(paths)} paths")
-    check_score_options(scale, softcap)
-    threads = paths[0]._threads if threads is None else threads
-    check_threads(threads)
-    for path, own in zip(paths, queries, strict=True):
-        path._grouped(own)
-    top_k = None if top_k is None else int(top_k)
-    done = None if top_k is None else _step_paths(paths, queries, ranges, top_k, scale, softcap, threads)
-    if done is not None:
-        return done
-    return [
-        path._attend(own, start, stop, top_k, scale, softcap, threads)
-        for path, own, (start, stop) in zip(paths, queries, ranges, strict=True)
-    ]
-
-
-def _step_paths(
-    paths: Sequence[HostPath],
-    queries: Sequence[npt.NDArray[np.float32]],
-    ranges: Sequence[tuple[int, int]],
-    top_k: int,
-    scale: float,
-    softcap: float | None,
-    threads: int | None,
-) -> list[HostPartial] | None:
-    """One step for all paths, or None where that cannot be done."""
-    first = paths[0]
-    q_heads, n, _ = queries[0].shape
-    kind = first._heads, first._head_dim, first._value_dim, first._fmt
-    alike = all((path._heads, path._head_dim, path._value_dim, path._fmt) == kind for path in paths)
-    if not alike or any(own.shape != queries[0].shape for own in queries):
-        return None
-    if not 0 < q_heads // first._heads * n <= MOST_STEP_QUERIES:
-        return None
-    rows = []
-    for path, (start, stop) in zip(paths, ranges, strict=True):
-        path._check_range(start, stop)
-        pieces = path._step_pieces(start, stop)
-        if pieces is None:
-            return None
-        rows.append(pieces)
-    if not any(rows):
-        return None
-    step = first._step_of(len(paths))
-    if not step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads):
-        return None
-    for row, own in enumerate(queries):
-        step.queries[row] = own
-    cost = step.run()
-    share = len(paths)
-    costs = cost.keys_scanned // share, cost.bytes_read // share
-    seconds = cost.search_seconds / share, cost.attend_seconds / share
-    return [HostPartial(step.out[row].copy(), step.lse[row].copy(), *costs, *seconds) for row in range(share)]
-
-
-def _best_of_all(
-    ids: list[npt.NDArray[np.int32]], scores: list[npt.NDArray[np.float32]], top_k: int
-) -> list[npt.NDArray[np.int32]]:
-    """Results of several pieces (..., k each, best first) with everything but the best top_k overall set to
-    -1.
-    """
-    if len(ids) == 1:
-        return ids
-    together = np.concatenate(ids, axis=-1)
-    codes = order_codes(np.concatenate(scores, axis=-1), together)
-    order = np.argsort(-codes, axis=-1, kind="stable")  # equal scores: the earlier piece, then the lower id
-    np.put_along_axis(together, order[..., top_k:], np.int32(-1), axis=-1)
-    return np.split(together, np.cumsum([one.shape[-1] for one in ids])[:-1], axis=-1)
-
 
 def held_bytes(paths: Iterable[HostPath]) -> int:
     """Bytes of the tokens and indexes that `paths` hold together, each shared segment counted once."""
@@ -585,15 +409,25 @@ def held_bytes(paths: Iterable[HostPath]) -> int:
     return sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
 
 
-def prepare(fmt: Format) -> float:
-    """Compile what `HostPath.attend` runs for `fmt`, or load it from Numba's cache; returns the seconds it took.
+def prepare(fmt: Format, kind: str = "flat", options: Mapping[str, Any] | None = None) -> float:
+    """Compile what `HostPath.attend` runs for `fmt` and this kind of index, or load it from Numba's cache.
 
-    To be called while a model loads: otherwise the first token waits for the compiler (about ten seconds once).
+    To be called while a model loads: otherwise the first token waits for the compiler (ten to twenty seconds once).
+    Returns the seconds it took. Raises ConfigError for an unknown kind or option.
     """
     began = time.perf_counter()
+    options = dict(options or {})
+    base.check_kind(kind, options)
     path = HostPath(2, 1, 1, fmt, reserve_tokens=4)
     row = np.zeros((2, 2, 1), fmt.dtype)
     path.append(row, row)
+    queries = np.zeros((2, 1, 1), np.float32)
     for top_k in (1, None):
-        path.attend(np.zeros((2, 1, 1), np.float32), 0, 2, top_k, scale=1.0)
+        path.attend(queries, 0, 2, top_k, scale=1.0)
+    if kind in ("roargraph", "auto"):
+        graph_task(fmt)
+    if kind == "auto" or options.get("codes") == "int8":
+        coded_task(fmt)
+    if kind not in ("flat", "roargraph", "auto"):
+        attend_apart(path, queries, 0, 2, 1, 1.0, None, None)
     return time.perf_counter() - began

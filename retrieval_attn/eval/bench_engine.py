@@ -25,6 +25,7 @@ from numba import carray, cfunc, njit
 
 from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_swap, nanoseconds
 from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
+from retrieval_attn.cpu.host_attend import attend_apart
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.index.formats import Format, from_float32
@@ -271,6 +272,14 @@ def _median_step(args: argparse.Namespace, attend: Callable[[npt.NDArray[Any]], 
     return result
 
 
+def _apart(path: HostPath, tokens: int, top_k: int) -> Callable[[npt.NDArray[Any]], Any]:
+    return lambda queries: attend_apart(path, queries, 4, tokens, top_k, SCALE, None, None)
+
+
+def _in_step(path: HostPath, tokens: int, top_k: int) -> Callable[[npt.NDArray[Any]], Any]:
+    return lambda queries: path.attend(queries, 4, tokens, top_k, scale=SCALE)
+
+
 def measure_steps(args: argparse.Namespace, tokens: int, threads: Sequence[int]) -> list[dict[str, Any]]:
     """Steps of one layer: each kind on each number of threads; the earlier way with Numba's threads first."""
     keys, values, train, asked = _layer(args, tokens)
@@ -292,18 +301,14 @@ def measure_steps(args: argparse.Namespace, tokens: int, threads: Sequence[int])
             first = np.ascontiguousarray(asked[:, :1])
             lses[kind] = path.attend(first, 4, tokens, args.top_k, scale=SCALE).lse
             shape["mass of the exact top k"] = round(float(np.exp(lses[kind] - lses.get("flat", lses[kind])).mean()), 4)
-            before = _median_step(
-                args, lambda q, path=path: path._attend(q, 4, tokens, args.top_k, SCALE, None, None), asked
-            )
+            before = _median_step(args, _apart(path, tokens, args.top_k), asked)
             rows.append({**shape, "way": "parallel kernels", "threads": numba.get_num_threads(), **before})
         base: float | None = None
         for count in threads:
             # a pool of its own: another one's spinning threads would be in the way
             with Pool(count, spin_microseconds=args.spin) as pool:
                 path._pool = pool
-                step = _median_step(
-                    args, lambda q, path=path: path.attend(q, 4, tokens, args.top_k, scale=SCALE), asked
-                )
+                step = _median_step(args, _in_step(path, tokens, args.top_k), asked)
             base = step["cold ms"] if base is None else base
             rows.append(
                 {

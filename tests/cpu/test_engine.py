@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from retrieval_attn.cpu import engine as engine_module
-from retrieval_attn.cpu import store as store_module
+from retrieval_attn.cpu import host_attend
 from retrieval_attn.cpu.engine import LayerStep, Piece
+from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.store import HostPartial, HostPath, attend_paths
+from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
@@ -118,7 +119,7 @@ def graph_path(pool: Pool, heads: list[SyntheticHead], fmt: Format = BF16, **opt
 
 def apart(path: HostPath, queries: npt.NDArray[np.float32], stop: int, top_k: int) -> HostPartial:
     """The way of kinds that have no compiled search."""
-    return path._attend(queries, SINKS, stop, top_k, SCALE, None, None)
+    return host_attend.attend_apart(path, queries, SINKS, stop, top_k, SCALE, None, None)
 
 
 def assert_close(one: HostPartial, other: HostPartial) -> None:
@@ -225,7 +226,7 @@ def test_notes_and_extension(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Notes of indexes are collected once each; `extend_index` inserts ahead of time."""
     path = graph_path(pool, heads)
     for index in path.segments[0].indexes:
-        index.note = "because"  # type: ignore[attr-defined]
+        setattr(index, "note", "because")  # noqa: B010  (no attribute of the class)
     assert path.index_notes == ["because"]
     before = path.index_seconds
     path.extend_index(TOKENS - 100)
@@ -286,7 +287,8 @@ def test_a_head_that_cannot_be_searched_is_named(pool: Pool, heads: list[Synthet
     path = graph_path(pool, heads)
     queries = np.concatenate([head.decode for head in heads])[:, :1]
     path._layer = 17
-    graph = path.segments[0].indexes[1].search_arguments()[0].graph  # type: ignore[attr-defined]
+    index: Any = path.segments[0].indexes[1]
+    graph = index.search_arguments()[0].graph
     graph.ids[:] = -5
     with pytest.raises(BackendError, match="layer 17, sequence 0, key-value head 1, query 0 of its group: .*build"):
         path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE)
@@ -341,7 +343,7 @@ def test_what_a_step_cannot_hold_takes_the_other_way(pool: Pool, monkeypatch: py
         path._steps.clear()
         assert_close(path.attend(queries, 0, 3000, 9, scale=SCALE), expected)
         monkeypatch.undo()
-        monkeypatch.setattr(store_module, "MOST_STEP_QUERIES", 1)
+        monkeypatch.setattr(host_attend, "MOST_STEP_QUERIES", 1)
         assert_close(path.attend(queries, 0, 3000, 9, scale=SCALE), expected)
         monkeypatch.undo()
 

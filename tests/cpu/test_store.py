@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from retrieval_attn.cpu import attend
 from retrieval_attn.cpu import segment as segment_module
 from retrieval_attn.cpu import store as store_module
+from retrieval_attn.cpu.attend_task import attend_task
+from retrieval_attn.cpu.search_tasks import scan_task
 from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
-from retrieval_attn.index import FlatIndex, flat, register
+from retrieval_attn.index import FlatIndex, register
 from retrieval_attn.index.formats import Format, to_float32
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
 
@@ -337,13 +339,16 @@ def test_thread_count_is_used_and_restored() -> None:
 def test_prepare_compiles_what_attend_runs() -> None:
     """After it, the first token must not wait for a compiler."""
     prepare(F32)
-    kernels = (flat._scan_heads, attend._attend_gathered_heads, attend._attend_range_heads)
-    before = [len(kernel.overloads) for kernel in kernels]
+    tasks = (scan_task, attend_task)
+    before = [task.cache_info().misses for task in tasks], len(attend._attend_range_heads.overloads)
     path = HostPath(HEADS, DIM, VALUE_DIM, F32)
     path.append(*tokens(np.random.default_rng(10), 100))
     for top_k in (3, None):
         path.attend(np.ones((4, 1, DIM), np.float32), 0, 90, top_k, scale=1.0)
-    assert [len(kernel.overloads) for kernel in kernels] == before and min(before) > 0
+    assert ([task.cache_info().misses for task in tasks], len(attend._attend_range_heads.overloads)) == before
+    assert min(*before[0], before[1]) > 0
+    with pytest.raises(ConfigError, match="'flatt'"):
+        prepare(F32, "flatt")
 
 
 def test_empty_paths_and_ranges() -> None:

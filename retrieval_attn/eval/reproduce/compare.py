@@ -1,0 +1,230 @@
+"""Reads the results of a reproduced table or figure and puts the paper's numbers beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.eval.heatmap import length_label
+from retrieval_attn.eval.reproduce.experiments import Experiment, Step
+from retrieval_attn.eval.reproduce.paper import CLAIMS, SLIPS, TABLES, Cell, PaperTable
+from retrieval_attn.eval.suite.report import percent, table
+
+__all__ = ["comparison", "paper_only"]
+
+Results = dict[tuple[str, str], str]  # (method, column) -> our cell
+
+
+def paper_only(name: str, experiment: Experiment, model: str) -> str:
+    """The paper's numbers alone, as Markdown."""
+    return "\n".join(_with_paper(name, experiment, {}, model))
+
+
+def comparison(name: str, experiment: Experiment, folder: Path, steps: Sequence[Step], model: str) -> str:
+    """Markdown of our numbers with the paper's in brackets.  Raises InputDataError if results are missing."""
+    read = _READERS[experiment.kind]
+    found = read(folder, steps)
+    if isinstance(found, str):
+        return "\n".join([found, "", *_claim(name)])
+    return "\n".join(_with_paper(name, experiment, found, model))
+
+
+def _claim(name: str) -> list[str]:
+    if name not in CLAIMS:
+        return []
+    where, words = CLAIMS[name]
+    return [f"The paper ({where}): {words}."]
+
+
+def _with_paper(name: str, experiment: Experiment, ours: Results, model: str) -> list[str]:
+    lines: list[str] = []
+    for number, key in enumerate(experiment.papers):
+        paper = TABLES[key]
+        rows = paper.rows.get(model) or next(iter(paper.rows.values()))
+        shown = model if model in paper.rows else next(iter(paper.rows))
+        own = ours
+        columns = list(paper.columns)
+        extra = [c for c in dict.fromkeys(c for _, c in own) if c not in columns]
+        methods = [*rows, *(m for m in dict.fromkeys(m for m, _ in own) if m not in rows)]
+        body = []
+        for method in methods:
+            cells = [
+                _cell(
+                    own.get((method, column)), _paper_cell(paper, shown, method, column) if column in columns else None
+                )
+                for column in [*extra, *columns]
+            ]
+            body.append([method, paper.tokens.get(method, "-"), *cells])
+        if number:
+            lines.append("")
+        what = "ours, and the paper's in brackets" if own else "the paper's numbers"
+        lines.append(f"{paper.title} ({paper.where}{', ' + shown if shown else ''}): {what}")
+        lines += ["", *table(["method", "paper's act. tokens", *extra, *columns], body)]
+        for (where, of, method, column), right in SLIPS.items():
+            if where == key and of == shown:
+                lines.append(
+                    f"\n[!] {method}, {column}: the paper prints another number than its row's mean, {right:.2f}"
+                )
+    return [*lines, *([""] + _claim(name) if name in CLAIMS else [])]
+
+
+def _paper_cell(paper: PaperTable, model: str, method: str, column: str) -> Cell:
+    cells = paper.rows[model].get(method)
+    return None if cells is None else cells[paper.columns.index(column)]
+
+
+def _cell(ours: str | None, paper: Cell) -> str:
+    """Ours with the paper's in brackets; None: we have none; "": only the paper's is wanted."""
+    if isinstance(paper, tuple):
+        theirs = " / ".join(f"{value:g}" for value in paper)
+    else:
+        theirs = "-" if paper is None else paper if isinstance(paper, str) else f"{paper:g}"
+    return theirs if ours == "" else f"{'-' if ours is None else ours} ({theirs})"
+
+
+# ---- results of the steps -------------------------------------------------------------------------
+
+
+def _json(path: Path) -> Any:
+    if not path.is_file():
+        raise InputDataError(f"{path}: needed the results of a finished run, found none; run without --print")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _suite_cells(folder: Path, step: Step) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    summary = _json(folder / step.folder / "summary.json")
+    return summary["cells"], summary
+
+
+def _titles(step: Step) -> Mapping[str, str]:
+    """task -> column of the paper's table, stand-ins in the place of what they stand in for."""
+    if step.words[0] == "ruler":
+        from retrieval_attn.eval.ruler.specs import QA_SYNTHETIC, SPECS
+
+        return {
+            **{name: spec.title for name, spec in SPECS.items()},
+            QA_SYNTHETIC["qa_1"]: "Q1",
+            QA_SYNTHETIC["qa_2"]: "Q2",
+        }
+    from retrieval_attn.eval.infinitebench.catalogue import TITLES
+
+    return TITLES
+
+
+def _tasks(folder: Path, steps: Sequence[Step]) -> Results:
+    """The longest length's cells; a second step gives a second number, of the larger budget."""
+    titles = _titles(steps[0])
+    found: Results = {}
+    for number, step in enumerate(steps):
+        cells, _ = _suite_cells(folder, step)
+        longest = max((cell["length"] or 0 for cell in cells), default=0)
+        at = [cell for cell in cells if (cell["length"] or 0) == longest]
+        for cell in at:
+            key = (cell["method"], titles[cell["task"]])
+            shown = percent(cell["score"], cell["error_of_score"])
+            found[key] = f"{found[key]} / {shown}" if number and key in found else shown
+        if number == 0:
+            for method in {cell["method"] for cell in at}:
+                scores = [cell["score"] for cell in at if cell["method"] == method and cell["score"] is not None]
+                if scores:
+                    found[method, "Avg."] = percent(sum(scores) / len(scores)) + f" of {len(scores)}"
+    return found
+
+
+def _lengths(folder: Path, steps: Sequence[Step]) -> Results:
+    found: Results = {}
+    _, summary = _suite_cells(folder, steps[0])
+    means: dict[str, list[float]] = {}
+    for curve in summary["curves"]:
+        found[curve["method"], length_label(curve["length"])] = percent(curve["score"], curve["error_of_score"])
+        means.setdefault(curve["method"], []).append(curve["score"])
+    for method, scores in means.items():
+        found[method, "Avg."] = percent(sum(scores) / len(scores))
+    return found
+
+
+def _speed(folder: Path, steps: Sequence[Step]) -> Results:
+    """Seconds per token; full attention is that of the first step."""
+    found: Results = {}
+    for step in steps:
+        for row in _json(folder / step.folder / "speed.json")["rows"]:
+            column = length_label(row["context"])
+            found.setdefault(("full", column), f"{row['full']['median'] / 1000:.4f}")
+            found[step.folder, column] = f"{row['retrieval']['median'] / 1000:.4f}"
+    return found
+
+
+def _parts(folder: Path, steps: Sequence[Step]) -> Results:
+    """Retrieval: the whole less sinks and window alone, so attention on the host counts as retrieval."""
+    found: Results = {}
+    for step in steps:
+        row = _json(folder / step.folder / "speed.json")["rows"][-1]
+        whole, rest = row["retrieval"]["median"] / 1000, row["static"]["median"] / 1000
+        found[step.folder, "Retrieval"] = f"{whole - rest:.4f}"
+        found[step.folder, "Attention"] = f"{rest:.4f} with others"
+        found[step.folder, "Total"] = f"{whole:.4f}"
+    return found
+
+
+def _study(folder: Path, steps: Sequence[Step]) -> str:
+    figures = _json(folder / steps[0].folder / "study.json")["figures"]
+    lines = []
+    if "2" in figures:
+        two = figures["2"]
+        static = "-" if two["static"] is None else f"{100 * two['static']:.1f}"
+        lines += table(
+            ["figure 2", "ours, %", "paper, %"],
+            [
+                [f"{two['k']:,} of {two['keys']:,} keys, chosen for every token", f"{100 * two['dynamic']:.1f}", "89"],
+                ["kept from the first token", static, "71"],
+            ],
+        )
+    if "3b" in figures:
+        ratio = f"{figures['3b']['ratio']:.1f}"
+        lines += ["", *table(["figure 3b", "ours", "paper"], [["distance of queries / of keys", ratio, "above 10"]])]
+    papers = {"ivf": "30-50 %", "roargraph": "1-3 %"}
+    for name in ("3a", "6"):
+        for what, rows in figures.get(name, {}).items():
+            body = []
+            for variant in dict.fromkeys(row["variant"] for row in rows):
+                own = [row for row in rows if row["variant"] == variant]
+                enough = min((row["scanned"] for row in own if row["recall"] >= 0.95), default=None)
+                best = max(row["recall"] for row in own)
+                share = "never" if enough is None else f"{100 * enough:.2f} %"
+                theirs = papers.get(variant, "-") if what == "queries" else "1-5 %" if variant == "ivf" else "-"
+                body.append([variant, share, f"{best:.3f}", theirs])
+            head = [
+                f"figure {name}, {what} search keys",
+                "scored for recall 0.95",
+                "best recall",
+                "paper, scored for 0.95",
+            ]
+            lines += ["", *table(head, body)]
+    return "\n".join(lines).strip()
+
+
+def _grid(folder: Path, steps: Sequence[Step]) -> str:
+    from retrieval_attn.eval.reproduce.needle_grid import heatmap
+
+    cells, summary = _suite_cells(folder, steps[0])
+    text = heatmap(folder, cells, f"Needle in a haystack: {summary['settings']['model']}")
+    return f"```\n{text}\n```\n\n{folder / 'heatmap.png'}"
+
+
+def _needle(folder: Path, steps: Sequence[Step]) -> str:
+    panels = _json(folder / steps[0].folder / "summary.json")["panels"]
+    return "\n".join(f"{panel['title']}: mean {percent(panel['mean'])}, n = {panel['n']}" for panel in panels)
+
+
+_READERS: dict[str, Callable[[Path, Sequence[Step]], Results | str]] = {
+    "tasks": _tasks,
+    "lengths": _lengths,
+    "speed": _speed,
+    "parts": _parts,
+    "study": _study,
+    "grid": _grid,
+    "needle": _needle,
+}

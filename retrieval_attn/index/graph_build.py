@@ -18,10 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from retrieval_attn.index.codes import ZERO_CODE, dot_u8_one
+from retrieval_attn.index.codes import ZERO_CODE, dot_u8_one, prefetch_codes
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.threads import kernel_threads
 
+AHEAD = 12
+"""Rows that are asked for before they are copied."""
+ENTRY_CANDIDATES = 2048
+"""Nodes that the entries which lie apart are chosen from."""
 CHUNK = 512
 """Nodes per parallel task: each task has its own scratch."""
 
@@ -105,7 +109,7 @@ def prune(buffer, order, count, degree, fill, l2, out):
     """Choose at most `degree` of candidates 0..count - 1 and write their positions to out; returns how many.
 
     buffer: their rows as Near; order[i]: distance to the node << 32 | position, ascending. A candidate is left out
-    if one already chosen is nearer to it than the node is. Up to `fill` are then taken from those left out.
+    if one already chosen is as near to it as the node is, or nearer (of equal keys one is chosen). Up to `fill` are then taken from those left out.
     """
     codes, signed, norms, sums = buffer
     width = codes.shape[1]
@@ -117,7 +121,7 @@ def prune(buffer, order, count, degree, fill, l2, out):
         keep = True
         for j in range(chosen):
             other = out[j]
-            if distance(codes, at, signed, other, norms[at], norms[other], sums[other], width, l2) < far:
+            if distance(codes, at, signed, other, norms[at], norms[other], sums[other], width, l2) <= far:
                 keep = False
                 break
         if keep:
@@ -139,16 +143,33 @@ def _gather(near, node, candidates, count, buffer, order, l2):
     """Copy the candidates' rows next to each other and sort them by distance to node."""
     codes, signed, norms, sums = near
     width = codes.shape[1]
+    for i in range(min(AHEAD, count)):
+        prefetch_codes(codes, np.int64(candidates[i]))
     for i in range(count):
-        other = candidates[i]
-        buffer[0][i] = codes[other]
-        buffer[1][i] = signed[other]
-        buffer[2][i] = norms[other]
-        buffer[3][i] = sums[other]
-    for i in range(count):
-        far = distance(buffer[0], i, signed, node, buffer[2][i], norms[node], sums[node], width, l2)
+        if i + AHEAD < count:
+            prefetch_codes(codes, np.int64(candidates[i + AHEAD]))
+        copy_row(codes, np.int64(candidates[i]), buffer, i)
+        far = distance(buffer.codes, i, signed, node, buffer.norms[i], norms[node], sums[node], width, l2)
         order[i] = (np.int64(far) << 32) | np.int64(i)
     order[:count].sort()
+
+
+@njit(nogil=True, cache=True)
+def copy_row(codes, row, near, at):
+    """Write the rescaled code row `row` and its norm to place `at` of `near`."""
+    norm = np.int32(0)
+    total = np.int32(0)
+    source = codes[row]
+    target = near.codes[at]
+    signed = near.signed[at, 0]
+    for j in range(codes.shape[1]):
+        number = np.int32(source[j]) - np.int32(ZERO_CODE)
+        target[j] = source[j]
+        signed[j] = np.int8(number)
+        norm += number * number
+        total += number
+    near.norms[at] = norm
+    near.sums[at] = total * np.int32(ZERO_CODE)
 
 
 @njit(nogil=True, cache=True)
@@ -321,6 +342,66 @@ def _relabel(lists, local, out):
         for j in range(lists.shape[1]):
             key = lists[i, j]
             out[i, j] = local[key] if 0 <= key < len(local) else -1
+
+
+@njit(nogil=True, cache=True)
+def _components(adjacency, nodes):
+    """The lowest node that each node is connected with, edges taken both ways: (nodes,) int32."""
+    roots = np.arange(nodes).astype(np.int32)
+    for i in range(nodes):
+        for j in range(adjacency.shape[1]):
+            if adjacency[i, j] < 0:
+                break
+            a = np.int32(i)
+            b = adjacency[i, j]
+            while roots[a] != a:
+                roots[a] = roots[roots[a]]
+                a = roots[a]
+            while roots[b] != b:
+                roots[b] = roots[roots[b]]
+                b = roots[b]
+            roots[max(a, b)] = min(a, b)
+    for i in range(nodes):
+        roots[i] = roots[roots[i]]  # roots before i are final
+    return roots
+
+
+@njit(nogil=True, cache=True)
+def _add_apart(near, candidates, entries, found):
+    """Fill entries[found:] with candidates, each the one farthest from those before (the first of equal ones)."""
+    codes, signed, norms, sums = near
+    width = codes.shape[1]
+    gaps = np.full(len(candidates), np.iinfo(np.int64).max, np.int64)
+    for at in range(1, len(entries) + 1):
+        last = np.int64(entries[at - 1])
+        best = 0
+        for i in range(len(candidates)):
+            other = np.int64(candidates[i])
+            far = distance(codes, other, signed, last, norms[other], norms[last], sums[last], width, True)
+            gaps[i] = min(gaps[i], far)
+            if gaps[i] > gaps[best]:
+                best = i
+        if at >= found and at < len(entries):
+            entries[at] = candidates[best]
+
+
+def choose_entries(near: Near, adjacency: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
+    """Up to `count` nodes to start from, int32.
+
+    A half: the hottest node of each connected part, largest part first, then the hottest of all. The rest lie far from
+    each other: copies of one key may be all that is hot.
+    """
+    nodes = len(adjacency)
+    count = min(count, nodes)
+    parts, sizes = np.unique(_components(adjacency, nodes), return_counts=True)
+    half = (count + 1) // 2
+    hottest = parts[np.argsort(-sizes, kind="stable")][:half]  # the lowest node of a part is its hottest
+    others = np.setdiff1d(np.arange(count, dtype=np.int32), hottest)
+    entries = np.empty(count, np.int32)
+    entries[:half] = np.concatenate([hottest, others[: half - len(hottest)]])
+    candidates = np.arange(0, nodes, max(1, nodes // ENTRY_CANDIDATES), dtype=np.int32)
+    _add_apart(near, candidates, entries, half)
+    return np.unique(entries)
 
 
 def list_counts(lists: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:

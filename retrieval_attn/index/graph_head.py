@@ -69,7 +69,7 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
     shape = _shape(options, keys.shape[1])
     near = graph_build.near_of(coded.codes, _ratios(coded))
     adjacency = graph_build.make_edges(near, graph_build.relabelled(lists, ids, len(keys)), ids, shape)
-    entries = np.arange(min(options.entries, len(ids)), dtype=np.int32)
+    entries = graph_build.choose_entries(near, adjacency, options.entries)
     graph = Graph(coded.codes, adjacency, ids, entries, _counts(len(ids), len(ids), len(keys)))
     return HeadGraph(graph, coded, np.empty(0, np.int32))
 

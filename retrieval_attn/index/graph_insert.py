@@ -16,9 +16,9 @@ from retrieval_attn.index.codes import PLANE_BASE, ZERO_CODE
 from retrieval_attn.index.graph_build import add_edge, distance, near_scratch, prune, rescale
 from retrieval_attn.index.graph_search import Graph, fill_pool
 
-INSERT_BEAM = 48
+INSERT_BEAM = 128
 """Pool length of the search for a new key's neighbours."""
-INSERT_EDGES = 12
+INSERT_EDGES = 32
 """Most edges a new key starts with."""
 
 

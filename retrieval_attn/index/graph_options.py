@@ -30,7 +30,7 @@ class GraphOptions:
     beam: int = 160
     degree: int | None = None
     targets: int = 16
-    list_k: int = 64
+    list_k: int = 100
     fill: int = 16
     candidates: int = 256
     entries: int = 32

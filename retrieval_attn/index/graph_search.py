@@ -30,6 +30,9 @@ from retrieval_attn.index.dots import (
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.packed import EMPTY, id_of, pack_score, score_of
 
+RANGE_BEAM = 32
+"""With a range, as many of the best are expanded even if they lie outside of it."""
+
 
 class Graph(NamedTuple):
     """A graph over the coded keys of one head; arrays may have room beyond `counts`.
@@ -140,7 +143,7 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
     planes (n, 1 or 2, width) int8: coded queries, of which `query` is taken. seeds: further nodes to start from,
     int32; numbers that are no nodes are passed over. Stops when the best `beam` are expanded, when the best k did
     not change for `patience` hops, or when the next entry is more than `reach` below the best (integer scores; < 0:
-    never).
+    never) and not one of the best RANGE_BEAM, which lead to better ones early on.
     """
     codes, adjacency, ids, entries, counts = graph
     pool, visited, fresh, survivors = scratch
@@ -194,7 +197,7 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
         if cursor >= min(count, beam):
             break
         item = pool[cursor]
-        if reach >= 0 and (item >> 32) < (pool[0] >> 32) - reach:
+        if reach >= 0 and cursor >= RANGE_BEAM and (item >> 32) < (pool[0] >> 32) - reach:
             break
         pool[cursor] = item | 1
         node = (item & 0xFFFFFFFF) >> 1
@@ -229,6 +232,9 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
 
 
 AHEAD = 6
+"""Stored rows that are asked for before they are scored."""
+SPARE = 4
+"""A quarter more than k are scored exactly, so that keys misplaced by their codes come back."""
 
 
 @njit(nogil=True, cache=True)
@@ -290,6 +296,8 @@ def search_graph(
     pool = scratch[0]
     for i in range(len(seeds)):
         seeds[i] = (pool[i] & 0xFFFFFFFF) >> 1 if i < count else -1
+    if limit >= graph[4][2]:  # no place is lost to keys beyond it
+        count = min(count, k + max(8, k // SPARE))
     found = min(k, score_pool(graph, queries, query, keys, count, limit, scratch))
     for i in range(found):
         score = score_of(pool[i])

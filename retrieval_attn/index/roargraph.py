@@ -24,13 +24,11 @@ from retrieval_attn.index.flat import _joined, search_exact
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
 from retrieval_attn.index.graph_head import HeadGraph
 from retrieval_attn.index.graph_options import GraphOptions
-from retrieval_attn.index.graph_search import Graph, make_scratch, search_rows
+from retrieval_attn.index.graph_search import SPARE, Graph, make_scratch, search_rows
 from retrieval_attn.index.knn import training_lists
 from retrieval_attn.index.memory import aligned_empty, one_layout
 from retrieval_attn.index.threads import kernel_threads
 
-SPARE = 4
-"""The pool holds a quarter more than k, so that keys misplaced by their codes come back when scored exactly."""
 SCAN_SHARE = 16
 """More than one key in so many wanted: a scan is faster than a graph."""
 SEEDS = 32

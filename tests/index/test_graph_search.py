@@ -1,0 +1,207 @@
+"""The beam search against one written with Python lists, and what it must never return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from retrieval_attn.index.codes import CodedQueries, Codes, encode_keys, encode_query
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.graph_search import RANGE_BEAM, Graph, fill_pool, make_scratch, search_graph, search_rows
+
+NEVER = 1 << 40
+DIM = 20
+
+
+class Case:
+    """Random keys, a random graph over some of them in another order, and coded queries."""
+
+    def __init__(self, nodes: int, degree: int, *, linked: int | None = None, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.keys = rng.standard_normal((nodes + 50, DIM), dtype=np.float32)
+        self.queries = rng.standard_normal((6, DIM), dtype=np.float32)
+        ids = rng.permutation(nodes + 50)[:nodes].astype(np.int32)
+        coded: Codes = encode_keys(self.keys[ids], Format.FLOAT32)
+        self.coded: CodedQueries = encode_query(self.queries, coded)
+        linked = nodes if linked is None else linked
+        adjacency = np.full((nodes, degree), -1, np.int32)
+        for node in range(linked):
+            others = rng.permutation(nodes)[: rng.integers(0, degree + 1)]
+            adjacency[node, : len(others)] = others
+        counts = np.array([linked, nodes, nodes + 50], np.int64)
+        self.graph = Graph(coded.codes, adjacency, ids, np.array([0, 3], np.int32), counts)
+        exact = coded.codes.astype(np.int64) @ self.coded.planes[:, 0].astype(np.int64).T
+        self.scores = exact.T  # (queries, nodes)
+
+
+def beam_search(
+    case: Case, query: int, seeds: list[int], room: int, beam: int, k: int, patience: int, reach: int
+) -> tuple[list[int], int, int]:
+    """Pool (nodes, best first), nodes scored, hops: the same rules with sorted lists."""
+    linked, total, _ = case.graph.counts.tolist()
+    scores = case.scores[query]
+
+    def rank(node: int) -> tuple[int, int]:
+        return (-int(scores[node]), -node)  # of equal scores the higher node, as packed numbers order
+
+    seen: set[int] = set()
+    pool: list[int] = []
+    for node in case.graph.entries.tolist() + seeds:
+        if 0 <= node < linked and node not in seen:
+            seen.add(node)
+            pool.append(node)
+    expanded = set(range(linked, total))
+    pool = sorted(pool + list(expanded), key=rank)[:room]
+    scored = len(seen) + len(expanded)
+    hops = idle = 0
+    while True:
+        waiting = [place for place, node in enumerate(pool) if node not in expanded]
+        if not waiting or waiting[0] >= beam:
+            break
+        node = pool[waiting[0]]
+        if reach >= 0 and waiting[0] >= RANGE_BEAM and scores[node] < scores[pool[0]] - reach:
+            break
+        expanded.add(node)
+        hops += 1
+        new = [one for one in case.graph.adjacency[node].tolist() if 0 <= one < linked and one not in seen]
+        seen.update(new)
+        scored += len(new)
+        before = pool[:k]
+        pool = sorted(pool + new, key=rank)[:room]
+        idle = 0 if pool[:k] != before else idle + 1
+        if idle >= patience:
+            break
+    return pool, scored, hops
+
+
+def filled(
+    case: Case, query: int, seeds: list[int], room: int, beam: int, k: int, patience: int, reach: int
+) -> tuple[list[int], int, int]:
+    scratch = make_scratch(room, case.graph.adjacency.shape[1], len(case.graph.ids))
+    for array in scratch:
+        array[:] = 77  # what an earlier search left must not matter
+    count, scored, hops = fill_pool(
+        case.graph,
+        None,
+        case.coded.planes,
+        query,
+        np.array(seeds, np.int32),
+        room,
+        beam,
+        k,
+        patience,
+        reach,
+        scratch,
+    )
+    return ((scratch.pool[:count] & 0xFFFFFFFF) >> 1).tolist(), scored, hops
+
+
+@pytest.mark.parametrize("degree", [4, 12, 90])
+def test_pool_equals_the_plain_search(degree: int) -> None:
+    """Same nodes, order, count of scored keys and hops: breaks on a lost merge, a wrong cursor or visited bit."""
+    for seed, (nodes, linked) in enumerate([(300, 300), (300, 250), (64, 64), (65, 1)]):
+        case = Case(nodes, degree, linked=linked, seed=seed)
+        for room, beam, k, patience, reach in (
+            (50, 50, 10, NEVER, -1),
+            (50, 20, 10, NEVER, -1),
+            (400, 400, 10, NEVER, -1),
+            (40, 40, 10, 3, -1),
+            (40, 40, 10, NEVER, 20000),
+            (1, 1, 1, NEVER, -1),
+        ):
+            for query in range(3):
+                for seeds in ([], [7, 7, 3, -1, 5000, linked]):
+                    given = (case, query, seeds, room, beam, k, patience, reach)
+                    assert filled(*given) == beam_search(*given)
+
+
+def search(
+    case: Case, query: int, k: int, **changed: Any
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], int]:
+    given: dict[str, Any] = {"room": 60, "beam": 40, "beta": -1.0, "limit": 10**6, "seeds": np.empty(0, np.int32)}
+    given.update(changed)
+    ids, scores = np.full(k, 99, np.int32), np.full(k, 99, np.float32)
+    scratch = make_scratch(given["room"], case.graph.adjacency.shape[1], len(case.graph.ids))
+    found, _, _ = search_graph(
+        case.graph,
+        case.keys,
+        case.queries,
+        case.coded.planes,
+        case.coded.step,
+        query,
+        given["seeds"],
+        k,
+        given["room"],
+        given["beam"],
+        NEVER,
+        np.float32(given["beta"]),
+        given["limit"],
+        scratch,
+        ids,
+        scores,
+    )
+    return ids, scores, found
+
+
+def test_results_are_exact_scores_of_the_best_of_the_pool() -> None:
+    """Ids are keys, not nodes; scores are inner products in the stored precision, best first."""
+    case = Case(300, 12)
+    for query in range(6):
+        nodes, _, _ = beam_search(case, query, [], 60, 40, 10, NEVER, -1)
+        exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
+        pool = case.graph.ids[nodes[:18]]  # what is scored exactly: k and 8 more
+        best = pool[np.argsort(-exact[pool])][:10]
+        ids, scores, found = search(case, query, 10)
+        assert found == 10
+        np.testing.assert_array_equal(ids, best)
+        np.testing.assert_allclose(scores, exact[best], rtol=1e-5)
+
+
+def test_limit_holds_and_places_stay_empty() -> None:
+    """No id at or beyond the limit; what is missing is -1 and -inf."""
+    case = Case(300, 12)
+    for limit in (0, 1, 40, 200):
+        ids, scores, found = search(case, 0, 30, limit=limit)
+        assert (ids[:found] < limit).all() and (ids[:found] >= 0).all()
+        assert (ids[found:] == -1).all() and np.isneginf(scores[found:]).all()
+    assert found > 0
+
+
+def test_range_keeps_keys_near_the_best() -> None:
+    """beta leaves out what scores lower than best - beta, nothing else of the k."""
+    case = Case(300, 90)
+    ids, scores, _ = search(case, 1, 30, beam=300, room=300)
+    near, near_scores, found = search(case, 1, 30, beam=300, room=300, beta=2.0)
+    assert 1 <= found < 30
+    np.testing.assert_array_equal(near_scores[:found], scores[scores >= scores[0] - np.float32(2.0)])
+    assert (near[found:] == -1).all()
+
+
+def test_seeds_become_the_best_nodes() -> None:
+    """What the next step starts from: the pool's best nodes, -1 where it has fewer."""
+    case = Case(64, 4)
+    seeds = np.full(100, -1, np.int32)
+    pool, _, _ = beam_search(case, 2, [], 60, 40, 10, NEVER, -1)
+    search(case, 2, 10, seeds=seeds)
+    assert seeds.tolist() == pool + [-1] * (100 - len(pool))
+
+
+def test_rows_equal_single_searches() -> None:
+    """Many queries over any number of workers give what one at a time gives."""
+    case = Case(300, 12)
+    for workers in (1, 2, 5):
+        ids, scores = np.empty((6, 10), np.int32), np.empty((6, 10), np.float32)
+        scratch = make_scratch(60, 12, 300, workers)
+        seeds = np.empty((6, 0), np.int32)
+        found, scored, _ = search_rows(
+            case.graph, case.keys, case.queries, case.coded.planes, case.coded.step, seeds, 10, 60, 40, NEVER,
+            np.float32(-1.0), 10**6, scratch, ids, scores,
+        )  # fmt: skip
+        assert (found == 10).all() and scored > 0
+        for query in range(6):
+            one, one_scores, _ = search(case, query, 10)
+            np.testing.assert_array_equal(ids[query], one)
+            np.testing.assert_array_equal(scores[query], one_scores)

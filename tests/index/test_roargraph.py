@@ -1,0 +1,346 @@
+"""The graph index as its users see it: recall, growth, saving, and bad input. The exact index is the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
+from retrieval_attn.index import FlatIndex, Format, create
+from retrieval_attn.index.formats import from_float32
+from retrieval_attn.index.graph_options import GraphOptions
+from retrieval_attn.index.roargraph import RoarGraphIndex
+from retrieval_attn.index.synthetic import synthetic_head
+from retrieval_attn.index.threads import kernel_threads
+
+FMT = Format.BFLOAT16
+K = 50
+
+
+class Head:
+    """A small synthetic head: stored keys, training and decode queries."""
+
+    def __init__(self, n: int = 12000) -> None:
+        head = synthetic_head(n, head_dim=64, group=2, level="mid", train=1500, decode=24, seed=3)
+        self.keys = from_float32(head.keys, FMT)
+        self.train = np.ascontiguousarray(head.train_rotated)
+        self.decode = np.ascontiguousarray(head.decode.reshape(-1, 64))  # rows of head 0, then of head 1
+
+
+@pytest.fixture(scope="module")
+def head() -> Head:
+    return Head()
+
+
+@pytest.fixture(scope="module")
+def index(head: Head) -> RoarGraphIndex:
+    return RoarGraphIndex.build(head.keys, FMT, head.train)
+
+
+def exact(head: Head, keys: npt.NDArray[Any] | None = None, k: int = K) -> npt.NDArray[np.int32]:
+    return FlatIndex(head.keys if keys is None else keys, FMT).search(head.decode, k).ids
+
+
+def recall(found: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> float:
+    return float(np.mean([np.isin(a, b).mean() for a, b in zip(right, found, strict=True)]))
+
+
+def small(keys: npt.NDArray[np.float32], **options: Any) -> RoarGraphIndex:
+    """A graph over few keys, trained on random queries."""
+    queries = np.random.default_rng(5).standard_normal((2, 200, keys.shape[1]), dtype=np.float32)
+    return RoarGraphIndex.build(keys, Format.FLOAT32, queries, **{"exact_below": 0, **options})
+
+
+def test_recall_with_few_keys_scored(head: Head, index: RoarGraphIndex) -> None:
+    """.94 of the best 50 with a seventh of the keys scored; scores are the exact inner products, best first."""
+    found = index.search(head.decode, K)
+    assert recall(found.ids, exact(head)) >= 0.94
+    assert found.keys_scanned <= len(head.decode) * len(head.keys) / 7
+    flat = FlatIndex(head.keys, FMT).search(head.decode, len(head.keys))
+    place = np.argsort(flat.ids, axis=1)
+    same = np.take_along_axis(np.take_along_axis(flat.scores, place, axis=1), found.ids, axis=1)
+    np.testing.assert_allclose(found.scores, same, rtol=1e-5, atol=1e-5)
+    assert (np.diff(found.scores, axis=1) <= 0).all()
+    assert all(len(set(row)) == K for row in found.ids.tolist())
+
+
+def test_training_by_the_query_heads_pays(head: Head, index: RoarGraphIndex) -> None:
+    """Lists of one query head only, or of keys as if they were queries, find less: breaks if training is ignored."""
+    right = exact(head)
+    full = recall(index.search(head.decode, K).ids, right)
+    one = RoarGraphIndex.build(head.keys, FMT, head.train[:1])
+    other_head = slice(len(head.decode) // 2, None)
+    assert recall(one.search(head.decode, K).ids[other_head], right[other_head]) < full - 0.1
+
+
+def test_a_graph_for_each_query_head(head: Head) -> None:
+    """Rows of head 0 search graph 0: swapped rows find less. Odd row counts are refused."""
+    both = RoarGraphIndex.build(head.keys, FMT, head.train, per_query_head=True)
+    right = exact(head)
+    assert both.stats["graphs"] == 2 and len(both.search_arguments()) == 2
+    good = recall(both.search(head.decode, K).ids, right)
+    half = len(head.decode) // 2
+    swapped = np.concatenate([head.decode[half:], head.decode[:half]])
+    assert good >= 0.9
+    assert recall(both.search(swapped, K).ids, np.concatenate([right[half:], right[:half]])) < good - 0.1
+    with pytest.raises(ShapeError, match="multiple of 2 rows"):
+        both.search(head.decode[:3], K)
+
+
+def test_the_same_at_every_thread_count(head: Head) -> None:
+    """Graph, answers and counts with one and with two threads, bit for bit; another seed draws other queries."""
+    states, answers = [], []
+    for threads, seed in ((1, 0), (2, 0), (2, 1)):
+        with kernel_threads(threads):
+            made = RoarGraphIndex.build(head.keys, FMT, head.train, queries_per_head=300, seed=seed)
+            made.insert(head.keys[:300].copy())
+            states.append(made.state())
+            answers.append(made.search(head.decode, K))
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(value, states[1][name])
+    np.testing.assert_array_equal(answers[0].ids, answers[1].ids)
+    assert answers[0].keys_scanned == answers[1].keys_scanned
+    assert not np.array_equal(states[0]["0.ids"], states[2]["0.ids"])
+
+
+def test_insertion_keeps_recall(head: Head) -> None:
+    """A third inserted in pieces, linked and waiting: recall within .03 of a graph made over all keys."""
+    start = 8000
+    fresh = RoarGraphIndex.build(head.keys, FMT, head.train)
+    grown = RoarGraphIndex.build(head.keys[:start], FMT, head.train, tail=300)
+    for at in range(start, len(head.keys), 170):
+        grown.insert(head.keys[at : at + 170])
+    assert len(grown) == len(head.keys) and grown.stats["linked"] < grown.stats["nodes"]
+    right = exact(head)
+    before = recall(grown.search(head.decode, K).ids, right)
+    assert before >= recall(fresh.search(head.decode, K).ids, right) - 0.03
+    found = grown.search(head.decode, K).ids
+    new = right >= start
+    assert np.mean([np.isin(a[n], b).mean() for a, b, n in zip(right, found, new, strict=True) if n.any()]) >= 0.8
+    grown.link()
+    assert grown.stats["linked"] == grown.stats["nodes"]
+    left_out = grown.stats["left_out"]
+    grown.add_queries(head.train)
+    assert grown.stats["left_out"] <= left_out
+    assert recall(grown.search(head.decode, K).ids, right) >= before - 0.005
+    assert np.shares_memory(grown.search_arguments()[0].keys, head.keys)  # nothing was copied
+
+
+def test_insertion_from_elsewhere_and_truncation(head: Head, index: RoarGraphIndex) -> None:
+    """Keys that lie elsewhere are copied; after truncation other keys may take the ids, and old ones never return."""
+    made = RoarGraphIndex.from_state(head.keys, FMT, index.state())
+    bytes_before = made.nbytes
+    made.insert(head.keys[:700].copy())
+    made.insert(head.keys[700:1400].copy())
+    assert made.nbytes > bytes_before + head.keys.nbytes
+    everything = np.concatenate([head.keys, head.keys[:1400]])
+    assert recall(made.search(head.decode, K).ids, exact(head, everything)) >= 0.85
+    for length in (12500, 9000, 5000):
+        assert made.truncate(length) and len(made) == length
+        found = made.search(head.decode, K)
+        assert found.ids.max() < length
+        assert recall(found.ids, exact(head, everything[:length])) >= 0.85
+    other = head.keys[::-13].copy()
+    made.insert(other)
+    everything = np.concatenate([everything[:5000], other])
+    assert recall(made.search(head.decode, K).ids, exact(head, everything)) >= 0.85
+    assert made.truncate(0) and len(made) == 0 and (made.search(head.decode, 3).ids == -1).all()
+    with pytest.raises(ConfigError, match="length=-1"):
+        made.truncate(-1)
+
+
+def test_state_and_back(head: Head, index: RoarGraphIndex) -> None:
+    """The same answers from what was saved, from read-only arrays too; arrays that do not fit are named errors."""
+    state = index.state()
+    for value in state.values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    loaded = RoarGraphIndex.from_state(head.keys, FMT, state)
+    for value in state.values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = True
+    assert loaded.options == index.options
+    np.testing.assert_array_equal(loaded.search(head.decode, K).ids, index.search(head.decode, K).ids)
+    loaded.insert(head.keys[:600].copy())
+    assert len(index) == 12000
+    wrong_row = np.array(state["0.adjacency"])
+    wrong_row[5, 0] = 1 << 20
+    for name, value in (
+        ("0.adjacency", wrong_row),
+        ("0.adjacency", state["0.adjacency"][1:]),
+        ("0.ids", state["0.ids"] - 1),
+        ("0.entries", np.array([-1], np.int32)),
+        ("0.counts", np.array([5, 4, 12000], np.int64)),
+        ("0.codes", state["0.codes"][:, :32]),
+        ("0.mean", state["0.mean"].astype(np.float64)),
+    ):
+        with pytest.raises(InputDataError, match="does not fit"):
+            RoarGraphIndex.from_state(head.keys, FMT, {**state, name: value})
+    with pytest.raises(InputDataError, match="does not fit 11999 keys"):
+        RoarGraphIndex.from_state(head.keys[1:], FMT, state)
+    with pytest.raises(InputDataError, match="'0.codes'|'codes'"):
+        RoarGraphIndex.from_state(head.keys, FMT, {k: v for k, v in state.items() if k != "0.codes"})
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 130])
+def test_few_keys(n: int) -> None:
+    """All keys come back in order, more wanted than there are included, with and without a graph."""
+    keys = np.random.default_rng(n).standard_normal((n, 16), dtype=np.float32)
+    queries = np.random.default_rng(1).standard_normal((3, 16), dtype=np.float32)
+    right = FlatIndex(keys, Format.FLOAT32).search(queries, 200)
+    for made in (small(keys), small(keys, exact_below=4096), RoarGraphIndex.build(keys, Format.FLOAT32, None)):
+        found = made.search(queries, 200)
+        np.testing.assert_array_equal(found.ids, right.ids)
+        np.testing.assert_array_equal(found.scores, right.scores)
+        assert made.search(queries[:0], 5).ids.shape == (0, 5)
+        made.insert(keys[:0])
+        made.insert(np.ones((3, 16), np.float32))
+        assert (
+            len(made) == n + 3 and (np.sort(made.search(queries, n + 5).ids, axis=1)[:, 2:] == np.arange(n + 3)).all()
+        )
+
+
+def test_equal_and_duplicate_keys() -> None:
+    """k distinct ids, whatever the ties: breaks if equal codes loop, crowd out others or come back twice."""
+    queries = np.random.default_rng(1).standard_normal((4, 16), dtype=np.float32)
+    for keys in (
+        np.ones((3000, 16), np.float32),
+        np.zeros((3000, 16), np.float32),
+        np.tile(np.random.default_rng(2).standard_normal((12, 16), dtype=np.float32), (250, 1)),
+    ):
+        made = small(keys)
+        found = made.search(queries, 40)
+        right = FlatIndex(keys, Format.FLOAT32).search(queries, 40)
+        assert all(len(set(row)) == 40 and min(row) >= 0 for row in found.ids.tolist())
+        np.testing.assert_allclose(found.scores[:, :20], right.scores[:, :20], rtol=1e-5)
+
+
+def test_limit(head: Head, index: RoarGraphIndex) -> None:
+    """Only ids below it, as many as there are; near the end by the graph, far below by a scan."""
+    for limit in (0, 1, 30, 5000, 7000, 11990, 12000, 20000):
+        found = index.search(head.decode, K, limit=limit)
+        right = FlatIndex(head.keys, FMT).search(head.decode, K, limit=limit)
+        assert found.ids.max() < limit or limit == 0
+        assert ((found.ids >= 0).sum(axis=1) == min(K, limit, 12000)).all()
+        assert recall(found.ids, right.ids) >= 0.85
+        if limit <= 5000:
+            np.testing.assert_array_equal(found.ids, right.ids)
+
+
+def test_queries_that_are_not_finite(head: Head, index: RoarGraphIndex) -> None:
+    """Answered as the exact index answers them, beside others that are not touched."""
+    queries = head.decode[:4].copy()
+    queries[1, 3], queries[2, 0] = np.nan, np.inf
+    found, right = index.search(queries, K), FlatIndex(head.keys, FMT).search(queries, K)
+    np.testing.assert_array_equal(found.ids[1:3], right.ids[1:3])
+    np.testing.assert_array_equal(found.scores[1:3], right.scores[1:3])
+    np.testing.assert_array_equal(found.ids[[0, 3]], index.search(head.decode[[0, 3]], K).ids)
+
+
+def test_range_beside_k(head: Head) -> None:
+    """beta keeps what scores within it of the best, at most k, the scanned rows too; a wide one changes nothing."""
+    made = RoarGraphIndex.build(head.keys, FMT, head.train, beta=6.0)
+    found = made.search(head.decode, K)
+    kept = found.ids >= 0
+    assert kept[:, 0].all() and 1 <= kept.sum(axis=1).min() < K
+    assert np.isneginf(found.scores[~kept]).all()
+    assert (np.where(kept, found.scores, np.inf).min(axis=1) >= found.scores[:, 0] - 6).all()
+    right = FlatIndex(head.keys, FMT).search(head.decode, K)
+    within = right.scores >= right.scores[:, :1] - 6
+    got = [np.isin(a[w], b).mean() for a, w, b in zip(right.ids, within, found.ids, strict=True)]
+    assert np.mean(got) >= 0.85
+    scanned = made.search(head.decode, K, limit=4000)
+    assert ((scanned.ids >= 0).sum(axis=1) < K).any()
+
+
+def test_patience_and_seeds(head: Head, index: RoarGraphIndex) -> None:
+    """Patience scores fewer keys; seeds from the last search find at least as much the second time."""
+    right = exact(head)
+    base = index.search(head.decode, K)
+    hasty = RoarGraphIndex.build(head.keys, FMT, head.train, patience=8).search(head.decode, K)
+    assert hasty.keys_scanned < base.keys_scanned and recall(hasty.ids, right) >= 0.75
+    seeded = RoarGraphIndex.build(head.keys, FMT, head.train, seeds=True, beam=20)
+    first = recall(seeded.search(head.decode, K).ids, right)
+    assert recall(seeded.search(head.decode, K).ids, right) >= first
+    assert seeded.truncate(11000)  # nodes have other numbers now: old seeds must be gone
+    assert seeded.search(head.decode, K).ids.max() < 11000
+
+
+def test_given_lists_and_all_keys(head: Head, index: RoarGraphIndex) -> None:
+    """Lists from elsewhere make the graph that queries make; listed_only=False takes every key as a node."""
+    lists = np.stack([FlatIndex(head.keys, FMT).search(queries, 100).ids for queries in head.train])
+    made = RoarGraphIndex.build(head.keys, FMT, None, lists=lists)
+    assert abs(made.stats["nodes"] - index.stats["nodes"]) < 20
+    assert made.stats["left_out"] == 12000 - made.stats["nodes"] > 0
+    whole = RoarGraphIndex.build(head.keys, FMT, None, lists=lists, listed_only=False)
+    assert whole.stats["left_out"] == 0 and whole.stats["nodes"] == 12000
+    assert recall(whole.search(head.decode, K).ids, exact(head)) >= 0.9
+    assert whole.stats["graph_bytes"] <= 160 * 12000 and whole.stats["code_bytes"] < 66 * 12000
+
+
+def test_bad_keys_options_and_training(head: Head) -> None:
+    """Named errors that say what was given."""
+    keys = np.random.default_rng(0).standard_normal((50, 16), dtype=np.float32)
+    for bad in (np.nan, np.inf):
+        broken = keys.copy()
+        broken[31, 2] = bad
+        with pytest.raises(ShapeError, match="1 with NaN or infinity, the first at id 31"):
+            small(broken)
+        made = small(keys)
+        with pytest.raises(ShapeError, match="first at id 81"):
+            made.insert(broken)
+        assert len(made) == 50
+    for options, message in (
+        ({"beam": 0}, "beam=0"),
+        ({"degree": 1}, "degree=1"),
+        ({"degree": True}, "degree=True"),
+        ({"occlusion": "cosine"}, "occlusion='cosine'"),
+        ({"beta": -1.0}, "beta=-1.0"),
+        ({"patience": 0}, "patience=0"),
+        ({"seeds": 3}, "seeds=3"),
+        ({"planes": 3}, "planes=3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            create("roargraph", keys, fmt=Format.FLOAT32, queries=None, **options)
+    with pytest.raises(ConfigError, match="no option breadth; its options: beam, beta"):
+        create("roargraph", keys, fmt=Format.FLOAT32, queries=None, breadth=3)
+    with pytest.raises(ConfigError, match="needs training queries or their lists for 12000 keys"):
+        create("roargraph", head.keys, fmt=FMT)
+    with pytest.raises(ShapeError, match="name keys 0 .. 49"):
+        small(keys, lists=np.full((2, 200, 4), 50, np.int32))
+    with pytest.raises(ShapeError, match=r"keys must be \(n, 16\)"):
+        small(keys).insert(np.zeros((1, 8), np.float32))
+    with pytest.raises(ShapeError, match="queries must be"):
+        small(keys).search(np.zeros((1, 8), np.float32), 3)
+    with pytest.raises(ConfigError, match="needs queries or lists"):
+        small(keys).add_queries(None)
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+def test_formats_and_strides(fmt: Format) -> None:
+    """Every storage format, and keys whose rows lie apart."""
+    rng = np.random.default_rng(4)
+    values = rng.standard_normal((2000, 2, 20), dtype=np.float32)
+    stored = from_float32(values, fmt)[:, 1]
+    queries = rng.standard_normal((2, 400, 20), dtype=np.float32)
+    made = RoarGraphIndex.build(stored, fmt, queries, exact_below=0)
+    asked = queries[:, :5].reshape(10, 20)
+    right = FlatIndex(stored, fmt).search(asked, 10)
+    found = made.search(asked, 10)
+    assert recall(found.ids, right.ids) >= 0.95
+    same = found.ids == right.ids
+    np.testing.assert_allclose(found.scores[same], right.scores[same], rtol=1e-5)
+
+
+def test_options_survive_saving() -> None:
+    """Every option comes back as it was, those that are None and flags included."""
+    for options in (
+        GraphOptions(),
+        GraphOptions(beta=2.5, patience=9, degree=12, seeds=True, occlusion="ip", planes=2),
+    ):
+        assert GraphOptions.from_plain(options.plain()) == options
+    with pytest.raises(ConfigError, match="not known here"):
+        GraphOptions.from_plain({"breadth": 3})

@@ -53,9 +53,14 @@ class Draft(ABC):
     def more(self, count: int) -> list[str]:
         """Draw the next `count` units."""
 
-    @abstractmethod
     def record(self, count: int) -> Record:
-        """The sample with `count` units."""
+        """The sample with `count` units, at least `least`."""
+        self.units(count)
+        return self.build(count)
+
+    @abstractmethod
+    def build(self, count: int) -> Record:
+        """The sample with `count` units, all of them drawn."""
 
     def extra(self) -> str:
         """Text that comes in beside the units, for counting."""
@@ -87,7 +92,7 @@ class HiddenNumber(Draft):
     def extra(self) -> str:
         return f"The {self.what} is {self.key}. Remember it. {self.key} is the {self.what}.\n"
 
-    def record(self, count: int) -> Record:
+    def build(self, count: int) -> Record:
         place = self.i * _STEP % _PLACES
         before = round(count * place / (_PLACES - 1))
         noise = NOISE_LINE + "\n"
@@ -120,7 +125,7 @@ class KeyValue(Draft):
         # the first unit starts the list; its two characters less are part of the opening when tokens are counted
         return [f', "{key}": "{value}"' for key, value in self.pairs[first:]]
 
-    def record(self, count: int) -> Record:
+    def build(self, count: int) -> Record:
         gold = count * (self.i * _PAIR_STEP % _PAIRS) // _PAIRS
         key, value = self.pairs[gold]
         context = self.opening + "".join(self.units(count))[2:] + self.closing
@@ -174,7 +179,7 @@ class FindNumber(Draft):
         self.numbers += drawn
         return [f", {number}" for number in drawn]
 
-    def record(self, count: int) -> Record:
+    def build(self, count: int) -> Record:
         numbers = self.numbers[:count]
         question = _ANSWER_WITH_ONE.format(kind=self.kind)
         return self.finish(str(numbers), question, (str(_FIND[self.kind](numbers)),), kind=self.kind, numbers=count)
@@ -210,7 +215,7 @@ class RunningValue(Draft):
             self.values.append(value)
         return terms
 
-    def record(self, count: int) -> Record:
+    def build(self, count: int) -> Record:
         answers = tuple(str(value) for value in self.values[:count])
         context = self.opening + "".join(self.units(count))
         return self.finish(context, "The value of the numerical expression is: ", answers, terms=count + 1)

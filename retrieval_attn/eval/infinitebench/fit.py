@@ -74,12 +74,14 @@ class Filler:
         self, task: str, seed: int, i: int, pieces: Callable[[Record], Pieces], budget: Callable[[Pieces], int]
     ) -> tuple[Record, int]:
         draft = DRAFTS[task](task, seed, i)
-        draft.units(draft.least)
         smallest = draft.record(draft.least)
         around = pieces(smallest)
         room = budget(around)
         rest = self._whole(smallest, around) - sum(self._costs(draft, draft.least))
         costs = self._enough(draft, room - rest)
+        if not costs:
+            self._adds_up[task, room.bit_length()] = False
+            return self._shrink(task, draft.record, around, pieces, room, draft.least)
         ends = np.cumsum(costs)
         count = int(np.searchsorted(ends, room - rest, side="right"))
         if count < draft.least:
@@ -88,15 +90,17 @@ class Filler:
         tokens = rest + int(ends[count - 1])
         if self._trusted(task, room, tokens, record, pieces(record)):
             return record, tokens
-        return self._shrink(task, draft.record, pieces, room, count, draft.least, tokens / count)
+        return self._shrink(task, draft.record, around, pieces, room, draft.least)
 
     def _costs(self, draft: Draft, count: int) -> list[int]:
         return self.counter.inside(draft.units(count), draft.anchor, remember=not draft.distinct)
 
     def _enough(self, draft: Draft, room: int) -> list[int]:
-        """Costs of so many units that together they pass `room`."""
+        """Costs of so many units that together they pass `room`; none if units melt into one another."""
         count = draft.least + _PORTION
         costs = self._costs(draft, count)
+        if min(costs) < 1:
+            return []
         while (have := sum(costs)) <= room:
             more = int((room - have) * 1.01 / max(have / count, 0.1)) + _PORTION
             units = draft.units(count + more)[count:]
@@ -131,8 +135,7 @@ class Filler:
         def draw(count: int) -> Record:
             return functions_of(seed, i, count)[1]
 
-        count = record.meta["functions"]
-        return self._shrink(task, draw, pieces, room, count, least, tokens / count)
+        return self._shrink(task, draw, pieces(record), pieces, room, least)
 
     def _trusted(self, task: str, room: int, tokens: int, record: Record, pieces: Pieces) -> bool:
         """True if the counted tokens are those of the whole text; looked at once per task and size."""
@@ -145,25 +148,36 @@ class Filler:
         self,
         task: str,
         draw: Callable[[int], Record],
+        around: Pieces,
         pieces: Callable[[Record], Pieces],
         room: int,
-        count: int,
         least: int,
-        per_unit: float,
     ) -> tuple[Record, int]:
         """The largest sample found that fits, each candidate tokenized as a whole."""
-        best: tuple[Record, int] | None = None
-        for _ in range(_TRIES):
+        record = draw(least)
+        best = record, self._whole(record, around)
+        if best[1] > room:
+            raise _too_short(task, room, best[1])
+        # between `fits` and `over` units the right number is guessed along a straight line
+        fits, over, tokens_over = least, None, 0
+        count = least + _PORTION
+        for _ in range(2 * _TRIES):
             record = draw(count)
             tokens = self._whole(record, pieces(record))
-            if tokens <= room and (best is None or tokens > best[1]):
-                best = (record, tokens)
-            step = int((room - tokens) / per_unit)
-            if best is not None and (step <= 0 or tokens > 0.998 * room):
+            if tokens <= room:
+                fits = max(fits, count)
+                best = (record, tokens) if tokens >= best[1] else best
+            elif over is None or count < over:
+                over, tokens_over = count, tokens
+            if room - best[1] < 0.002 * room or over == fits + 1:
                 break
-            count = max(count + (step if tokens <= room else min(step - 1, -1)), least)
-        if best is None:
-            raise _too_short(task, room, self._whole(draw(least), pieces(draw(least))))
+            if over is None:
+                count = 2 * count + int((room - tokens) / (tokens / count) * 0.5)
+            else:
+                share = (room - best[1]) / max(tokens_over - best[1], 1)
+                count = min(max(fits + int((over - fits) * share), fits + 1), over - 1)
+            if over is not None and over <= fits:
+                break
         return best
 
 

@@ -24,6 +24,7 @@ _STATED = re.compile(
     r"(?:(?i:function|option)\s+)?\(?([A-D])\b"
 )
 _ALONE = re.compile(r"(?<!\w)([A-D])(?=[).:,;]|\s|$)")
+_WORD_AFTER_ARTICLE = re.compile(r" +(?!(?:or|and|is|was|seems|as|because|since)\b)[a-z]")
 _NEXT_QUESTION = re.compile(r"\n\s*Question:")  # a completion model goes on with a question of its own
 _LISTED = re.compile(r"^\s*\(?([A-D])\b", re.MULTILINE)
 
@@ -99,7 +100,7 @@ def choice_letter(text: str, options: Sequence[str]) -> str:
 
 def _article(text: str, found: re.Match[str]) -> bool:
     """True for "A" before a lower-case word: "A good guess"."""
-    return found.group(1) == "A" and re.match(" +[a-z]", text[found.end(1) :]) is not None
+    return found.group(1) == "A" and _WORD_AFTER_ARTICLE.match(text, found.end(1)) is not None
 
 
 def choice(text: str, answers: Sequence[str], options: Sequence[str]) -> float:

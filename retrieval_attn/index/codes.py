@@ -108,7 +108,7 @@ def encode_keys(keys: npt.NDArray[Any], fmt: Format, capacity: int | None = None
     stored = one_layout(kernel_view(keys, fmt)[None])
     length, dim = keys.shape
     if dim > MOST_DIM:
-        raise ShapeError(f"keys of at most {MOST_DIM} elements can be coded, got {dim}; use codes='none'")
+        raise ShapeError(f"keys of at most {MOST_DIM} elements can be coded, got {dim}; use index='flat' without codes")
     mean, largest, bad = _channel_statistics(stored, length)
     _check_finite(bad, 0)
     codes = Codes(
@@ -189,7 +189,7 @@ def _check_finite(bad: tuple[int, int], start: int) -> None:
     if count:
         raise ShapeError(
             f"keys to be coded must be finite, got {count} with NaN or infinity, the first at id {start + first}; "
-            "leave them out or use codes='none'"
+            "leave them out or use index='flat' without codes"
         )
 
 

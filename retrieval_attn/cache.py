@@ -15,7 +15,7 @@ from retrieval_attn.cache_layer import CacheLayer, LayerStats
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.index.base import check_kind
-from retrieval_attn.layers import RetrievalLayer, index_kind
+from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.models import require_supported
 from retrieval_attn.sliding import SlidingLayer
 
@@ -36,7 +36,7 @@ class RetrievalCache(Cache):
         check=False skips the support check (and its one-time verification of untested model types).
         """
         self.config = resolve(config, overrides)
-        check_kind(index_kind(self.config.index), dict(self.config.index_options))
+        check_kind(self.config.index, dict(self.config.index_options))
         if check:
             require_supported(model)
         text_config = model.config.get_text_config(decoder=True)

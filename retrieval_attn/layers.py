@@ -55,7 +55,7 @@ class RetrievalLayer(CacheLayer):
         super().__init__(config)
         self._number = number
         self._model = None if model is None else weakref.ref(model)
-        self._trains = check_kind(index_kind(config.index), dict(config.index_options)).trains
+        self._trains = check_kind(config.index, dict(config.index_options)).trains
         self._sample: TrainingQueries | None = None
         self._building: Future[None] | None = None
         self.hosts: list[HostPath] = []
@@ -143,7 +143,7 @@ class RetrievalLayer(CacheLayer):
             head_dim,
             value_dim,
             self.fmt,
-            index_kind=index_kind(self.config.index),
+            index_kind=self.config.index,
             index_options=dict(self.config.index_options),
             threads=self.config.threads,
             layer=self._number,
@@ -447,11 +447,6 @@ class RetrievalLayer(CacheLayer):
 def _builder() -> ThreadPoolExecutor:
     """The one thread that builds indexes beside a GPU; its kernels use as many cores as they are given."""
     return ThreadPoolExecutor(1, "retrieval_attn-index")
-
-
-def index_kind(name: str) -> str:
-    """The index that `config.index` stands for; "auto" is the exact flat index, the only one so far."""
-    return "flat" if name == "auto" else name
 
 
 def _distinct(hosts: list[HostPath]) -> list[HostPath]:

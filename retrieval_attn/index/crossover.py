@@ -1,0 +1,114 @@
+"""How many keys one scan may have before a graph search is faster, measured once per machine.
+
+A scan costs the same per key; a graph search costs about the same at every length, because it scores a number of
+keys and not a share of them. So one length of each is measured, and the rest is a division.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from retrieval_attn.index.base import create
+from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.synthetic import synthetic_head
+
+log = logging.getLogger(__name__)
+
+KEYS = 32768
+REPEATS = 5
+COLD = 2.0
+"""A head is searched once per token, its graph cold in the caches; the same search repeated is about twice as fast.
+A scan streams, and is as fast cold as warm."""
+VERSION = 1
+"""Raised when what is measured changes."""
+
+
+def cache_file() -> Path:
+    """Where the measurement of this machine is kept: below $XDG_CACHE_HOME or ~/.cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "retrieval_attn" / "crossover.json"
+
+
+@functools.cache
+def crossover(head_dim: int) -> int:
+    """Keys from which on a graph search for the best 100 is faster than an int8 scan, for keys of `head_dim`.
+
+    Measured on the first call (a few seconds, told in the log) and kept in `cache_file()`; a file that cannot be
+    read or written is measured anew by the next process, with a line in the log.
+    """
+    machine = f"{VERSION}/{platform.machine()}/{_processor()}/{numba.get_num_threads()}/{head_dim}"
+    known = _read()
+    if machine not in known:
+        started = time.perf_counter()
+        known[machine] = _measure(head_dim)
+        log.info(
+            "measured once for this machine: a scan is as fast as a graph up to %d keys of %d elements (%.1f s)",
+            known[machine],
+            head_dim,
+            time.perf_counter() - started,
+        )
+        _write(known)
+    return known[machine]
+
+
+def _measure(head_dim: int) -> int:
+    head = synthetic_head(KEYS, head_dim=head_dim, train=1024, decode=16)
+    keys = from_float32(head.keys, Format.BFLOAT16)
+    scan = create("flat", keys, fmt=Format.BFLOAT16, codes="int8")
+    graph = create("roargraph", keys, fmt=Format.BFLOAT16, queries=head.train_rotated, exact_below=0)
+    # many heads in one call, as in decode, so that the price of a call is not measured
+    heads = head.decode.shape[1]
+    groups = np.ascontiguousarray(head.decode.transpose(1, 0, 2))
+    scan_seconds = _seconds(lambda: type(scan).search_heads([scan] * heads, groups, 100))
+    graph_seconds = _seconds(lambda: graph.search(groups.reshape(-1, head_dim), 100)) * COLD
+    return int(KEYS * graph_seconds / scan_seconds)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    taken = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _read() -> dict[str, int]:
+    try:
+        known = json.loads(cache_file().read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read (%s): measuring again", cache_file(), error)
+        return {}
+    return {str(key): int(value) for key, value in known.items()}
+
+
+def _write(known: dict[str, int]) -> None:
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(known, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): the next process measures again", path, error)

@@ -1,0 +1,99 @@
+"""`auto`: which index it takes, why, and that it says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.index import auto, crossover
+from retrieval_attn.index.base import create
+from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
+
+KEYS = 8192
+
+
+@pytest.fixture(scope="module")
+def head() -> SyntheticHead:
+    return synthetic_head(KEYS, head_dim=64, train=1024, decode=16)
+
+
+def built(head: SyntheticHead, count: int = KEYS, **options: Any) -> Any:
+    keys = from_float32(head.keys[:count], Format.BFLOAT16)
+    return create("auto", keys, fmt=Format.BFLOAT16, queries=head.train_rotated, **options)
+
+
+def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead) -> None:
+    assert built(head, 2000).note == "flat: only 2,000 keys"
+    short = built(head, scan_below=KEYS + 1)
+    assert short.kind == "flat" and "up to 8,193 here" in short.note
+    graph = built(head, scan_below=0, recall=0.5)
+    assert graph.kind == "roargraph" and "held-out recall@100" in graph.note
+    found = graph.search(head.decode[0], 100)
+    assert found.keys_scanned < 0.6 * 16 * KEYS
+
+
+def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead) -> None:
+    """Trained on other queries than it is judged by: a floor that no graph reaches gives a scan, with the reason."""
+    index = built(head, scan_below=0, recall=1.0)
+    assert index.kind == "flat" and "below 1.0" in index.note
+    exact = (from_float32(head.keys, Format.BFLOAT16).astype(np.uint32) << 16).view(np.float32)
+    best = np.argsort(-(head.decode[0] @ exact.T), axis=1)[:, :10]
+    ids = index.search(head.decode[0], 10).ids
+    assert sum(len(np.intersect1d(a, b)) for a, b in zip(ids, best, strict=True)) >= 0.99 * best.size
+
+
+def test_without_queries_everything_is_scanned(head: SyntheticHead) -> None:
+    keys = from_float32(head.keys, Format.BFLOAT16)
+    assert create("auto", keys, fmt=Format.BFLOAT16).note == "flat: 8,192 keys and no queries to train on"
+
+
+@pytest.mark.parametrize("options", [{"recall": 2}, {"recall": True}, {"scan_below": -1}, {"scan_below": 1.5}])
+def test_options_out_of_range_are_refused(head: SyntheticHead, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        built(head, **options)
+
+
+def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process reads the file instead of measuring; a damaged file is measured again and replaced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[int] = []
+
+    def once(dim: int) -> int:
+        measured.append(dim)
+        return 12345
+
+    monkeypatch.setattr(crossover, "_measure", once)
+    file = crossover.cache_file()
+    for _ in range(2):
+        crossover.crossover.cache_clear()
+        assert crossover.crossover(64) == 12345
+    assert measured == [64] and list(json.loads(file.read_text()).values()) == [12345]
+    file.write_text("{")
+    crossover.crossover.cache_clear()
+    assert crossover.crossover(64) == 12345 and measured == [64, 64]
+    assert json.loads(file.read_text())
+    crossover.crossover.cache_clear()
+
+
+def test_the_measurement_is_a_number_of_keys() -> None:
+    """What decides between scan and graph is really timed: a few thousand to a few hundred thousand keys."""
+    assert 1_000 < crossover._measure(64) < 2_000_000
+
+
+def test_held_out_queries_are_not_trained_on(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    graph = auto.RoarGraphIndex.build.__func__  # type: ignore[attr-defined]
+
+    def watched(cls: Any, keys: Any, fmt: Any, queries: Any, **options: Any) -> Any:
+        shown.append(queries)
+        return graph(cls, keys, fmt, queries, **options)
+
+    monkeypatch.setattr(auto.RoarGraphIndex, "build", classmethod(watched))
+    built(head, scan_below=0)
+    assert shown[0].shape[1] == head.train_rotated.shape[1] - auto.HELD_OUT

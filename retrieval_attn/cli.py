@@ -20,6 +20,12 @@ COMMANDS = {
         "retrieval_attn.verify_command",
         "compare a model's retrieval attention with its eager attention",
     ),
+    "infinitebench": (
+        "retrieval_attn.eval.infinitebench.command",
+        "the 12 InfiniteBench tasks, from its files or generated",
+    ),
+    "reproduce": ("retrieval_attn.eval.reproduce.command", "a table or figure of the paper, ours beside its numbers"),
+    "lm-eval": ("retrieval_attn.eval.lm_eval_command", "lm-evaluation-harness with retrieval attention"),
     "speed": ("retrieval_attn.eval.speed", "milliseconds per token and bytes touched, beside full attention"),
     "record": ("retrieval_attn.eval.record_command", "write down a model's queries, keys and values over a text"),
     "bench": ("retrieval_attn.eval.bench", "compare indexes on attention keys; the paper's studies of them"),

@@ -23,6 +23,7 @@ from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
+from tests.cpu.test_pool import resident_bytes
 
 BF16, F32 = Format.BFLOAT16, Format.FLOAT32
 SCALE = 0.09
@@ -107,12 +108,12 @@ def heads() -> list[SyntheticHead]:
     return [synthetic_head(TOKENS, head_dim=DIM, group=GROUP, train=512, decode=6, seed=seed) for seed in (0, 1)]
 
 
-def graph_path(pool: Pool, heads: list[SyntheticHead], fmt: Format = BF16, **options: Any) -> HostPath:
+def graph_path(pool: Pool, heads: list[SyntheticHead], **options: Any) -> HostPath:
     """Tokens of `heads`, a graph over all but the sinks and the last 500."""
     options = {"exact_below": 0, "beam": 48, **options}
-    path = HostPath(2, DIM, DIM, fmt, index_kind="roargraph", index_options=options, pool=pool)
-    keys = from_float32(np.stack([head.keys for head in heads]), fmt)
-    path.append(keys, normal(np.random.default_rng(5), keys.shape, fmt))
+    path = HostPath(2, DIM, DIM, BF16, index_kind="roargraph", index_options=options, pool=pool)
+    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
+    path.append(keys, normal(np.random.default_rng(5), keys.shape, BF16))
     path.build_index(SINKS, TOKENS - 500, np.concatenate([head.train_rotated for head in heads]))
     return path
 
@@ -130,33 +131,29 @@ def assert_close(one: HostPartial, other: HostPartial) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"per_query_head": True}, {"beta": 20.0}, {"planes": 2, "seeds": False}], ids=str
 )
-@pytest.mark.parametrize("fmt", [BF16, F32])
-def test_graph_step_finds_what_the_index_finds(
-    pool: Pool, heads: list[SyntheticHead], fmt: Format, options: dict[str, Any]
-) -> None:
+def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[SyntheticHead], options: dict[str, Any]) -> None:
     """Same keys, same attention, same count; one query position, which starts from no earlier search."""
     queries = np.concatenate([head.decode for head in heads])[:, :1]
-    path = graph_path(pool, heads, fmt, **options)
+    path = graph_path(pool, heads, **options)
     got = path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE)
-    again = graph_path(pool, heads, fmt, **options)
+    again = graph_path(pool, heads, **options)
     expected = apart(again, queries, TOKENS - 500, 20)
     assert_close(got, expected)
     assert got.keys_scanned == expected.keys_scanned < 2 * GROUP * TOKENS * 0.6
     assert got.search_seconds > 0 and got.attend_seconds > 0
 
 
-@pytest.mark.parametrize("fmt", [BF16, F32])
 @pytest.mark.parametrize("n, top_k", [(1, 20), (3, 1)])
-def test_coded_scan_finds_what_the_index_finds(heads: list[SyntheticHead], fmt: Format, n: int, top_k: int) -> None:
+def test_coded_scan_finds_what_the_index_finds(heads: list[SyntheticHead], n: int, top_k: int) -> None:
     """The same keys get an exact score, however many parts the codes are scanned in."""
     queries = np.concatenate([head.decode for head in heads])[:, :n]
-    keys = from_float32(np.stack([head.keys for head in heads]), fmt)
-    values = normal(np.random.default_rng(5), keys.shape, fmt)
+    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
+    values = normal(np.random.default_rng(5), keys.shape, BF16)
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "CODED_TOKENS", 300)
-            path = HostPath(2, DIM, DIM, fmt, index_options={"codes": "int8", "rescore": 2}, pool=pool)
+            path = HostPath(2, DIM, DIM, BF16, index_options={"codes": "int8", "rescore": 2}, pool=pool)
             path.append(keys, values)
             path.build_index(SINKS, TOKENS - 500)
             assert path._step_pieces(SINKS, TOKENS) is not None
@@ -366,3 +363,21 @@ def test_paths_in_two_threads_share_a_pool(pool: Pool) -> None:
     for worker in workers:
         worker.join()
     assert not failures
+
+
+def test_thousands_of_steps_in_constant_memory(pool: Pool) -> None:
+    """While the path grows by a token each: neither plans nor scratch pile up."""
+    path = filled(pool, 2, 200, 16, BF16, reserve_tokens=5000)
+    rng = np.random.default_rng(10)
+    queries = rng.standard_normal((4, 1, 16), dtype=np.float32)
+    token = normal(rng, (2, 1, 16), BF16), normal(rng, (2, 1, 19), BF16)
+
+    def grow(steps: int) -> None:
+        for _ in range(steps):
+            path.append(*token)
+            path.attend(queries, 4, len(path), 10, scale=SCALE)
+
+    grow(500)
+    before = resident_bytes()
+    grow(3000)
+    assert resident_bytes() - before < 2 << 20

@@ -95,7 +95,7 @@ def _rescale_all(codes, ratios, near):
         rescale(codes, i, ratios, near, i)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def distance(codes, a, signed, b, norms_a, norms_b, sums_b, width, l2):
     """Squared L2 distance of two coded rows; for inner products (l2 False) its negative product."""
     product = dot_u8_one(codes, a, signed, b, width) - sums_b
@@ -109,7 +109,8 @@ def prune(buffer, order, count, degree, fill, l2, out):
     """Choose at most `degree` of candidates 0..count - 1 and write their positions to out; returns how many.
 
     buffer: their rows as Near; order[i]: distance to the node << 32 | position, ascending. A candidate is left out
-    if one already chosen is as near to it as the node is, or nearer (of equal keys one is chosen). Up to `fill` are then taken from those left out.
+    if one already chosen is as near to it as the node is, or nearer (of equal keys one is chosen). Up to `fill` are
+    then taken from those left out.
     """
     codes, signed, norms, sums = buffer
     width = codes.shape[1]
@@ -205,43 +206,48 @@ def _attach(lists, targets, nodes):
     return starts, attached
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def _project(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency):
-    """Prune the edges of each node that has lists, and the keys in them, to its new edges; rows are -1 padded."""
+@njit(nogil=True, cache=True)
+def _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency, chunk):
     nodes = adjacency.shape[0]
     width = near[0].shape[1]
     length = lists.shape[1]
-    for chunk in prange((nodes + CHUNK - 1) // CHUNK):
-        seen = np.full(nodes, -1, np.int32)
-        candidates = np.empty(max_candidates, np.int32)
-        buffer = near_scratch(max_candidates, width)
-        order = np.empty(max_candidates, np.int64)
-        chosen = np.empty(degree, np.int64)
-        for node in range(chunk * CHUNK, min(nodes, (chunk + 1) * CHUNK)):
-            if starts[node] == starts[node + 1]:
-                continue
-            count = 0
-            seen[node] = node
-            for i in range(degree):
-                other = adjacency[node, i]
-                if other < 0:
-                    break
-                seen[other] = node
-                candidates[count] = other
-                count += 1
-            for rank in range(length):
-                for i in range(starts[node], starts[node + 1]):
-                    other = lists[attached[i], rank]
-                    if other >= 0 and seen[other] != node and count < max_candidates:
-                        seen[other] = node
-                        candidates[count] = other
-                        count += 1
-                if count == max_candidates:
-                    break
-            _gather(near, node, candidates, count, buffer, order, l2)
-            kept = prune(buffer, order, count, degree, fill, l2, chosen)
-            for i in range(degree):
-                adjacency[node, i] = candidates[chosen[i]] if i < kept else -1
+    seen = np.full(nodes, -1, np.int32)
+    candidates = np.empty(max_candidates, np.int32)
+    buffer = near_scratch(max_candidates, width)
+    order = np.empty(max_candidates, np.int64)
+    chosen = np.empty(degree, np.int64)
+    for node in range(chunk * CHUNK, min(nodes, (chunk + 1) * CHUNK)):
+        if starts[node] == starts[node + 1]:
+            continue
+        count = 0
+        seen[node] = node
+        for i in range(degree):
+            other = adjacency[node, i]
+            if other < 0:
+                break
+            seen[other] = node
+            candidates[count] = other
+            count += 1
+        for rank in range(length):
+            for i in range(starts[node], starts[node + 1]):
+                other = lists[attached[i], rank]
+                if other >= 0 and seen[other] != node and count < max_candidates:
+                    seen[other] = node
+                    candidates[count] = other
+                    count += 1
+            if count == max_candidates:
+                break
+        _gather(near, node, candidates, count, buffer, order, l2)
+        kept = prune(buffer, order, count, degree, fill, l2, chosen)
+        for i in range(degree):
+            adjacency[node, i] = candidates[chosen[i]] if i < kept else -1
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _project(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency):
+    """Prune the edges of each node that has lists, and the keys in them, to its new edges; rows are -1 padded."""
+    for chunk in prange((adjacency.shape[0] + CHUNK - 1) // CHUNK):
+        _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency, chunk)
 
 
 @njit(nogil=True, cache=True)
@@ -268,44 +274,49 @@ def _transpose(adjacency):
     return starts, pointing
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def _add_reverse(near, adjacency, starts, pointing, fill, l2, max_candidates, out):
-    """out[node] = its edges and its reverse edges, pruned where they are more than fit."""
+@njit(nogil=True, cache=True)
+def _add_reverse_chunk(near, adjacency, starts, pointing, fill, l2, max_candidates, out, chunk):
     nodes, degree = adjacency.shape
     width = near[0].shape[1]
     room = max_candidates + degree
-    for chunk in prange((nodes + CHUNK - 1) // CHUNK):
-        seen = np.full(nodes, -1, np.int32)
-        candidates = np.empty(room, np.int32)
-        buffer = near_scratch(room, width)
-        order = np.empty(room, np.int64)
-        chosen = np.empty(degree, np.int64)
-        for node in range(chunk * CHUNK, min(nodes, (chunk + 1) * CHUNK)):
-            count = 0
-            seen[node] = node
-            for i in range(degree):
-                other = adjacency[node, i]
-                if other < 0:
-                    break
+    seen = np.full(nodes, -1, np.int32)
+    candidates = np.empty(room, np.int32)
+    buffer = near_scratch(room, width)
+    order = np.empty(room, np.int64)
+    chosen = np.empty(degree, np.int64)
+    for node in range(chunk * CHUNK, min(nodes, (chunk + 1) * CHUNK)):
+        count = 0
+        seen[node] = node
+        for i in range(degree):
+            other = adjacency[node, i]
+            if other < 0:
+                break
+            seen[other] = node
+            candidates[count] = other
+            count += 1
+        total = starts[node + 1] - starts[node]
+        step = max(1, (total + max_candidates - 1) // max_candidates)
+        for i in range(starts[node], starts[node + 1], step):
+            other = pointing[i]
+            if seen[other] != node:
                 seen[other] = node
                 candidates[count] = other
                 count += 1
-            total = starts[node + 1] - starts[node]
-            step = max(1, (total + max_candidates - 1) // max_candidates)
-            for i in range(starts[node], starts[node + 1], step):
-                other = pointing[i]
-                if seen[other] != node:
-                    seen[other] = node
-                    candidates[count] = other
-                    count += 1
-            if count <= degree:
-                for i in range(degree):
-                    out[node, i] = candidates[i] if i < count else -1
-                continue
-            _gather(near, node, candidates, count, buffer, order, l2)
-            kept = prune(buffer, order, count, degree, fill, l2, chosen)
+        if count <= degree:
             for i in range(degree):
-                out[node, i] = candidates[chosen[i]] if i < kept else -1
+                out[node, i] = candidates[i] if i < count else -1
+            continue
+        _gather(near, node, candidates, count, buffer, order, l2)
+        kept = prune(buffer, order, count, degree, fill, l2, chosen)
+        for i in range(degree):
+            out[node, i] = candidates[chosen[i]] if i < kept else -1
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _add_reverse(near, adjacency, starts, pointing, fill, l2, max_candidates, out):
+    """out[node] = its edges and its reverse edges, pruned where they are more than fit."""
+    for chunk in prange((adjacency.shape[0] + CHUNK - 1) // CHUNK):
+        _add_reverse_chunk(near, adjacency, starts, pointing, fill, l2, max_candidates, out, chunk)
 
 
 @njit(nogil=True, cache=True)

@@ -96,7 +96,7 @@ def prefetch_edges(typingctx, adjacency, row):
     return types.void(adjacency, types.int64), codegen
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _merge(pool, count, room, survivors, found):
     """Merge survivors[:found] (any order) into pool[:count] (descending); returns new count and the first place."""
     for i in range(1, found):
@@ -316,9 +316,11 @@ def search_graph(
 def search_rows(graph, keys, queries, planes, steps, seeds, k, room, beam, patience, beta, limit, scratch, ids, scores):
     """`search_graph` of every query row; scratch with one more axis in front: workers. Returns keys scored and hops.
 
+    keys (1 or more, n, head_dim), of which the first are searched: of one layout, see `memory.one_layout`.
     seeds (queries, s) int32; ids and scores (queries, k). Also returns found (queries,) int64.
     """
     num = len(queries)
+    rows = keys[0]
     workers = len(scratch[0])
     scored = np.zeros(num, np.int64)
     hops = np.zeros(num, np.int64)
@@ -328,7 +330,7 @@ def search_rows(graph, keys, queries, planes, steps, seeds, k, room, beam, patie
         for i in range(worker, num, workers):
             found[i], scored[i], hops[i] = search_graph(
                 graph,
-                keys,
+                rows,
                 queries,
                 planes,
                 steps,

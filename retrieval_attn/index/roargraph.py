@@ -158,7 +158,7 @@ class RoarGraphIndex(KeyIndex):
             )
         each = num // len(heads)
         scored = 0
-        keys = one_layout(kernel_view(self._keys, self._fmt)[None])[0]
+        keys = one_layout(kernel_view(self._keys, self._fmt)[None])
         beta = np.float32(-1.0 if self.options.beta is None else self.options.beta)
         # keys beyond the limit take places in the pool: it gets longer by their share
         beam = -(-self.options.beam * self._length // visible)

@@ -197,7 +197,7 @@ def test_rows_equal_single_searches() -> None:
         scratch = make_scratch(60, 12, 300, workers)
         seeds = np.empty((6, 0), np.int32)
         found, scored, _ = search_rows(
-            case.graph, case.keys, case.queries, case.coded.planes, case.coded.step, seeds, 10, 60, 40, NEVER,
+            case.graph, case.keys[None], case.queries, case.coded.planes, case.coded.step, seeds, 10, 60, 40, NEVER,
             np.float32(-1.0), 10**6, scratch, ids, scores,
         )  # fmt: skip
         assert (found == 10).all() and scored > 0

@@ -191,6 +191,18 @@ def test_one_reading_serves_methods_positions_and_questions() -> None:
     assert shared == alone
 
 
+def test_a_trained_index_reads_the_whole_prompt_and_a_scan_does_not() -> None:
+    """"inside" may share a reading only with an index that did not learn from the context's queries alone; "auto" is
+    asked what it became."""
+    shared = {}
+    for index, inside in (("roargraph", "prompt"), ("roargraph", "context"), ("auto", "prompt"), ("hnsw", "prompt")):
+        method = make_method("retrieval", random_model(), tokenizer(), index=index, inside=inside, window=64)
+        replies = method.answers(prompt(), BOTH, 2)
+        shared[index, inside] = [reply.stats["shared_prefill"] for reply in replies.values()]
+    assert shared.pop(("roargraph", "prompt")) == [False, False]
+    assert set(map(tuple, shared.values())) == {(False, True)}
+
+
 def test_another_context_is_read_anew() -> None:
     method = make_method("quest", random_model(), tokenizer(), budget=128)
     one, two = prompt(), prompt(500, 5)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.cache import RetrievalCache
+from retrieval_attn.cache_layer import CacheLayer
 from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedMaskError, UnsupportedModelError
 from retrieval_attn.eval.baselines.policy import Meter, Policy, attend_all
 from retrieval_attn.eval.baselines.tokens import TokenBuffer
 from retrieval_attn.gpu.merge import Partial
 from retrieval_attn.hooks import MaskSpec
-from retrieval_attn.layers import CacheLayer, RetrievalLayer
+from retrieval_attn.layers import RetrievalLayer
 
 PolicyFactory = Callable[[int, int], Policy]
 """(layer, layers) -> the policy of that layer."""

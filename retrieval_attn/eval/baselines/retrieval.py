@@ -87,7 +87,7 @@ class RetrievalAttention:
         if self._config.index != "auto":
             return not _trains(self._config.index, self._config.index_options)
         context, _ = self._shared(prompt, keep_time=True)  # what "auto" chose is known when it has read
-        return not any(_trains(kind, {}) for kind in context.cache.stats().indexes)
+        return not any(_trains(kind, {}) for kind in context.cache.index_kinds())
 
     def _shared(self, prompt: Prompt, keep_time: bool = False) -> tuple[Any, float]:
         """The context, and the seconds that reading it took if no answer has been charged with them yet."""

@@ -115,6 +115,7 @@ class LayerStep:
         self._fmt = fmt
         self._layer = layer
         self._words = _zeros(words.WORDS)
+        self._address = int(self._words.ctypes.data)
         self._words[words.TASK] = task_address()
         self._words[words.ATTEND] = attend_task(fmt)
         self._words[words.POOL] = pool.address
@@ -131,7 +132,7 @@ class LayerStep:
     @property
     def address(self) -> int:
         """Address of the descriptor: what `step.run_step` and the C function `callback` take. It never changes."""
-        return int(self._words.ctypes.data)
+        return self._address
 
     @property
     def callback(self) -> int:
@@ -278,6 +279,8 @@ class LayerStep:
         self._tables = table, pieces, tasks
         self._meters = arrays[words.METERS_AT]
         self._heads = heads
+        ends = (table[:, words.ENTRY_PIECE] + table[:, words.ENTRY_PIECES] - 1).reshape(len(rows), heads)
+        self._lasts = list(ends)  # per row, its last piece of each head
         self._kept = [arrays, [list(row) for row in rows], graphs]
         return True
 
@@ -286,17 +289,13 @@ class LayerStep:
 
         Raises ConfigError for a token outside the arrays.
         """
-        table, pieces, _ = self._tables
-        rows = self._kept[1]
-        for row, (high, own) in enumerate(zip(highs, rows, strict=True)):
+        for own, last, high in zip(self._kept[1], self._lasts, highs, strict=True):
             if own and not own[-1].low <= high <= own[-1].most:
                 raise ConfigError(
                     f"high={high} must lie in {own[-1].low} .. {own[-1].most}, where keys are; plan again"
                 )
             if own:
-                entries = table[row * self._heads : (row + 1) * self._heads]
-                last = entries[:, words.ENTRY_PIECE] + entries[:, words.ENTRY_PIECES] - 1
-                pieces[last, words.HIGH] = high
+                self._tables[1][last, words.HIGH] = high
 
     def run(self) -> StepCost:
         """Run the step on what lies in `queries` now; `out` and `lse` hold its results.

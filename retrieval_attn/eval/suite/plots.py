@@ -33,10 +33,14 @@ def save_plots(folder: Path, summary: Mapping[str, Any], titles: Mapping[str, st
             axes.minorticks_off()
             axes.set(xlabel="context length", ylabel="mean score, %", ylim=(-2, 102), title=f"question {position}")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
         figure.suptitle(title)
         _save(figure, folder / "by_length.png")
-    spans: list[int | None] = sorted({cell["length"] for cell in summary["cells"]}, key=lambda n: n or 0)
+    answered = [cell for cell in summary["cells"] if cell["score"] is not None]
+    if not answered:
+        return
+    spans: list[int | None] = sorted({cell["length"] for cell in answered}, key=lambda n: n or 0)
     panels = [(position, length) for position in positions for length in spans]
     tasks = [task for task in titles if any(cell["task"] == task for cell in summary["cells"])]
     wide = max(6.0, 0.12 * len(tasks) * len(methods) + 2)

@@ -1,0 +1,249 @@
+"""The paper's numbers as data, the commands that are run for them, and what is shown beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.reproduce import EXPERIMENTS, command, compare
+from retrieval_attn.eval.reproduce.experiments import Size, Step
+from retrieval_attn.eval.reproduce.needle_grid import NeedleGrid, heatmap
+from retrieval_attn.eval.reproduce.paper import CLAIMS, SLIPS, TABLES
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(list(flags))
+
+
+# ---- the paper's numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, paper in TABLES.items() if "Avg." in paper.columns])
+def test_averages_are_right_but_for_the_known_slips(name: str) -> None:
+    """A wrong digit in the transcription, or an unlisted slip of the paper, moves an average."""
+    paper = TABLES[name]
+    digits = 2 if name == "table3" else 1
+    for model, rows in paper.rows.items():
+        for method, cells in rows.items():
+            for choice in (0, 1):
+                numbers = [c[choice] if isinstance(c, tuple) else c for c in cells]
+                values = [float(v) for v in numbers if isinstance(v, int | float)]
+                average = sum(values[:-1]) / (len(values) - 1)
+                slip = SLIPS.get((name, model, method, "Avg."))
+                expected = values[-1] if slip is None else slip
+                assert abs(average - expected) <= 0.51 * 10**-digits + 1e-9, (model, method, average)
+
+
+def test_every_slip_is_one() -> None:
+    """A listed slip must differ from what is printed, or the note beside the cell would be wrong."""
+    for (name, model, method, column), right in SLIPS.items():
+        printed = compare._paper_cell(TABLES[name], model, method, column)
+        assert isinstance(printed, float) and abs(printed - right) > 0.02
+
+
+def test_parts_of_table_5_add_up() -> None:
+    for cells in TABLES["table5"].rows["Llama-3-8B"].values():
+        values = [float(v) for v in cells if isinstance(v, float)]
+        assert sum(values[:3]) == pytest.approx(values[3], abs=1e-9)
+
+
+def test_tables_agree_where_they_repeat_each_other() -> None:
+    """Table 4 at 128K is Table 5's total; Table 3 at 128K is Table 9's average; Table 10 repeats Table 2."""
+    four, five = TABLES["table4"].rows["Llama-3-8B"], TABLES["table5"].rows["Llama-3-8B"]
+    assert all(four[method][-1] == five[method][-1] for method in five)
+    three, nine = TABLES["table3"].rows["Llama-3-8B"], TABLES["table9"].rows["Llama-3-8B"]
+    for method in ("full", "retrieval"):
+        assert float(str(three[method][5])) == pytest.approx(float(str(nine[method][-1])), abs=0.06)
+    assert TABLES["table10"].rows["Llama-3-8B"]["full"] == TABLES["table2"].rows["Llama-3-8B"]["full"]
+
+
+def test_every_experiment_of_the_list_is_there() -> None:
+    tables = {f"table{n}" for n in (2, 3, 4, 5, 8, 9, 10, 11)}
+    figures = {f"figure{n}" for n in (2, 3, 5, 6, 7, 8)}
+    assert set(EXPERIMENTS) == tables | figures
+    assert figures == set(CLAIMS)
+    assert all(set(known.papers) <= set(TABLES) for known in EXPERIMENTS.values())
+    rows = [cells for paper in TABLES.values() for model in paper.rows.values() for cells in model.values()]
+    widths = [len(p.columns) for p in TABLES.values() for m in p.rows.values() for _ in m]
+    assert [len(cells) for cells in rows] == widths
+
+
+# ---- commands --------------------------------------------------------------------------------------------
+
+
+@cache
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """Parser of a command, None if this version does not have it."""
+    from retrieval_attn.cli import COMMANDS, build_parser
+
+    return build_parser() if name in COMMANDS else None
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", [name for name, known in EXPERIMENTS.items() if known.missing is None])
+def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
+    """A renamed flag or method would otherwise show after hours, on a GPU."""
+    from retrieval_attn.eval.suite.arguments import Options, add_arguments
+    from retrieval_attn.eval.suite.runner import POSITIONS
+    from tests.eval.toy_suite import ToySuite
+
+    for step in EXPERIMENTS[name].steps(Size(full)):
+        words = list(step.words)
+        if step.module is None and (parser := parser_of(words[0])) is not None:
+            parser.parse_args([*words, "--output-dir", "x"])
+        if step.module is not None or words[0] in ("ruler", "infinitebench"):
+            shared = argparse.ArgumentParser()
+            add_arguments(shared)
+            args, _ = shared.parse_known_args(words)
+            args.tasks = "all"
+            assert set(Options.of(args, ToySuite()).positions) <= set(POSITIONS)
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_print_shows_commands_and_the_papers_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs nothing anywhere; what this version cannot do ends as bad input, with the numbers shown all the same."""
+    if EXPERIMENTS[name].missing is None:
+        assert command.run(parse(name, "--print")) == 0
+    else:
+        with pytest.raises(ConfigError, match="only the paper's numbers are shown"):
+            command.run(parse(name, "--print"))
+    shown = capsys.readouterr().out
+    assert ("$ retrieval-attn" in shown or "$ python -m" in shown) == (EXPERIMENTS[name].missing is None)
+    assert "appendix" in shown or "section" in shown
+
+
+def test_without_a_gpu_nothing_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of a GPU, and the paper's size of the latency tables, end before a command runs."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for flags in (("table8",), ("figure8",), ("table4", "--full"), ("Table-5", "--full")):
+        with pytest.raises(ConfigError, match="needs a CUDA device"):
+            command.run(parse(*flags))
+
+
+def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="'table7' is unknown; choose list or one of table2, table3"):
+        command.run(parse("table7"))
+    assert command.run(parse("list")) == 0
+    assert "table10   Table 10: budget per layer  [not in this version]" in capsys.readouterr().out
+
+
+def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
+    """The exit code of a real command comes back: 0 for a dry run, 2 for bad input; finished results are kept."""
+    dry = (
+        "bench",
+        "study",
+        "--figures",
+        "2",
+        "--length",
+        "64",
+        "--source",
+        "synthetic:mid",
+        "--limit",
+        "1",
+        "--dry-run",
+    )
+    assert command._execute(Step(dry, "a"), tmp_path) == 0
+    assert command._execute(Step(("no-such-command",), "b"), tmp_path) == 2
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "study.json").write_text("{}")
+    assert command._execute(Step(("no-such-command",), "b"), tmp_path) == 0
+
+
+# ---- results beside the paper's ------------------------------------------------------------------------
+
+
+def cell(method: str, task: str, score: float, length: int = 4096) -> dict[str, Any]:
+    return {"method": method, "task": task, "length": length, "score": score, "error_of_score": 0.01, "n": 2,
+            "position": "inside"}  # fmt: skip
+
+
+def write(folder: Path, name: str, values: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(values))
+
+
+def test_tasks_beside_table_2(tmp_path: Path) -> None:
+    """Both budgets in one cell, the average only of what was run, other models' numbers by name."""
+    write(
+        tmp_path / "run", "summary.json", {"cells": [cell("full", "passkey", 1.0), cell("full", "kv_retrieval", 0.5)]}
+    )
+    write(tmp_path / "run-2k", "summary.json", {"cells": [cell("full", "kv_retrieval", 0.75)]})
+    steps = EXPERIMENTS["table2"].steps(Size(False))
+    text = compare.comparison("table2", EXPERIMENTS["table2"], tmp_path, steps, "Yi-9B")
+    line = next(line for line in text.splitlines() if line.startswith("| full"))
+    assert line == (
+        "| full | 128K | - (100) | 100.0 ±1.0 (100) | 50.0 ±1.0 / 75.0 ±1.0 (30.5) | - (25.5) | - (36.5) | - (9.8) |"
+        " - (67) | 75.0 of 2 (52.8) |"
+    )
+
+
+def test_lengths_beside_table_3_with_its_slip(tmp_path: Path) -> None:
+    curves = [{"method": "retrieval", "length": 4096, "score": 0.9, "error_of_score": None, "position": "inside"}]
+    write(tmp_path / "run", "summary.json", {"cells": [], "curves": curves})
+    steps = EXPERIMENTS["table3"].steps(Size(False))
+    text = compare.comparison("table3", EXPERIMENTS["table3"], tmp_path, steps, "Llama-3-8B")
+    assert "| retrieval | 640+100 | 90.0 (92.64) |" in text
+    assert "retrieval, Avg.: the paper prints another number than its row's mean, 84.65" in text
+
+
+def test_latency_beside_tables_4_and_5(tmp_path: Path) -> None:
+    """Milliseconds become the table's seconds; the rest of a token is what sinks and window alone take."""
+    for name, took in (("flat", 9.0), ("ivf", 5.0), ("retrieval", 3.0)):
+        times = {"full": {"median": 7.0}, "retrieval": {"median": took}, "static": {"median": 2.0}, "context": 4096}
+        write(tmp_path / name, "speed.json", {"rows": [times]})
+    steps = EXPERIMENTS["table4"].steps(Size(False))
+    text = compare.comparison("table4", EXPERIMENTS["table4"], tmp_path, steps, "Llama-3-8B")
+    assert "| flat | - | 0.0090 (0.14) |" in text and "| full | - | 0.0070 (OOM) |" in text
+    text = compare.comparison("table5", EXPERIMENTS["table5"], tmp_path, steps, "Llama-3-8B")
+    assert "| retrieval | - | 0.0010 (0.064) | 0.0020 with others (0.081) | - (0.043) | 0.0030 (0.188) |" in text
+
+
+def test_studies_beside_the_figures(tmp_path: Path) -> None:
+    """The least share of keys that reaches recall 0.95, or "never"."""
+    rows = [
+        {"variant": v, "recall": r, "scanned": s}
+        for v, r, s in [("ivf", 0.9, 0.1), ("ivf", 0.96, 0.4), ("ivf", 0.99, 0.6), ("hnsw", 0.8, 0.02)]
+    ]
+    figures = {"2": {"k": 1000, "keys": 8192, "dynamic": 0.9, "static": None}, "6": {"queries": rows}}
+    write(tmp_path / "run", "study.json", {"figures": figures})
+    text = compare.comparison(
+        "figure6", EXPERIMENTS["figure6"], tmp_path, EXPERIMENTS["figure6"].steps(Size(False)), ""
+    )
+    assert "| ivf | 40.00 % | 0.990 | 30-50 % |" in text and "| hnsw | never | 0.800 | - |" in text
+    assert "| 1,000 of 8,192 keys, chosen for every token | 90.0 | 89 |" in text
+    assert "section 4.4, Figure 6" in text
+
+
+# ---- the needle grid ----------------------------------------------------------------------------------
+
+
+def test_grid_prompts_are_the_needle_commands(tmp_path: Path) -> None:
+    """Same ids as `retrieval-attn needle`, one task per depth, needle at its depth, length as asked."""
+    from retrieval_attn.eval.suite.prompting import Prompts, frame
+
+    grid = NeedleGrid(None, "600", (0.0, 100.0), 2, 42)
+    assert grid.tasks() == ("depth 0", "depth 100")
+    form = frame(grid, None, "auto")
+    prompts = Prompts(form)
+    cells = {(c.depth, c.round): c for c in grid._test.cells}
+    for task, depth in (("depth 0", 0.0), ("depth 100", 100.0)):
+        made = list(grid.rows(task, 600, (0, 1), None, 42))
+        assert len({row.id for row in made}) == 2
+        for index, row in enumerate(made):
+            expected, _ = grid._test.prompt(cells[depth, index])
+            assert prompts.of(row).ids.tolist() == expected.ids.tolist()
+            assert row.answers[0] in row.context and grid.score(row, f" {row.answers[0]}") == 1.0
+            assert len(expected) == row.meta["prompt_tokens"] <= 600 - row.max_new_tokens
+    found = [cell("full", "depth 0", 1.0, 600), cell("full", "depth 100", 0.0, 600)]
+    assert "full, question inside" in heatmap(tmp_path, found, "grid")
+    assert (tmp_path / "heatmap.png").read_bytes().startswith(b"\x89PNG")

@@ -15,8 +15,10 @@ from retrieval_attn.eval.words import ADJECTIVES, NOUNS
 
 __all__ = ["Lexicon", "pseudo_words"]
 
-_ONSETS = ("b", "bl", "br", "c", "cl", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "pl")
-_ONSETS += ("pr", "qu", "r", "s", "sh", "sk", "sl", "st", "t", "th", "tr", "v", "w", "z")
+_ONSETS = (
+    *("b", "bl", "br", "c", "cl", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "pl", "pr"),
+    *("qu", "r", "s", "sh", "sk", "sl", "st", "t", "th", "tr", "v", "w", "z"),
+)
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _CODAS = ("", "", "l", "m", "n", "nd", "r", "rk", "s", "st", "t", "x")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -32,6 +33,11 @@ def _distinct(draw: Callable[[], str], count: int) -> list[str]:
     while len(seen) < count:
         seen[draw()] = None
     return list(seen)
+
+
+def _halves(key: str) -> tuple[str, str]:
+    adjective, _, noun = key.partition("-")
+    return " " + adjective, "-" + noun
 
 
 def cut_line(line: str, room: int, counter: TokenCounter, *, keep: str) -> str:
@@ -122,6 +128,7 @@ class LineNeedles(_Needles):
         self._places = rng.getrandbits(64)
         self._noise = spec.options["haystack"] == "noise"
         self._lines: list[str] = []
+        self._drawn: list[str] = []  # their keys
         self._extra = ""
         self.lowest = len(self.needles)
         self.exact = self._noise
@@ -130,7 +137,19 @@ class LineNeedles(_Needles):
             self._per_line = float(counter.inside(["\n" + NOISE_LINE])[0])
         else:
             sample = self._take(_SAMPLE_LINES)
-            self._per_line = counter.counts(["\n".join(sample)])[0] / len(sample)
+            self._key_costs = [0.0]  # of the first n lines' keys
+            self._per_line = (counter.counts(["\n".join(sample)])[0] - self._keys(len(sample))) / len(sample)
+
+    def _keys(self, n: int) -> float:
+        """About the tokens of the keys of the first n lines, where keys differ in tokens by their words."""
+        if self._noise or self._draw_key is not word_key:
+            return 0.0
+        if n >= len(self._key_costs):
+            self._take(n)
+            parts = [part for key in self._drawn for part in _halves(key)]
+            costs = self._counter.inside(parts)
+            self._key_costs = [0.0, *itertools.accumulate(a + b for a, b in zip(costs[::2], costs[1::2], strict=True))]
+        return self._key_costs[n]
 
     def _take(self, count: int) -> list[str]:
         if self._noise:
@@ -139,11 +158,12 @@ class LineNeedles(_Needles):
         while len(self._lines) < count:
             key = self._draw_key(rng)
             if key not in self.table:  # another value for an asked key would make the answer ambiguous
+                self._drawn.append(key)
                 self._lines.append(self.needle(key, value(rng)))
         return self._lines[:count]
 
     def estimate(self, n: int) -> float:
-        return self._fixed + n * self._per_line
+        return self._fixed + n * self._per_line + self._keys(n)
 
     def context(self, n: int) -> str:
         lines = self._take(n)

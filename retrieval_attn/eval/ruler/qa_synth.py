@@ -23,8 +23,10 @@ _SYLLABLES = tuple(
     for vowel in ("a", "e", "i", "o", "u")
 )
 _NAMES = len(_SYLLABLES) ** 3
-_FIRST = ("Alda", "Bero", "Cilia", "Doran", "Edda", "Falk", "Gisa", "Hauk", "Ilva", "Joran", "Katla", "Leif", "Maren")
-_FIRST += ("Nils", "Orla", "Peder", "Runa", "Sten", "Tilda", "Ulf", "Vera", "Wim", "Ylva", "Zoltan")
+_FIRST = (
+    *("Alda", "Bero", "Cilia", "Doran", "Edda", "Falk", "Gisa", "Hauk", "Ilva", "Joran", "Katla", "Leif"),
+    *("Maren", "Nils", "Orla", "Peder", "Runa", "Sten", "Tilda", "Ulf", "Vera", "Wim", "Ylva", "Zoltan"),
+)
 _ENDINGS = ("n", "r", "l", "th", "s", "nd")
 
 
@@ -47,7 +49,7 @@ class SyntheticSource:
         self._hops, self._seed = hops, seed
 
     def pool(self, length: int) -> int:
-        return max(1024, length // 16 // 2 * 2)
+        return max(1024, length // 64 * 2)  # twice what fits of the shortest ones
 
     def question(self, i: int) -> Question:
         return _question(self._seed, self._hops, i)

@@ -84,7 +84,7 @@ def _niah(
     values: int = 1,
     queries: int = 1,
 ) -> TaskSpec:
-    options = {
+    options: dict[str, str | int] = {
         "haystack": haystack,
         "key": key,
         "value": value,

@@ -16,7 +16,7 @@ from retrieval_attn.eval.ruler.chains import Chains, Example
 from retrieval_attn.eval.ruler.documents import Documents
 from retrieval_attn.eval.ruler.essay import Essay, EssaySource
 from retrieval_attn.eval.ruler.fit import Draft, Fitted, fit
-from retrieval_attn.eval.ruler.frequency import CodedText, CommonWords
+from retrieval_attn.eval.ruler.frequency import CodedText, CommonWords, Vocabulary
 from retrieval_attn.eval.ruler.lexicon import Lexicon
 from retrieval_attn.eval.ruler.needles import make_needles
 from retrieval_attn.eval.ruler.qa_files import QuestionSource, read_hotpotqa, read_squad
@@ -55,6 +55,8 @@ class RulerSuite:
     ) -> None:
         from retrieval_attn.eval.haystack import read_haystack
 
+        if reserve_tokens < 0:
+            raise ConfigError(f"reserve_tokens={reserve_tokens} is negative; give the tokens to leave free, 0 for none")
         self.form: PromptFormat | None = None
         self._typo, self._reserve = legacy_typo, reserve_tokens
         self._essays = EssaySource.of_text(read_haystack(haystack), haystack.name) if haystack else None
@@ -78,6 +80,11 @@ class RulerSuite:
     def tasks(self) -> tuple[str, ...]:
         """The 13 tasks in the paper's order, stand-ins in the place of what they stand in for."""
         return tuple(name if name not in QA_SYNTHETIC or name in self._files else QA_SYNTHETIC[name] for name in TASKS)
+
+    def check_tasks(self, names: Iterable[str]) -> None:
+        """Raises ConfigError for a task that is unknown, or whose file was not given."""
+        for name in names:
+            self._available(name)
 
     def count(self, task: str) -> int | None:
         spec_of(task)
@@ -159,7 +166,8 @@ class RulerSuite:
             example = self._cached(("vt", seed), lambda: Example(counter, seed, hops, self._typo))
             return Chains(spec, stream("chains"), counter, example, typo=self._typo)
         if spec.family == "cwe":
-            return CommonWords(spec, stream("words"), counter, self._lexicon, length)
+            vocabulary = self._cached(("cwe", length), lambda: Vocabulary(counter, self._lexicon, length))
+            return CommonWords(spec, stream("words"), counter, vocabulary, length)
         if spec.family == "fwe":
             return CodedText(spec, stream("words"), counter, length)
         source = self._files.get(spec.name) or self._cached(

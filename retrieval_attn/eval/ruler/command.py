@@ -1,0 +1,71 @@
+"""`retrieval-attn ruler`: the 13 RULER tasks on a model, methods side by side, at any length."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from retrieval_attn.eval.needle_options import _flag
+from retrieval_attn.eval.ruler.suite import RulerSuite
+from retrieval_attn.eval.suite import arguments
+
+__all__ = ["add_arguments", "run"]
+
+_LENGTHS = "4096,8192,16384"
+_SAMPLES = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark, then those that all suites share."""
+    own = parser.add_argument_group("RULER")
+    _flag(
+        own,
+        "--haystack",
+        "--haystack-dir",
+        metavar="PATH",
+        help="folder or file (.txt, .jsonl, .json) with the essays (default: shipped prose, named in the summary)",
+    )
+    _flag(own, "--squad", metavar="FILE", help="SQuAD dev-v2.0.json, for qa_1 (default: made-up qa_synth_1 instead)")
+    _flag(
+        own,
+        "--hotpotqa",
+        metavar="FILE",
+        help="hotpot_dev_distractor_v1.json, for qa_2 (default: made-up qa_synth_2 instead)",
+    )
+    _flag(own, "--words", metavar="FILE", help="one word per line, for cwe (default: shipped words, then pseudo-words)")
+    _flag(
+        own,
+        "--legacy-typo",
+        action="store_true",
+        help='"assgined" in the prompt of vt, as before June 2024 and in lm-evaluation-harness',
+    )
+    _flag(
+        own,
+        "--reserve-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of every length to leave unused (default: %(default)s)",
+    )
+    arguments.add_arguments(parser, lengths=_LENGTHS, n=_SAMPLES)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; 0 if every sample was answered, 1 if some failed.  Raises RetrievalAttentionError."""
+    if args.score_only:
+        return arguments.run(args, RulerSuite())
+    suite = RulerSuite(
+        haystack=_path(args.haystack),
+        squad=_path(args.squad),
+        hotpotqa=_path(args.hotpotqa),
+        words=_path(args.words),
+        legacy_typo=args.legacy_typo,
+        reserve_tokens=args.reserve_tokens,
+    )
+    if args.tasks != "all":  # a task without its file is answered better here than as an unknown one
+        suite.check_tasks([name.strip() for name in args.tasks.split(",") if name.strip()])
+    return arguments.run(args, suite)
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text).expanduser() if text else None

@@ -19,7 +19,7 @@ from retrieval_attn.eval.needle_options import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt, PromptFormat
 from retrieval_attn.eval.suite import Row, arguments
 from retrieval_attn.eval.suite.prompting import Prompts
-from retrieval_attn.eval.suite.runner import Selection, SuiteRun
+from retrieval_attn.eval.suite.runner import Selection, SuiteRun, run_suite
 from retrieval_attn.eval.suite.scoring import score_again
 from tests.eval.toy_suite import ToySuite
 
@@ -262,6 +262,35 @@ def test_dry_run_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     line = next(line for line in shown.splitlines() if line.strip().startswith("niah_single_1"))
     assert line.split()[1:3] == ["500", "2"] and 400 < int(line.split()[3]) < 500
     assert "2 samples, 8 answers" in shown and "KiB" in shown or "MiB" in shown
+
+
+def test_export_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--export writes what a run would ask, and runs nothing."""
+    from retrieval_attn.eval.export import read_rows
+
+    file = tmp_path / "rows.jsonl"
+    assert arguments.run(parse("--export", str(file), "--tasks", "niah_single_1"), ToySuite()) == 0
+    expected = [row for block in make_run(n=2, seed=42).blocks for _, row in make_run(seed=42).rows(block)]
+    assert [(row.id, row.prompt) for row in read_rows(file)] == [(row.id, row.prompt) for row in expected]
+    assert "2 samples" in capsys.readouterr().out and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")
+def test_run_suite_on_a_loaded_model(tmp_path: Path) -> None:
+    """The call for scripts: methods as objects, report written, too long lengths refused before a row is made."""
+    from retrieval_attn.eval.methods import load_model
+
+    model = load_model(str(BUNDLED_MODEL), "cpu", "float32")
+    outcome = run_suite(
+        ToySuite(), ["niah_single_1"], [500], 2, {"a": Reader("a")}, model, tokenizer(), tmp_path / "run",
+        question="after", plot=False, progress=False,
+    )  # fmt: skip
+    assert [(row["score"], row["position"]) for row in outcome.rows] == [(1.0, "after")] * 2
+    assert "| a | - | 100.0 ±0.0 | 100.0 |" in (tmp_path / "run" / "summary.md").read_text()
+    suite = ToySuite()
+    with pytest.raises(ContextLengthError, match="the model has 131072"):
+        run_suite(suite, ["niah_single_1"], [1 << 18], 2, ["full"], model, tokenizer(), tmp_path / "other")
+    assert not suite.made and not (tmp_path / "other").exists()
 
 
 @pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")

@@ -120,6 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
         help="results folder; an unfinished one is continued (default: results/SUITE/MODEL-TIME)",
     )
     _flag(output, "--dry-run", action="store_true", help="check everything, show token counts and cost; run nothing")
+    _flag(
+        output,
+        "--export",
+        metavar="FILE",
+        help="write the samples as jsonl that kvpress reads (context, question, answer_prefix, ...); run nothing",
+    )
     _flag(output, "--no-plot", action="store_true", help="no PNG plots")
     _flag(output, "--score-only", metavar="DIR", help="score a results folder, or its shards, again; needs no model")
 
@@ -210,6 +216,13 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
         from retrieval_attn.eval.suite.estimate import overview
 
         print(overview(test, model_config, options.model_name, options.methods, options.device))
+        return 0
+    if args.export:
+        from retrieval_attn.eval.export import write_rows
+
+        path = Path(args.export).expanduser()
+        count = write_rows((row for block in test.blocks for _, row in test.rows(block)), path)
+        print(f"{path}: {count} samples")
         return 0
     return _run(test, options, model_config)
 

@@ -212,7 +212,8 @@ class SuiteRun:
     def _run_block(
         self, out: RunFolder, methods: Mapping[str, Any], block: Block, todo: set[tuple[int, str, str]], bar: _Bar
     ) -> None:
-        indices = [index for index in block.indices if any(key[0] == index for key in todo)] if todo else []
+        left = {index for index, _, _ in todo}
+        indices = [index for index in block.indices if index in left]
         made = self.rows(block, indices) if indices else iter(())
         for _, group in itertools.groupby(made, key=lambda pair: pair[1].context):
             rows = list(group)

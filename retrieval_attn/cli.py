@@ -20,6 +20,7 @@ COMMANDS = {
         "retrieval_attn.verify_command",
         "compare a model's retrieval attention with its eager attention",
     ),
+    "ruler": ("retrieval_attn.eval.ruler.command", "the 13 RULER tasks at any length, full attention and others"),
     "infinitebench": (
         "retrieval_attn.eval.infinitebench.command",
         "the 12 InfiniteBench tasks, from its files or generated",

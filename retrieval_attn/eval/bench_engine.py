@@ -125,9 +125,11 @@ def measure_pool(threads: int, spin: float) -> dict[str, Any]:
                 time.sleep(idle)
                 began = time.perf_counter_ns()
                 pool.run(note, noted.ctypes.data, 8 * threads)
-                starts.append(int(noted[:threads].max()) - began if noted[:threads].all() else 10**9)
+                if noted[:threads].all():
+                    starts.append(int(noted[:threads].max()) - began)
             result[name] = _microseconds(np.array(empties))
-            result[f"{name}, last helper"] = _microseconds(np.array(starts))
+            result[f"{name}, last helper"] = _microseconds(np.array(starts)) if starts else "none came"
+            result[f"{name}, all helped"] = f"{len(starts)} of 60"
         began = time.perf_counter_ns()
         for _ in range(5000):
             pool.run(nothing, 0, EMPTY_TASKS)

@@ -57,7 +57,7 @@ class Filler:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.counter = Counter(tokenizer)
+        self.tokenizer, self.counter = tokenizer, Counter(tokenizer)
         self._adds_up: dict[tuple[str, int], bool] = {}
 
     def make(

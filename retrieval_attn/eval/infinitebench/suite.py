@@ -62,8 +62,8 @@ class InfiniteBench:
         self.form: PromptFormat | None = None
         self.max_positions: int | None = None
         self._files: dict[str, DataFile] = {}
-        self._fillers: dict[int, Filler] = {}
-        self._question_room: dict[tuple[Any, ...], int] = {}
+        self._filler: Filler | None = None
+        self._question_room: dict[str, tuple[PromptFormat, int]] = {}
 
     @property
     def max_tokens(self) -> int | None:
@@ -145,13 +145,14 @@ class InfiniteBench:
             raise ConfigError(f"{task} is generated and needs a length; give one with --lengths, or --data-dir")
         answer = self._answer_room(task, length)
         fixed = len(form.head) + answer + self.reserve_tokens
-        filler = self._fillers.setdefault(id(form.tokenizer), Filler(form.tokenizer))
+        if self._filler is None or self._filler.tokenizer is not form.tokenizer:
+            self._filler = Filler(form.tokenizer)
         around = self.profile.pieces
 
         def budget(pieces: Pieces) -> int:
             return length - fixed - self._question_tokens(form, pieces)
 
-        record, tokens = filler.make(task, seed, index, around, budget)
+        record, tokens = self._filler.make(task, seed, index, around, budget)
         pieces = around(record)
         text = pieces.before + record.context + pieces.after
         total = len(form.head) + tokens + self._question_tokens(form, pieces)
@@ -178,11 +179,12 @@ class InfiniteBench:
 
     def _longest_question(self, file: DataFile, form: PromptFormat) -> int:
         """Tokens of the file's longest question; contexts leave room for it, so that one book is always cut alike."""
-        key = (file.task, id(form.tokenizer), form.tail)
-        if key not in self._question_room:
+        known = self._question_room.get(file.task)
+        if known is None or known[0] is not form:
             pieces = (self.profile.pieces(record) for record in file.questions())
-            self._question_room[key] = max(self._question_tokens(form, piece) for piece in pieces)
-        return self._question_room[key]
+            known = form, max(self._question_tokens(form, piece) for piece in pieces)
+            self._question_room[file.task] = known
+        return known[1]
 
     def _meta(self, tokens: int, dropped: int = 0) -> dict[str, Any]:
         return {

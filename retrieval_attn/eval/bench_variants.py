@@ -57,6 +57,8 @@ class Variant:
         options = dict(self.options)
         if self.knob is not None:
             options[self.knob] = self.values[0]
+        if "rank" in options:
+            options["rank"] = min(options["rank"], head.keys.shape[1])
         if self.kind == "hnswlib":
             return HnswlibIndex.build(head.keys, head.fmt, None, **options)
         if lists is not None and self.takes_lists:
@@ -99,11 +101,12 @@ VARIANTS: dict[str, Variant] = {
         Variant("hnswlib", "hnswlib", {}, "ef_search", EFS, "float32"),
         Variant("roargraph", "roargraph", {"exact_below": 0}, "beam", BEAMS, "codes"),
         Variant("roargraph-per-head", "roargraph", {"exact_below": 0, "per_query_head": True}, "beam", BEAMS, "codes"),
-        Variant("postings", "postings", row_bytes="codes"),
-        Variant("sketch", "sketch", row_bytes="codes", shared=True),
+        Variant("postings", "postings", {"exact_below": 0}, "probe", (2, 4, 8, 16, 32), "codes"),
+        Variant("sketch-32", "sketch", {"rank": 32}, row_bytes="codes", shared=True),
+        Variant("sketch-64", "sketch", {"rank": 64}, row_bytes="codes", shared=True),
     )
 }
-DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "postings", "sketch")
+DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "postings", "sketch-32", "sketch-64")
 
 
 def choose(text: str) -> tuple[list[Variant], list[str]]:

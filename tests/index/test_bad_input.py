@@ -27,7 +27,8 @@ QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCh
 
 def options_of(kind: str) -> dict[str, Any]:
     """Options that make a kind search with its own means at any size."""
-    return {"roargraph": {"exact_below": 0, "list_k": 16}}.get(kind, {})
+    known = {"roargraph": {"exact_below": 0, "list_k": 16}, "postings": {"exact_below": 0, "list_k": 16}}
+    return dict(known.get(kind, {}))
 
 
 def build(kind: str, keys: Keys, fmt: Format = Format.FLOAT32, group: int = 2, seed: int = 0) -> KeyIndex:

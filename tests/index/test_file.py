@@ -34,7 +34,7 @@ def data(n: int = 500) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.N
 def build(kind: str, n: int = 500) -> tuple[KeyIndex, npt.NDArray[Any]]:
     """An index of `kind` that searches rather than scans, as far as kinds can be told."""
     keys, train, _ = data(n)
-    options = {"exact_below": 0} if kind == "roargraph" else {}
+    options: dict[str, Any] = {"exact_below": 0} if kind in ("roargraph", "postings") else {}
     return create(kind, keys, fmt=Format.BFLOAT16, queries=train, **options), keys
 
 

@@ -11,7 +11,7 @@ What uses codes ranks by them and scores the best again with the stored keys.
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,6 +138,31 @@ def encode_more(codes: Codes, keys: npt.NDArray[Any], fmt: Format, start: int) -
         codes = codes._replace(codes=grown)
     _encode_rows(stored, length, codes.codes, start, codes.mean, codes.scale)
     return codes
+
+
+def extend_codes(
+    codes: Codes,
+    keys: npt.NDArray[Any],
+    fmt: Format,
+    start: int,
+    measured: int,
+    before: Callable[[], Sequence[npt.NDArray[Any]]],
+) -> tuple[Codes, int]:
+    """`encode_more`, or all keys coded anew where the old range no longer serves: codes, and keys it was taken from.
+
+    measured: how many keys the range of `codes` was taken from. A new range is taken once there are twice as many, and
+    for keys that may lie twice as far out as any before (coarser steps for all, but none is lost). before: gives the
+    arrays of keys [0, start). Raises ShapeError.
+    """
+    total = start + len(keys)
+    stored = one_layout(kernel_view(keys, fmt)[None])
+    mean, largest, bad = _channel_statistics(stored, len(keys))
+    _check_finite(bad, start)
+    distance = np.abs(mean.astype(np.float64) - codes.mean) + largest
+    far = len(keys) and bool((distance > 2 * MOST_CODE * codes.scale.astype(np.float64)).any())
+    if len(keys) and (far or total >= 2 * measured):
+        return encode_keys(np.concatenate([*before(), keys]), fmt, capacity=total + total // 4), total
+    return encode_more(codes, keys, fmt, start), measured
 
 
 def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int) -> Codes:

@@ -196,6 +196,18 @@ def test_lengths_beside_table_3_with_its_slip(tmp_path: Path) -> None:
     assert "retrieval, Avg.: the paper prints another number than its row's mean, 84.65" in text
 
 
+def test_stand_ins_are_not_put_beside_the_papers_questions(tmp_path: Path) -> None:
+    """Built-in questions have a column of their own; Q1 stays empty."""
+    cells = [cell("full", "niah_single_1", 1.0), cell("full", "qa_synth_1", 0.5)]
+    write(tmp_path / "run", "summary.json", {"cells": cells})
+    steps = EXPERIMENTS["table9"].steps(Size(False))
+    text = compare.comparison("table9", EXPERIMENTS["table9"], tmp_path, steps, "Llama-3-8B")
+    head = next(line for line in text.splitlines() if line.startswith("| method"))
+    line = next(line for line in text.splitlines() if line.startswith("| full"))
+    shown = dict(zip(head.strip("| ").split(" | "), line.strip("| ").split(" | "), strict=True))
+    assert (shown["S1"], shown["QA1-synth"], shown["Q1"]) == ("100.0 ±1.0 (100)", "50.0 ±1.0 (-)", "- (58.5)")
+
+
 def test_latency_beside_tables_4_and_5(tmp_path: Path) -> None:
     """Milliseconds become the table's seconds; the rest of a token is what sinks and window alone take."""
     for name, took in (("flat", 9.0), ("ivf", 5.0), ("retrieval", 3.0)):

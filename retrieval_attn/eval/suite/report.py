@@ -28,14 +28,14 @@ def write_report(
     settings: Mapping[str, Any],
     *,
     plot: bool = True,
-    notes: Sequence[str] = (),
+    notes: Sequence[str] | None = None,
 ) -> str:
     """Write the files into `folder`, replacing older ones; returns the text of summary.md.
 
-    notes: sentences of the run beside those of the suite.
+    notes: what the run noted when it was started; None: what the suite says now.
     """
     summary = tables.summarise(rows, suite.tasks(), known_methods())
-    kept = list(dict.fromkeys([*getattr(suite, "notes", ()), *notes]))
+    kept = list(dict.fromkeys(getattr(suite, "notes", ()) if notes is None else notes))
     text = markdown(summary, rows, suite, settings, kept)
     write_atomically(
         folder / "summary.json",

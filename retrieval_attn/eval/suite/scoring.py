@@ -33,7 +33,9 @@ def score_again(folder: Path, suite: TaskSuite, *, plot: bool = True) -> int:
         if not row.get("error"):
             row = {**row, **score_fields(suite, Row.from_dict({**row, "id": row["row_id"]}), row["response"])}
         scored.append(row)
-    print(write_report(folder, scored, suite, settings, plot=plot, notes=notes))
+    scorer = getattr(suite, "scorer", None)
+    said = [*notes, *([f"scored again by the {scorer} rules"] if scorer else [])] if notes else None
+    print(write_report(folder, scored, suite, settings, plot=plot, notes=said))
     return 1 if any(row.get("error") for row in scored) else 0
 
 

@@ -117,7 +117,7 @@ def test_every_method_with_room_answers_as_full_attention(name: str) -> None:
     assert random_model().config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", METHODS[1:])
+@pytest.mark.parametrize("name", (*POLICIES, "flat", "retrieval"))
 def test_equal_budgets_are_measured(name: str) -> None:
     """A budget sets each method's parameters so that one query attends to that many tokens; what remains is what
     the method's units leave: half a page, half a block, generated tokens that nobody evicts."""
@@ -192,8 +192,8 @@ def test_one_reading_serves_methods_positions_and_questions() -> None:
 
 
 def test_a_trained_index_reads_the_whole_prompt_and_a_scan_does_not() -> None:
-    """"inside" may share a reading only with an index that did not learn from the context's queries alone; "auto" is
-    asked what it became."""
+    """An index that learned from the context's queries alone is not what a reading of the whole prompt builds; "auto"
+    is asked what it became."""
     shared = {}
     for index, inside in (("roargraph", "prompt"), ("roargraph", "context"), ("auto", "prompt"), ("hnsw", "prompt")):
         method = make_method("retrieval", random_model(), tokenizer(), index=index, inside=inside, window=64)

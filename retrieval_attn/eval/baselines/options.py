@@ -205,9 +205,9 @@ class InfLLM(Options):
 
     @classmethod
     def for_budget(cls, budget: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Between one and two blocks' worth of the static part is paid in window: the sum is the budget.
+        """Whole blocks from what sinks and the default static window leave, at least one; the window takes the rest.
 
-        The window holds up to a block more until a block is complete: half a block on average is taken off.
+        Until the next block is complete its tokens are attended beside the window: half a block is set aside for them.
         """
         block = given.get("block", 128)
         sink = given.get("sink", min(SINK, budget // 8))

@@ -186,8 +186,7 @@ def test_one_reading_serves_methods_positions_and_questions() -> None:
         for asked in (first, second):
             for place, reply in method.answers(asked, BOTH, 4).items():
                 alone[name, asked is first, place] = reply.ids
-            if name != "full":
-                method.release()  # type: ignore[attr-defined]
+            method.release()
     assert shared == alone
 
 
@@ -300,7 +299,7 @@ def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
 def test_published_defaults() -> None:
     """What a table that names no parameters stands for."""
     model = tiny_model("llama")
-    made = {name: make_method(name, model, tokenizer()).options for name in METHODS}  # type: ignore[attr-defined]
+    made = {name: make_method(name, model, tokenizer()).options for name in METHODS}
     assert made["streaming_llm"] == {"sink": 128, "window": 1920, "prefill": "full"}
     assert made["snapkv"] == {"capacity": 2048, "observe": 64, "kernel": 5, "pooling": "avg"}
     assert made["pyramidkv"]["beta"] == 20

@@ -30,11 +30,17 @@ class Reply:
 
 
 class Method(Protocol):
-    """A way to answer.  `answers` gives one Reply for each asked question position, greedy decoding."""
+    """A way to answer.  `answers` gives one Reply for each asked question position, greedy decoding.
+
+    options: what decides the answers, resolved, ready for JSON.  `release` frees what is kept of the last context.
+    """
 
     name: str
+    options: dict[str, Any]
 
     def answers(self, prompt: Prompt, positions: Sequence[str], max_new_tokens: int) -> dict[str, Reply]: ...
+
+    def release(self) -> None: ...
 
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:

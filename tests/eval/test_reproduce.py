@@ -118,6 +118,7 @@ def test_print_shows_commands_and_the_papers_numbers(name: str, capsys: pytest.C
     shown = capsys.readouterr().out
     assert ("$ retrieval-attn" in shown or "$ python -m" in shown) == (EXPERIMENTS[name].missing is None)
     assert "appendix" in shown or "section" in shown
+    assert "- (" not in shown  # no empty column of ours
 
 
 def test_without_a_gpu_nothing_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:

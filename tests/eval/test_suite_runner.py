@@ -116,10 +116,12 @@ def test_a_killed_run_continues(tmp_path: Path) -> None:
 
 def test_errors_are_rows_and_tried_again(tmp_path: Path) -> None:
     """A failing method costs its own rows only; the next start repeats exactly those and no good one."""
-    outcome = make_run().execute({"a": Reader("a"), "b": Reader("b", wrong=True)}, tmp_path, SETTINGS, progress=False)
+    broken = Reader("b", wrong=True)
+    outcome = make_run().execute({"a": Reader("a"), "b": broken}, tmp_path, SETTINGS, progress=False)
     failed = [row for row in outcome.rows if row["error"]]
     assert outcome.errors == len(failed) == 8 and {row["method"] for row in failed} == {"b"}
     assert failed[0]["error"] == "RuntimeError: out of memory" and "score" not in failed[0]
+    assert broken.released == 4 + 2  # after every failure, and after every context
     good, repaired = Reader("a"), Reader("b")
     outcome = make_run().execute({"a": good, "b": repaired}, tmp_path, SETTINGS, progress=False)
     assert (outcome.errors, len(good.prompts), len(repaired.prompts)) == (0, 0, 4)

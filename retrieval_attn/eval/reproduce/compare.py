@@ -53,7 +53,8 @@ def _with_paper(name: str, experiment: Experiment, ours: Results, model: str) ->
         for method in methods:
             cells = [
                 _cell(
-                    own.get((method, column)), _paper_cell(paper, shown, method, column) if column in columns else None
+                    own.get((method, column)) if own else "",
+                    _paper_cell(paper, shown, method, column) if column in columns else None,
                 )
                 for column in [*extra, *columns]
             ]

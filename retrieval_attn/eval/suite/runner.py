@@ -226,9 +226,7 @@ class SuiteRun:
                         self._append(out, answers)
                         bar.done(block, name, answers)
             for method in methods.values():
-                release = getattr(method, "release", None)
-                if release is not None:
-                    release()
+                _release(method)
 
     def _append(self, out: RunFolder, answers: list[dict[str, Any]]) -> None:
         for answer in answers:
@@ -254,6 +252,7 @@ class SuiteRun:
             replies = method.answers(prompt, positions, row.max_new_tokens)
         except Exception as problem:  # one row must not end a run of hours: kept, counted, tried again on resume
             error = f"{type(problem).__name__}: {problem}"
+            _release(method)  # what it holds may be what went wrong, or be too much for the next row
         spent = {"total": round(time.perf_counter() - begin, 4)}
         sample = row.to_dict(context=False)
         del sample["id"]
@@ -293,6 +292,13 @@ def score_fields(suite: TaskSuite, row: Row, text: str) -> dict[str, Any]:
         "scores": dict(others(row, text)) if others is not None else {},
         "empty": bool(nulls(text)) if nulls is not None else not text.strip(),
     }
+
+
+def _release(method: Any) -> None:
+    """Let a method that keeps the last context forget it."""
+    release = getattr(method, "release", None)
+    if release is not None:
+        release()
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

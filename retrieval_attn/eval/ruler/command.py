@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 from retrieval_attn.eval.needle_options import _flag
+from retrieval_attn.eval.ruler.specs import SPECS
 from retrieval_attn.eval.ruler.suite import RulerSuite
 from retrieval_attn.eval.suite import arguments
 
@@ -13,6 +15,16 @@ __all__ = ["add_arguments", "run"]
 
 _LENGTHS = "4096,8192,16384"
 _SAMPLES = 20
+
+
+class _ForScoring(RulerSuite):
+    """The suite without files: every task can be scored, and what a run was made from is in its folder."""
+
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(SPECS)
+
+    def notes_for(self, tasks: Iterable[str]) -> list[str]:
+        return []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0 if every sample was answered, 1 if some failed.  Raises RetrievalAttentionError."""
     if args.score_only:
-        return arguments.run(args, RulerSuite())
+        return arguments.run(args, _ForScoring())
     suite = RulerSuite(
         haystack=_path(args.haystack),
         squad=_path(args.squad),
@@ -63,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
         reserve_tokens=args.reserve_tokens,
     )
     if args.tasks != "all":  # a task without its file is answered better here than as an unknown one
-        suite.check_tasks([name.strip() for name in args.tasks.split(",") if name.strip()])
+        names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+        suite.check_tasks(names)
+        suite.notes = suite.notes_for(names)
     return arguments.run(args, suite)
 
 

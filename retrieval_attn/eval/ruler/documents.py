@@ -40,6 +40,7 @@ class Documents(Draft):
         related = list(question.related)
         rng.shuffle(related)
         self._order = self._gold + related
+        self._kept = len(self._order)  # never shown less for a better fill
         self._used = set(self._order)
         self._shuffle = rng.getrandbits(64)
         self.lowest = len(self._gold)
@@ -94,7 +95,7 @@ class Documents(Draft):
     def tune(self, n: int, room: int) -> bool:
         """Show longer documents in place of others; if that is not enough, also a part of one more."""
         self._draw(n + _BATCH)
-        old = np.array(self._costs(self._order[len(self._gold) : n]), dtype=np.int64)
+        old = np.array(self._costs(self._order[self._kept : n]), dtype=np.int64)
         spare = self._order[n : n + _BATCH]
         new = np.array(self._costs(spare), dtype=np.int64)
         left = room
@@ -104,7 +105,7 @@ class Documents(Draft):
             if not gains.size or gains.max() <= 0:
                 break
             place, candidate = map(int, np.unravel_index(int(gains.argmax()), gains.shape))
-            self._swaps[place + len(self._gold)] = spare[candidate]
+            self._swaps[place + self._kept] = spare[candidate]
             left -= int(gains[place, candidate])
             old[place], new[candidate] = new[candidate], 0  # a document moves once
         if left > room // 4:

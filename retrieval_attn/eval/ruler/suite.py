@@ -67,12 +67,7 @@ class RulerSuite:
         if hotpotqa:
             self._files["qa_2"] = read_hotpotqa(hotpotqa)
         self.titles = {name: spec.title for name, spec in SPECS.items()}
-        self.notes: list[str] = []
-        if self._essays is None:
-            self.notes.append("essay tasks use built-in prose, not the Paul Graham essays; give --haystack")
-        for task, flag in (("qa_1", "--squad"), ("qa_2", "--hotpotqa")):
-            if task not in self._files:
-                self.notes.append(f"{QA_SYNTHETIC[task]} (built-in questions) stands in for {task}; give {flag}")
+        self.notes = self.notes_for(self.tasks())
         self._counter: TokenCounter | None = None
         self._tokenizer: Any = None
         self._cache: dict[tuple[Any, ...], Any] = {}
@@ -80,6 +75,16 @@ class RulerSuite:
     def tasks(self) -> tuple[str, ...]:
         """The 13 tasks in the paper's order, stand-ins in the place of what they stand in for."""
         return tuple(name if name not in QA_SYNTHETIC or name in self._files else QA_SYNTHETIC[name] for name in TASKS)
+
+    def notes_for(self, tasks: Iterable[str]) -> list[str]:
+        """What belongs beside the numbers of these tasks."""
+        chosen, notes = set(tasks), []
+        if self._essays is None and any(SPECS[task].options.get("haystack") == "essay" for task in chosen):
+            notes.append("essay tasks use built-in prose, not the Paul Graham essays; give --haystack")
+        for task, flag in (("qa_1", "--squad"), ("qa_2", "--hotpotqa")):
+            if QA_SYNTHETIC[task] in chosen:
+                notes.append(f"{QA_SYNTHETIC[task]} (built-in questions) stands in for {task}; give {flag}")
+        return notes
 
     def check_tasks(self, names: Iterable[str]) -> None:
         """Raises ConfigError for a task that is unknown, or whose file was not given."""

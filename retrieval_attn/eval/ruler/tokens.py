@@ -53,12 +53,12 @@ class TokenCounter:
         self._ids(_ANCHOR)  # an ordinary call clears truncation and padding that the backend may have been left with
         return [len(encoding) for encoding in self._batch(list(texts), add_special_tokens=False)]
 
-    def _in_pieces(self, texts: Sequence[str]) -> list[int]:
+    def _in_pieces(self, texts: Sequence[str], size: int = _PIECE) -> list[int]:
         parts: list[str] = []
         signs: list[tuple[int, int]] = []  # text, +1 or -1
         for i, text in enumerate(texts):
             start = 0
-            while cut := _CUT.search(text, start + _PIECE):
+            while cut := _CUT.search(text, start + size):
                 at = cut.start()
                 left, right = text[at - _WINDOW : at], text[at : at + _WINDOW]
                 parts += [text[start:at], left + right, left, right]
@@ -77,13 +77,13 @@ class TokenCounter:
         from retrieval_attn.eval.haystack import shipped_prose
 
         rng = random.Random("ruler/check")
-        lines = [f"One of the special magic uuids for {uuid4(rng)} is: {uuid4(rng)}." for _ in range(600)]
-        words = shipped_prose(50_000, 0).split(" ")
+        lines = [f"One of the special magic uuids for {uuid4(rng)} is: {uuid4(rng)}." for _ in range(200)]
+        words = shipped_prose(20_000, 0).split(" ")
         listed = " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
-        coded = " ".join(rng.choice(("...", f"{rng.getrandbits(28):07x}")) for _ in range(12_000))
-        texts = ["\n".join([NOISE_LINE] * 1000), "\n".join(lines), " ".join(words) * 2, listed, coded]
-        texts.append("\n\n".join(f"Document {i}:\n{' '.join(words[i : i + 90])}" for i in range(200)))
-        return self._in_pieces(texts) == self._whole(texts)
+        coded = " ".join(rng.choice(("...", f"{rng.getrandbits(28):07x}")) for _ in range(4000))
+        texts = ["\n".join([NOISE_LINE] * 200), "\n".join(lines), " ".join(words), listed, coded]
+        texts.append("\n\n".join(f"Document {i}:\n{' '.join(words[i : i + 40])}" for i in range(100)))
+        return self._in_pieces(texts, 2000) == self._whole(texts)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -66,6 +66,7 @@ def test_bootstrap_interval_matches_the_normal_one() -> None:
     gaps = np.array(second) - np.array(first)
     half = 1.96 * gaps.std(ddof=1) / math.sqrt(len(gaps))
     assert found.mean == pytest.approx(gaps.mean())
+    assert found.low is not None and found.high is not None
     assert found.low == pytest.approx(gaps.mean() - half, abs=0.1 * half)
     assert found.high == pytest.approx(gaps.mean() + half, abs=0.1 * half)
     assert found.wins - found.losses == round(float(gaps.sum()))
@@ -78,7 +79,8 @@ def test_paired_interval_is_narrower_than_an_unpaired_one() -> None:
     second = [1.0, 0.0] * 49 + [1.0, 1.0]
     found = paired_difference([first], [second])
     assert found.mean == pytest.approx(0.01)
-    assert found.low >= 0.0 and found.high <= 0.04
+    assert found.low is not None and found.low >= 0.0
+    assert found.high is not None and found.high <= 0.04
     assert (found.wins, found.losses, found.p_value) == (1, 0, 1.0)
 
 
@@ -88,6 +90,13 @@ def test_paired_difference_weighs_tasks_equally() -> None:
     assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="the same samples"):
         paired_difference([[1.0]], [[1.0, 0.0]])
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), (1, 30), (2, 2)])
+def test_few_samples_have_no_interval(sizes: tuple[int, ...]) -> None:
+    """Samples that all differ by one would give an interval of no width: certainty from a single sample."""
+    found = paired_difference([[1.0] * n for n in sizes], [[0.0] * n for n in sizes])
+    assert (found.mean, found.low, found.high) == (-1.0, None, None)
 
 
 def test_ruler_aggregates_give_the_published_ones() -> None:

@@ -216,14 +216,15 @@ def _differences(comparisons: Sequence[Mapping[str, Any]], position: str, titles
     lines = []
     for c in here:
         alone = (c["first"], c["second"], c["length"]) not in whole
-        if c["task"] is None or alone or c["low"] > 0 or c["high"] < 0:
+        known = c["low"] is not None
+        if c["task"] is None or alone or (known and (c["low"] > 0 or c["high"] < 0)):
             lines.append(
                 [
                     f"{c['second']} − {c['first']}",
                     "files" if c["length"] is None else length_label(c["length"]),
                     "all tasks" if c["task"] is None else titles.get(c["task"], c["task"]),
                     f"{100 * c['mean']:+.1f}",
-                    f"[{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]",
+                    f"[{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]" if known else "too few",
                     f"{c['p_value']:.3g}",
                     f"{c['wins']} / {c['losses']}",
                     str(c["n"]),

@@ -25,6 +25,7 @@ __all__ = [
 
 EFFECTIVE = 85.6  # RULER, section 4: Llama-2-7B-chat at 4K, percent
 RESAMPLES = 10_000
+LEAST_PAIRS = 5
 _BLOCK_NUMBERS = 1 << 22  # random indices drawn at once
 
 
@@ -32,14 +33,15 @@ _BLOCK_NUMBERS = 1 << 22  # random indices drawn at once
 class Difference:
     """Second method minus first, over the same samples; scores 0..1.
 
-    low, high: bootstrap confidence interval.  p_value: exact McNemar test of "counted right" (score 1), two-sided.
+    low, high: bootstrap confidence interval; None where there are too few samples to draw from.
+    p_value: exact McNemar test of "counted right" (score 1), two-sided.
     wins, losses: samples where the second is right and the first is not, and the other way round.
     """
 
     n: int
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p_value: float
     wins: int
     losses: int
@@ -79,7 +81,8 @@ def paired_difference(
     """Mean difference of paired scores with a percentile bootstrap interval.
 
     first, second: one list of scores per task, sample by sample in the same order.  The mean weighs tasks equally,
-    and samples are drawn again within each task.  Raises ValueError if they do not pair or there is nothing.
+    and samples are drawn again within each task.  One sample of a task, or fewer than LEAST_PAIRS in all, say nothing
+    about their spread: then there is no interval.  Raises ValueError if they do not pair or there is nothing.
     """
     if [len(a) for a in first] != [len(b) for b in second] or not first or any(not len(a) for a in first):
         raise ValueError(
@@ -96,12 +99,20 @@ def paired_difference(
             rows = min(step, resamples - at)
             total[at : at + rows] += gaps[rng.integers(0, len(gaps), (rows, len(gaps)))].mean(axis=1)
     tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(total / len(first), [tail, 1.0 - tail])
+    low, high = (float(edge) for edge in np.quantile(total / len(first), [tail, 1.0 - tail]))
     right = [(x >= 1.0, y >= 1.0) for a, b in zip(first, second, strict=True) for x, y in zip(a, b, strict=True)]
     wins = sum(y and not x for x, y in right)
     losses = sum(x and not y for x, y in right)
+    few = len(right) < LEAST_PAIRS or min(len(a) for a in first) < 2
+    p_value = mcnemar_exact(wins, losses)
     return Difference(
-        len(right), value / len(first), float(low), float(high), mcnemar_exact(wins, losses), wins, losses
+        n=len(right),
+        mean=value / len(first),
+        low=None if few else low,
+        high=None if few else high,
+        p_value=p_value,
+        wins=wins,
+        losses=losses,
     )
 
 

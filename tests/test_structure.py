@@ -251,6 +251,8 @@ def test_constraints_satisfy_the_declared_dependencies() -> None:
     project = config["project"]
     wanted = project["dependencies"] + sum((project["optional-dependencies"][x] for x in ("eval", "dev")), [])
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line and not line.startswith("#")}
-    names = {item.split(">")[0].split("<")[0].split("=")[0].strip().lower() for item in wanted}
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line and not line.startswith("#")
+    }
+    names = {item.split(">")[0].split("<")[0].split("=")[0].strip().lower().replace("_", "-") for item in wanted}
     assert names <= pinned, f"not pinned in constraints.txt: {sorted(names - pinned)}"

@@ -20,7 +20,7 @@ from numba import njit, prange
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, register
 from retrieval_attn.index.coded import best_codes
-from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_more, encode_query
+from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_query, extend_codes
 from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.formats import Format, check_queries, kernel_view
 from retrieval_attn.index.memory import one_layout
@@ -137,6 +137,7 @@ class FlatIndex(KeyIndex):
         self._keys = KeyPieces(keys, fmt)
         self._codes = codes
         self._rescore = rescore
+        self._measured = len(keys)  # how many keys the range of the codes was taken from
 
     @classmethod
     def build(
@@ -154,7 +155,9 @@ class FlatIndex(KeyIndex):
         if kind not in ("none", "int8"):
             raise ConfigError(f"codes={kind!r} must be 'none' or 'int8'")
         check_rescore(rescore)
-        return cls(keys, fmt, encode_keys(keys, fmt) if kind == "int8" else None, int(rescore))
+        index = cls(keys, fmt, None, int(rescore))
+        index._codes = encode_keys(keys, fmt) if kind == "int8" else None
+        return index
 
     @property
     def codes(self) -> Codes | None:
@@ -169,9 +172,14 @@ class FlatIndex(KeyIndex):
         """Append a view of keys (n, head_dim).
 
         Raises ShapeError for another shape, dtype or more than 2**31 - 1, and for coded keys that are not finite.
+        All keys are coded anew when there are twice as many as the range was taken from, or a far larger one comes.
         """
+        self._keys.check(keys)
         if self._codes is not None:
-            self._codes = encode_more(self._codes, keys, self._keys.fmt, len(self))
+            fmt, length = self._keys.fmt, len(self)
+            self._codes, self._measured = extend_codes(
+                self._codes, keys, fmt, length, self._measured, lambda: self._keys.within(length)
+            )
         self._keys.add(keys)
 
     def truncate(self, length: int) -> bool:

@@ -34,13 +34,17 @@ class KeyPieces:
         self.length = 0
         self.add(keys)
 
-    def add(self, keys: npt.NDArray[Any]) -> None:
-        """Append a view of keys (n, head_dim). Raises ShapeError for another shape, dtype or more than 2**31 - 1."""
+    def check(self, keys: npt.NDArray[Any]) -> None:
+        """Raise ShapeError unless keys (n, head_dim) can be added: shape, dtype, at most 2**31 - 1 together."""
         check_rows("keys", keys, self.fmt, 2)
         if keys.shape[1] != self.head_dim:
             raise ShapeError(f"keys must be (n, {self.head_dim}) as the index is, got {keys.shape}")
         if self.length + len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self.length + len(keys)}; use two")
+
+    def add(self, keys: npt.NDArray[Any]) -> None:
+        """Append a view of keys (n, head_dim). Raises ShapeError as `check` does."""
+        self.check(keys)
         if not len(keys):
             return
         whole = joined(self.arrays[-1], keys) if self.arrays else None

@@ -20,7 +20,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, check_search, check_training, register
 from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_more, encode_query
 from retrieval_attn.index.flat import check_rescore, rescore_count, search_exact, search_pieces
-from retrieval_attn.index.formats import Format, check_rows
+from retrieval_attn.index.formats import Format
 from retrieval_attn.index.knn import training_lists
 from retrieval_attn.index.pieces import KeyPieces
 from retrieval_attn.index.probe import Lists, add_to_lists, drop_from_lists, lists_of_queries, scan_rows
@@ -67,6 +67,7 @@ class PostingsIndex(KeyIndex):
     """Approximate best keys from the lists of near queries. Options: see PostingOptions, and `lists`.
 
     A query that is not finite, and one whose lists hold fewer keys than are wanted, gets the exact answer.
+    keys_scanned does not count centroids: they are no keys, and at most `centroids` products per query.
     """
 
     kind: ClassVar[str] = "postings"
@@ -91,11 +92,10 @@ class PostingsIndex(KeyIndex):
         """
         given = options.pop("lists", None)
         chosen = PostingOptions(**options)
-        check_rows("keys", keys, fmt, 2)
+        pieces = KeyPieces(keys, fmt)
         dim = keys.shape[1]
         queries, given = check_training(queries, given, dim, len(keys))
         codes = encode_keys(keys, fmt)
-        pieces = KeyPieces(keys, fmt)
         if len(keys) < chosen.exact_below or not len(keys):
             return cls(pieces, codes, None, chosen)
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -119,6 +119,7 @@ class PostingsIndex(KeyIndex):
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys; every 1024 of them are put into lists. See KeyIndex.insert. Raises ShapeError."""
+        self._keys.check(keys)
         self._codes = encode_more(self._codes, keys, self._keys.fmt, len(self))
         self._keys.add(keys)
         lists = self._lists
@@ -152,7 +153,7 @@ class PostingsIndex(KeyIndex):
             exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
             ids[lost], scores[lost] = exact.ids, exact.scores
             total += exact.keys_scanned - int(scanned[lost].sum())
-        return SearchResult(ids, scores, total + len(queries) * len(lists.centroids))
+        return SearchResult(ids, scores, total)
 
     def state(self) -> dict[str, StateValue]:
         """See KeyIndex.state."""

@@ -21,10 +21,10 @@ from numba import njit
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, check_search, check_training, register
 from retrieval_attn.index.coded import best_codes
-from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_more, encode_query
+from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_query, extend_codes
 from retrieval_attn.index.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count, search_pieces
-from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
+from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.pieces import KeyPieces
 
@@ -97,6 +97,7 @@ class SketchIndex(KeyIndex):
         self._query_side = query_side
         self._key_side = key_side
         self._rescore = rescore
+        self._measured = len(self)  # how many keys the range of the codes was taken from
 
     @classmethod
     def build(
@@ -110,7 +111,7 @@ class SketchIndex(KeyIndex):
         Without keys the projection keeps what queries have most of. Raises ConfigError for other values or without
         finite training queries, ShapeError for keys that are not finite.
         """
-        check_rows("keys", keys, fmt, 2)
+        pieces = KeyPieces(keys, fmt)
         dim = keys.shape[1]
         rank = options.pop("rank", min(RANK, dim))
         rescore = options.pop("rescore", RESCORE)
@@ -129,15 +130,21 @@ class SketchIndex(KeyIndex):
             rows, sample if len(sample) else np.eye(dim, dtype=np.float32), int(rank)
         )
         codes = encode_keys(_projected(keys, fmt, key_side), Format.FLOAT32)
-        return cls(KeyPieces(keys, fmt), codes, query_side, key_side, int(rescore))
+        return cls(pieces, codes, query_side, key_side, int(rescore))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError."""
-        check_rows("keys", keys, self._keys.fmt, 2)
-        if keys.shape[1] != self.head_dim:
-            raise ShapeError(f"keys must be (n, {self.head_dim}) as the index is, got {keys.shape}")
+        self._keys.check(keys)
         projected = _projected(keys, self._keys.fmt, self._key_side)
-        self._codes = encode_more(self._codes, projected, Format.FLOAT32, len(self))
+        fmt, length = self._keys.fmt, len(self)
+        self._codes, self._measured = extend_codes(
+            self._codes,
+            projected,
+            Format.FLOAT32,
+            length,
+            self._measured,
+            lambda: [_projected(array, fmt, self._key_side) for array in self._keys.within(length)],
+        )
         self._keys.add(keys)
 
     def truncate(self, length: int) -> bool:

@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index import FlatIndex, Format
 from retrieval_attn.index import flat as flat_module
+from retrieval_attn.index.coded import best_codes
 from retrieval_attn.index.formats import from_float32, to_float32
 from retrieval_attn.index.pieces import stacked
 from retrieval_attn.index.threads import kernel_threads
@@ -239,3 +240,134 @@ def test_thread_counts_that_cannot_be_had() -> None:
     for threads in (0, 10_000, 1.0, True):
         with pytest.raises(ConfigError, match="threads="), kernel_threads(threads):  # type: ignore[arg-type]
             pass
+
+
+def coded(keys: npt.NDArray[np.float32], fmt: Format = Format.BFLOAT16, **options: int) -> FlatIndex:
+    return FlatIndex.build(strided(from_float32(keys, fmt)), fmt, None, codes="int8", **options)
+
+
+def uneven(seed: int, n: int, dim: int) -> npt.NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    spread = rng.uniform(0.1, 3, dim)
+    return (rng.standard_normal((n, dim)) * spread + 2 * rng.standard_normal(dim)).astype(np.float32)
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+def test_codes_find_the_exact_best(fmt: Format) -> None:
+    """Recall against the exact scan of the same keys, for sizes of head, group and k; scores are the exact ones."""
+    rng = np.random.default_rng(1)
+    for dim, group, k in ((64, 4, 100), (128, 7, 10), (80, 1, 200), (7, 3, 1)):
+        keys = uneven(dim, 10_007, dim)
+        queries = rng.standard_normal((group, dim), dtype=np.float32)
+        index = coded(keys, fmt)
+        found, exact = index.search(queries, k), make(keys, fmt).search(queries, k)
+        shared = np.mean(
+            [len(set(a) & set(b)) / k for a, b in zip(found.ids.tolist(), exact.ids.tolist(), strict=True)]
+        )
+        assert shared >= 0.99
+        same = found.ids == exact.ids
+        np.testing.assert_array_equal(found.scores[same], exact.scores[same])
+        assert found.keys_scanned == group * len(keys)
+        assert index.nbytes >= len(keys) * dim
+
+
+def test_best_codes_are_exactly_the_best() -> None:
+    """The pools of the coded scan against a stable sort of all sums: any size, ties, and a misleading sample."""
+    rng = np.random.default_rng(2)
+    for n, group, kept in ((1, 1, 1), (15, 3, 4), (70_001, 5, 60), (30_000, 4, 2000), (30_000, 2, 1)):
+        codes = rng.integers(100, 140, (n, 64)).astype(np.uint8)
+        planes = rng.integers(-4, 5, (group, 1, 64)).astype(np.int8)
+        codes[: n // 2 : 32] += 100  # exactly the keys that a sample looks at first
+        sums = planes[:, 0].astype(np.float64) @ codes.astype(np.float64).T
+        found = (best_codes(codes, n, planes, kept) & 0xFFFFFFFF) ^ 0xFFFFFFFF
+        np.testing.assert_array_equal(np.sort(found, axis=1), np.sort(best_ids(sums, kept), axis=1))
+        part = (best_codes(codes, n // 2, planes, kept) & 0xFFFFFFFF) ^ 0xFFFFFFFF
+        few = min(kept, n // 2)
+        np.testing.assert_array_equal(np.sort(part, axis=1), np.sort(best_ids(sums[:, : n // 2], few), axis=1))
+    same = np.full((40_000, 64), 9, np.uint8)
+    found = (best_codes(same, 40_000, np.ones((2, 1, 64), np.int8), 50) & 0xFFFFFFFF) ^ 0xFFFFFFFF
+    np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(50), (2, 1)))
+
+
+def test_codes_grow_and_shrink() -> None:
+    """Inserted keys, in range of the first and far beyond, truncation, limits, and keys in several arrays."""
+    keys = uneven(3, 9000, 64)
+    keys[8000:8010] *= 4
+    stored = from_float32(keys, Format.BFLOAT16)
+    queries = np.random.default_rng(3).standard_normal((4, 64), dtype=np.float32)
+    index = FlatIndex.build(stored[:5000], Format.BFLOAT16, None, codes="int8")
+    index.insert(stored[5000:7000].copy())
+    for i in range(7000, 9000, 500):
+        index.insert(stored[i : i + 500])
+
+    def agree(right: npt.NDArray, limit: int | None = None) -> None:
+        found = index.search(queries, 50, limit=limit)
+        exact = FlatIndex(right, Format.BFLOAT16).search(queries, 50, limit=limit)
+        shared = [len(set(a) & set(b)) / 50 for a, b in zip(found.ids.tolist(), exact.ids.tolist(), strict=True)]
+        assert np.mean(shared) >= 0.98
+        assert set(range(8000, 8010)) & set(exact.ids.ravel().tolist()) <= set(found.ids.ravel().tolist())
+
+    agree(stored)
+    agree(stored, 6000)
+    assert index.truncate(6500) and len(index) == 6500
+    index.insert(stored[8000:])
+    agree(np.concatenate([stored[:6500], stored[8000:]]))
+
+
+def test_codes_have_exact_answers_where_they_cannot_rank() -> None:
+    """Queries that are not finite, all-equal keys, few keys, more wanted than there are: as the exact scan."""
+    keys = uneven(4, 5000, 16)
+    index, exact = coded(keys), make(keys, Format.BFLOAT16)
+    queries = np.ones((3, 16), np.float32)
+    queries[0, 3], queries[2, 15] = np.nan, -np.inf
+    found, right = index.search(queries, 9), exact.search(queries, 9)
+    np.testing.assert_array_equal(found.ids[[0, 2]], right.ids[[0, 2]])
+    np.testing.assert_array_equal(found.scores[[0, 2]], right.scores[[0, 2]])
+    for k in (2000, 5000, 6000):
+        np.testing.assert_array_equal(index.search(queries[1:2], k).ids, exact.search(queries[1:2], k).ids)
+    same = coded(np.ones((5000, 16), np.float32)).search(queries[1:2], 20)
+    np.testing.assert_array_equal(same.ids, [np.arange(20)])
+    empty = coded(keys[:0])
+    assert (empty.search(queries, 2).ids == -1).all()
+    with pytest.raises(ShapeError, match="finite"):
+        empty.insert(np.full((1, 16), 0x7FC0, np.uint16))
+    assert len(empty) == 0
+    for options, message in (({"codes": "int4"}, "codes='int4'"), ({"rescore": 0}, "rescore=0")):
+        with pytest.raises(ConfigError, match=message):
+            FlatIndex.build(keys, Format.FLOAT32, None, **options)
+
+
+def test_codes_are_the_same_at_every_thread_count() -> None:
+    """Ids and scores bit for bit, however the keys are cut."""
+    index = coded(np.concatenate([uneven(5, 20_000, 64)] * 2))
+    queries = np.random.default_rng(5).standard_normal((4, 64), dtype=np.float32)
+    results = []
+    for threads in range(1, numba.get_num_threads() + 1):
+        with kernel_threads(threads):
+            results.append(index.search(queries, 101))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other.ids, results[0].ids)
+        np.testing.assert_array_equal(other.scores, results[0].scores)
+
+
+def test_state_of_both_kinds() -> None:
+    """A loaded index answers as the saved one and may grow; arrays of other keys are refused."""
+    keys = from_float32(uneven(6, 3000, 16), Format.BFLOAT16)
+    queries = np.random.default_rng(6).standard_normal((2, 16), dtype=np.float32)
+    for kind in ("none", "int8"):
+        index = FlatIndex.build(keys, Format.BFLOAT16, None, codes=kind, rescore=4)
+        state = index.state()
+        frozen = keys.copy()
+        for array in (frozen, *(one for one in state.values() if isinstance(one, np.ndarray))):
+            array.flags.writeable = False
+        again = FlatIndex.from_state(frozen, Format.BFLOAT16, state)
+        np.testing.assert_array_equal(again.search(queries, 20).ids, index.search(queries, 20).ids)
+        again.truncate(2000)
+        again.insert(keys[2500:])
+        assert len(again) == 2500 and again.rescore_count(50) == 200
+        with pytest.raises(InputDataError, match="flat"):
+            FlatIndex.from_state(keys, Format.BFLOAT16, {**state, "codes": "int4"})
+    with pytest.raises(InputDataError, match="rows"):
+        FlatIndex.from_state(keys[:5], Format.BFLOAT16, state)
+    with pytest.raises(InputDataError, match="scale"):
+        FlatIndex.from_state(keys, Format.BFLOAT16, {**state, "scale": np.full(16, np.nan, np.float32)})

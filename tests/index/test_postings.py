@@ -56,7 +56,7 @@ def test_finds_most_and_scores_little(built: tuple) -> None:
     every = PostingsIndex(index._keys, index._codes, index.lists, postings_module.PostingOptions(probe=40))
     all_lists = every.search(held, 20)
     assert recall(all_lists, exact) >= 0.99
-    assert all_lists.keys_scanned == len(held) * (N + 40)  # each key once, however many lists name it
+    assert all_lists.keys_scanned == len(held) * N  # each key once, however many lists name it
 
 
 def test_every_key_is_in_a_list(built: tuple) -> None:

@@ -70,6 +70,7 @@ CASES: list[tuple[str, str, tuple[str, ...], float, float]] = [
     ("longbook_choice_eng", "Answer: C", ("A doctor", "C"), 0, 1),  # and so does the A of Answer
     ("longbook_choice_eng", "Based on the text, the answer is C", ("A doctor", "C"), 0, 1),
     ("longbook_choice_eng", "Based on the text, the answer is C", ("Based in Rome", "B"), 1, 0),
+    ("longbook_choice_eng", "Daniel says it: the answer is B", ("Based in Rome", "B"), 0, 1),
     ("longbook_choice_eng", " (C).", ("A doctor", "C"), 0, 1),
     ("longbook_choice_eng", "The correct answer is C.", ("A doctor", "C"), 1, 1),
     ("longbook_choice_eng", "the answer is", ("A doctor", "C"), 0, 0),

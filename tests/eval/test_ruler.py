@@ -79,9 +79,15 @@ def rows(task: str, length: int, indices: Any, seed: int = 42, tokenizer: Any = 
 ALL = RulerSuite().tasks()
 
 
-@pytest.mark.parametrize("kind", ["bundled", "bytes", "metaspace"])
-@pytest.mark.parametrize("task", ALL)
-def test_contexts_are_filled_from_below(task: str, kind: str) -> None:
+KINDS = [("bundled", task) for task in ALL] + [
+    (kind, task)
+    for kind in ("bytes", "metaspace")
+    for task in ("niah_multikey_1", "niah_multikey_3", "vt", "cwe", "fwe", "qa_synth_1")
+]
+
+
+@pytest.mark.parametrize(("kind", "task"), KINDS)
+def test_contexts_are_filled_from_below(kind: str, task: str) -> None:
     tokenizer = bundled() if kind == "bundled" else trained(kind)
     suite = RulerSuite()
     # the fewest common words take 303 entries: more than 4,096 tokens of a small vocabulary hold
@@ -95,7 +101,7 @@ def test_contexts_are_filled_from_below(task: str, kind: str) -> None:
             assert row.meta["fill"] == pytest.approx((used + row.max_new_tokens) / length, abs=1e-5)
 
 
-@pytest.mark.parametrize("task", ["niah_multikey_2", "cwe", "fwe"])
+@pytest.mark.parametrize("task", ["niah_multikey_2", "fwe"])
 def test_long_contexts_are_filled(task: str) -> None:
     (row,) = rows(task, 131072, [3])
     used = count(bundled(), row.context) + count(bundled(), row.question + row.answer_prefix) + row.max_new_tokens

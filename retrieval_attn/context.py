@@ -29,6 +29,7 @@ from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu import prepare
 from retrieval_attn.decode import Generated, forward, positions, run
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.index.auto import GRAPH_FROM
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.template import PromptTemplate
@@ -164,7 +165,7 @@ class Context:
                 "the model's own tokenizer."
             )
         self._cache.require_room(len(ids))
-        prepare(host_format(self.config.host_dtype, self.model.dtype))  # compile now, not in the first token
+        self._prepare(len(ids))
         started = time.perf_counter()
         with _progress(self._cache, len(ids), progress):
             start = len(self._ids)
@@ -220,6 +221,13 @@ class Context:
             emit.end()
         result.prefill_seconds = prefill_seconds
         return self._answers(result, cache, sequences.shape[1], sampling)
+
+    def _prepare(self, tokens: int) -> None:
+        """Compile now what the first token would wait for."""
+        kind, options = self.config.index, dict(self.config.index_options)
+        if kind == "auto" and tokens < GRAPH_FROM:
+            kind, options = "flat", {"codes": "int8"}
+        prepare(host_format(self.config.host_dtype, self.model.dtype), kind, options)
 
     def _read_questions(
         self, cache: RetrievalCache, asked: list[list[int]], longest: int

@@ -21,6 +21,8 @@ from retrieval_attn.index.roargraph import RoarGraphIndex
 
 EXACT_BELOW = 4096
 """So few keys are scanned as they are stored: codes would save nothing."""
+GRAPH_FROM = 16384
+"""Fewer keys are scanned on any machine: measuring where a graph wins would cost more than it could give."""
 HELD_OUT = 16
 """Queries of each query head that the graph is judged by; they are not trained on."""
 JUDGED_K = 100
@@ -55,9 +57,10 @@ class AutoIndex(KeyIndex):
             return _scan(keys, fmt, f"flat: {len(keys):,} keys and no queries to train on")
         if len(keys) < EXACT_BELOW:
             return _scan(keys, fmt, f"flat: only {len(keys):,} keys")
-        limit = crossover(keys.shape[1]) if below is None else below
-        if len(keys) < limit:
-            return _scan(keys, fmt, f"flat: {len(keys):,} keys, and a scan is as fast as a graph up to {limit:,} here")
+        if below is None:
+            below = crossover(keys.shape[1]) if len(keys) >= GRAPH_FROM else GRAPH_FROM
+        if len(keys) < below:
+            return _scan(keys, fmt, f"flat: {len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here")
         held = np.linspace(0, queries.shape[1] - 1, HELD_OUT).astype(np.int64)
         graph = RoarGraphIndex.build(keys, fmt, np.delete(queries, held, axis=1), **options)
         recall, share = _judge(graph, keys, fmt, queries[:, held])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -13,16 +15,21 @@ from retrieval_attn.eval.plans import NOISE_LINE, uuid4
 __all__ = ["TokenCounter"]
 
 _ANCHOR = "a"
-_PIECE = 1 << 15  # characters
+_PIECE = 1 << 13  # characters
+_LONG = 1 << 16
 _WINDOW = 96  # characters on each side of a cut that decide how the two sides join
-_CUT = re.compile(r"(?<=\S)[ \n](?=[A-Za-z0-9])")
+_SENTENCE = re.compile(r"(?<=\.)[ \n](?=[A-Z])")
+_LINE = re.compile(r"(?<=\S)\n(?=[A-Za-z0-9])")
+_WORD = re.compile(r"(?<=\S) (?=[A-Za-z0-9])")
+_ONE_OF = 128  # sentences
 
 
 class TokenCounter:
     """Token counts of one tokenizer, without special tokens.  A fast tokenizer counts on all cores.
 
-    A long text is counted in pieces, which is faster and runs on several cores; what the cuts change is counted
-    beside them.  That needs a tokenizer whose tokens depend on nearby text only: this is checked once, on a text of
+    A long text is counted in pieces, on several cores; what the cuts change is counted beside them.  Cuts are chosen
+    by the text around them, so that texts which share most of their haystack share most of their pieces, and a piece
+    is counted once.  That needs a tokenizer whose tokens depend on nearby text only: this is checked once, on a text of
     all kinds, and a tokenizer that fails gets every text in one piece.
     """
 
@@ -31,11 +38,12 @@ class TokenCounter:
         backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
         self._batch = getattr(backend, "encode_batch_fast", None) or getattr(backend, "encode_batch", None)
         self._inside: dict[str, int] = {}
+        self._known: dict[bytes, int] = {}  # digest of a piece -> its tokens
         self._anchor = self.counts([_ANCHOR])[0]
 
     def counts(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text on its own."""
-        if self._batch is None or all(len(text) < 2 * _PIECE for text in texts) or not self._local:
+        if self._batch is None or all(len(text) < _LONG for text in texts) or not self._local:
             return self._whole(texts)
         return self._in_pieces(texts)
 
@@ -58,17 +66,19 @@ class TokenCounter:
         signs: list[tuple[int, int]] = []  # text, +1 or -1
         for i, text in enumerate(texts):
             start = 0
-            while cut := _CUT.search(text, start + size):
-                at = cut.start()
-                left, right = text[at - _WINDOW : at], text[at : at + _WINDOW]
+            for at in _cuts(text, size):
+                left, right = text[max(at - _WINDOW, 0) : at], text[at : at + _WINDOW]
                 parts += [text[start:at], left + right, left, right]
                 signs += [(i, 1), (i, 1), (i, -1), (i, -1)]
                 start = at
             parts.append(text[start:])
             signs.append((i, 1))
+        keys = [hashlib.blake2b(part.encode(), digest_size=16).digest() for part in parts]
+        new = {key: part for key, part in zip(keys, parts, strict=True) if key not in self._known}
+        self._known.update(zip(new, self._whole(list(new.values())), strict=True))
         counts = [0] * len(texts)
-        for (i, sign), tokens in zip(signs, self._whole(parts), strict=True):
-            counts[i] += sign * tokens
+        for (i, sign), key in zip(signs, keys, strict=True):
+            counts[i] += sign * self._known[key]
         return counts
 
     @cached_property
@@ -87,3 +97,27 @@ class TokenCounter:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _cuts(text: str, size: int) -> list[int]:
+    """Where to cut a text: at some sentences, chosen by their first letters, and where those are far apart at lines.
+
+    Without lines either, at words.  No two of the latter kinds are less than `size` characters apart.
+    """
+    chosen = [
+        match.start()
+        for match in _SENTENCE.finditer(text)
+        if zlib.crc32(text[match.start() : match.start() + 16].encode()) % _ONE_OF == 0
+    ]
+    cuts, start = [], 0
+    for stop in [*chosen, len(text)]:
+        while stop - start > 2 * size:
+            match = _LINE.search(text, start + size, start + 2 * size) or _WORD.search(text, start + size, stop)
+            if match is None:
+                break
+            start = match.start()
+            cuts.append(start)
+        if stop < len(text):
+            cuts.append(stop)
+        start = stop
+    return cuts

@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
     _flag(
         methods,
         "--question-position",
+        "--question",
         default="inside,after",
         help="inside: question read with the prompt; after: asked when the context is indexed (default: both)",
     )

@@ -30,9 +30,7 @@ HOST_BANDWIDTH = 80e9
 Q4_BITS = 4.85
 Q8_BITS = 8.5
 CHUNK_STEP = 256
-# Indexes that search the stored keys themselves hold nothing beyond them.
-_NO_EXTRA_BYTES = ("auto", "flat")
-_CODE_AND_LINKS = "one byte per key element and 32 four-byte links per key"
+_CODE_AND_LINKS = "at most codes and 32 links per key"
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,8 @@ class _Arithmetic:
 
     @property
     def index_token_bytes(self) -> int:
-        if self.options.index in _NO_EXTRA_BYTES:
+        # a scan searches the stored keys themselves and holds nothing beyond them, unless it codes them
+        if self.options.index == "flat" and self.options.index_options.get("codes", "none") == "none":
             return 0
         return self.batch * self.shape.full_layers * self.shape.kv_heads * (self.shape.key_dim + 4 * 32)
 
@@ -273,7 +272,7 @@ class _Arithmetic:
 
     def host(self) -> tuple[Item, ...]:
         shape, n = self.shape, self.context
-        index = "no bytes beyond the keys" if not self.index_token_bytes else f"assumed: {_CODE_AND_LINKS}"
+        index = "no bytes beyond the keys" if not self.index_token_bytes else _CODE_AND_LINKS
         return (
             Item("keys and values", n * self.host_token_bytes, f"{n:,} tokens x {shape.full_layers} layers"),
             Item("index", n * self.index_token_bytes, f"{self.options.index}: {index}"),

@@ -105,8 +105,11 @@ def test_window_and_host_equal_hand_sums() -> None:
     assert item(answer.device, "sinks and window") == 2 * 24 * 384
     assert item(answer.device, "prefill: KV of one layer") == 2 * 100 * 128
     assert item(answer.host, "keys and values") == 2 * 100 * 384
-    assert item(answer.host, "index") == 0
-    assert answer.host_bytes == 2 * 100 * 384 + HOST_RESERVE
+    index = 2 * 100 * 3 * 2 * (8 + 4 * 32)  # a byte per element and 32 links, for each key of each head
+    assert item(answer.host, "index") == index
+    assert answer.host_bytes == 2 * 100 * 384 + index + HOST_RESERVE
+    scan = plan(tiny(), context=100, gpu_memory="2GiB", host_memory="4GiB", config=options.replace(index="flat"))
+    assert item(scan.host, "index") == 0
 
 
 def test_host_dtype_counts_on_the_host_only() -> None:

@@ -67,7 +67,7 @@ class Rotation:
         count = len(positions)
         targets = positions.new_tensor([to]) if isinstance(to, int) else to
         cos, sin = self._tables(torch.cat([positions, targets]))
-        size = cos.shape[-1]
+        size = self._width(cos, sin, queries.shape[-1])
         plain = self._rotate(queries[..., :size], cos[:, :count], sin[:, :count], undo=True)
         back = self._rotate(plain, cos[:, :count], sin[:, :count])
         error = float((back - queries[..., :size]).abs().max() / queries.abs().max().clamp_min(1e-30))
@@ -78,6 +78,22 @@ class Rotation:
             )
         moved = self._rotate(plain, cos[:, count:], sin[:, count:])
         return torch.cat([moved, queries[..., size:]], dim=-1)
+
+    def _width(self, cos: Tensor, sin: Tensor, head_dim: int) -> int:
+        """How many of a head's numbers the rotation turns: as many as a table has, or twice (GPT-OSS's have halves)."""
+        tried = []
+        for size in (cos.shape[-1], 2 * cos.shape[-1]):
+            if size > head_dim:
+                break
+            try:
+                if self._rotate(cos.new_zeros(1, 1, size), cos[:, :1], sin[:, :1]).shape[-1] == size:
+                    return size
+            except (RuntimeError, TypeError, ValueError) as error:
+                tried.append(str(error))
+        raise UnsupportedModelError(
+            f"the model's {_APPLY} takes no queries of head_dim {head_dim} with tables of {cos.shape[-1]} "
+            f"({'; '.join(tried) or 'the tables are wider'}). Use the queries at their own positions."
+        )
 
     def _rotate(self, queries: Tensor, cos: Tensor, sin: Tensor, undo: bool = False) -> Tensor:
         if undo:

@@ -8,6 +8,8 @@ first few answered tokens only.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.synthetic import train_positions
 from retrieval_attn.rotation import Rotation
+
+log = logging.getLogger(__name__)
 
 SPAN = 1024
 """Positions after the end of the context that the sample is spread over: a question and its answer."""
@@ -65,5 +69,12 @@ class TrainingQueries:
         try:
             # rotations add: only the distance counts, so padded columns may stand for positions
             return Rotation.of(model, module).move(queries, columns, self._total + offsets)
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
+            _say_unmoved(type(module).__name__, str(error))
             return queries
+
+
+@functools.cache
+def _say_unmoved(attention: str, reason: str) -> None:
+    """Once per kind of layer and reason: the index still works, with less recall for its size."""
+    log.warning("%s: indexes train on queries at their own positions: %s", attention, reason)

@@ -61,8 +61,9 @@ def test_unknown_options_are_refused_everywhere(model: Any) -> None:
         ra.enable(model, windw=1)
     with pytest.raises(ConfigError, match="Unknown option windw"):
         ra.RetrievalCache(model, windw=1)
-    with pytest.raises(ConfigError, match="index 'flat' has no option wrong"):
-        ra.RetrievalCache(model, CONFIG, index_options={"wrong": 1})
+    for name in ("auto", "flat", "roargraph"):
+        with pytest.raises(ConfigError, match=f"index '{name}' has no option wrong"):
+            ra.RetrievalCache(model, CONFIG, index=name, index_options={"wrong": 1})
     with pytest.raises(ConfigError, match="rorgraph"):
         ra.RetrievalCache(model, CONFIG, index="rorgraph")
     assert model.config._attn_implementation == "eager"

@@ -29,7 +29,7 @@ def _rotated(model: Any, attention: Any, query: torch.Tensor, positions: torch.T
     return turned
 
 
-@pytest.mark.parametrize("name", ["llama", "llama31", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "llama31", "qwen3", "phi3", "gpt_oss"])
 def test_queries_stand_where_decoding_happens(name: str) -> None:
     """The same token asked at every position must come out as it would after the context; fails without the move."""
     model = tiny_model(name)

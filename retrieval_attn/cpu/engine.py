@@ -86,6 +86,19 @@ class StepCost(NamedTuple):
     bytes_read: int
 
 
+class StepBuffers(NamedTuple):
+    """Memory that a step reads and writes, from outside: it keeps its place however often the step is planned.
+
+    1-D and C-contiguous, at least as long as named. queries: rows * q_heads * positions * head_dim float32; out: the
+    same with value_dim; lse: rows * q_heads * positions float32; meters: workers of the pool * METER_WORDS int64.
+    """
+
+    queries: npt.NDArray[np.float32]
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+    meters: npt.NDArray[np.int64]
+
+
 class _Wanted(NamedTuple):
     """What is asked of a step, beside its pieces."""
 
@@ -109,9 +122,14 @@ class LayerStep:
     threads at once; two steps of one pool take turns.
     """
 
-    def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0) -> None:
-        """A step without a plan. layer: named in errors. Compiles the step for `fmt`, or loads it."""
+    def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0, buffers: StepBuffers | None = None) -> None:
+        """A step without a plan. layer: named in errors. Compiles the step for `fmt`, or loads it.
+
+        buffers: where queries are read and results written (page-locked memory that a device copies from and to);
+        None: memory of its own, new at every plan that changes shapes.
+        """
         self._pool = pool
+        self._buffers = buffers
         self._fmt = fmt
         self._layer = layer
         self._words = _zeros(words.WORDS)
@@ -236,8 +254,7 @@ class LayerStep:
         arena = _Arena.of(self._pool)
         scratch, candidates = arena.room(workers * stride, entries * queries * lists * list_words * 8)
         shape = (len(rows), wanted.q_heads, wanted.positions)
-        self._queries, self._out = _floats(*shape, dim), _floats(*shape, value_dim)
-        self._lse = _floats(*shape)
+        self._place(shape, dim, value_dim)
         arrays: dict[int, npt.NDArray[Any]] = {
             words.QUERIES_AT: self._queries,
             words.TILES_AT: _floats(entries, padded, dim),
@@ -249,7 +266,7 @@ class LayerStep:
             words.LISTS_AT: candidates,
             words.FLOORS_AT: _zeros(entries, queries),
             words.PENDING_AT: _zeros(entries, CACHE_LINE // 8),
-            words.METERS_AT: _zeros(workers, words.METER_WORDS),
+            words.METERS_AT: self._meters,
             words.SCRATCH_AT: scratch,
         }
         numbers = {
@@ -277,12 +294,28 @@ class LayerStep:
         for word, number in numbers.items():
             self._words[word] = number
         self._tables = table, pieces, tasks
-        self._meters = arrays[words.METERS_AT]
         self._heads = heads
         ends = (table[:, words.ENTRY_PIECE] + table[:, words.ENTRY_PIECES] - 1).reshape(len(rows), heads)
         self._lasts = list(ends)  # per row, its last piece of each head
         self._kept = [arrays, [list(row) for row in rows], graphs]
         return True
+
+    def _place(self, shape: tuple[int, int, int], dim: int, value_dim: int) -> None:
+        """Where queries, results and meters lie: in the buffers from outside, or in memory of this step's own."""
+        meters = self._pool.workers, words.METER_WORDS
+        if self._buffers is None:
+            self._queries, self._out = _floats(*shape, dim), _floats(*shape, value_dim)
+            self._lse, self._meters = _floats(*shape), _zeros(*meters)
+            return
+        given, float32 = self._buffers, np.dtype(np.float32)
+        self._queries = _view("queries", given.queries, (*shape, dim), float32)
+        self._out = _view("out", given.out, (*shape, value_dim), float32)
+        self._lse = _view("lse", given.lse, shape, float32)
+        self._meters = _view("meters", given.meters, meters, np.dtype(np.int64))
+
+    def forget(self) -> None:
+        """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address."""
+        self._plan, self._kept = (), []
 
     def extend(self, highs: Sequence[int]) -> None:
         """The last piece of each row now ends before token highs[row] of its arrays (0 for a row without pieces).
@@ -308,6 +341,10 @@ class LayerStep:
         run_step(self.address)
         seconds = time.perf_counter() - began
         self.raise_error()
+        return self.cost(seconds)
+
+    def cost(self, seconds: float) -> StepCost:
+        """What the last run cost, here or through `callback`, if it took that many seconds of wall clock."""
         meters = self._meters.sum(axis=0)
         search, attend = float(meters[words.SEARCH_TIME]), float(meters[words.ATTEND_TIME])
         share = search / max(1.0, search + attend)
@@ -438,6 +475,16 @@ def _floats(*shape: int) -> npt.NDArray[np.float32]:
     array = aligned_empty(shape, np.float32)
     array[...] = 0
     return array
+
+
+def _view(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    count = int(np.prod(shape))
+    if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous or len(array) < count:
+        raise ShapeError(
+            f"the buffer {name} must be 1-D, contiguous {dtype} with room for {count} numbers, got {array.dtype} "
+            f"of shape {array.shape}; make it for the largest step that will be planned"
+        )
+    return array[:count].reshape(shape)
 
 
 def _bits(number: float) -> int:

@@ -25,6 +25,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
 if TYPE_CHECKING:
+    from retrieval_attn.cpu.engine import LayerStep
     from retrieval_attn.cpu.store import HostPath
 
 MOST_STEP_QUERIES = 64
@@ -92,25 +93,11 @@ def _step_paths(
     threads: int | None,
 ) -> list[HostPartial] | None:
     """One step for all paths, or None where that cannot be done."""
-    first = paths[0]
     q_heads, n, _ = queries[0].shape
-    kind = first._heads, first._head_dim, first._value_dim, first._fmt
-    alike = all((path._heads, path._head_dim, path._value_dim, path._fmt) == kind for path in paths)
-    if not alike or any(own.shape != queries[0].shape for own in queries):
+    if any(own.shape != queries[0].shape for own in queries):
         return None
-    if not 0 < q_heads // first._heads * n <= MOST_STEP_QUERIES:
-        return None
-    rows = []
-    for path, (start, stop) in zip(paths, ranges, strict=True):
-        path._check_range(start, stop)
-        pieces = path._step_pieces(start, stop)
-        if pieces is None:
-            return None
-        rows.append(pieces)
-    if not any(rows):
-        return None
-    step = first._step_of(len(paths))
-    if not step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads):
+    step = paths[0]._step_of(len(paths))
+    if not plan_paths(step, paths, ranges, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads):
         return None
     for row, own in enumerate(queries):
         step.queries[row] = own
@@ -119,6 +106,39 @@ def _step_paths(
     costs = cost.keys_scanned // share, cost.bytes_read // share
     seconds = cost.search_seconds / share, cost.attend_seconds / share
     return [HostPartial(step.out[row].copy(), step.lse[row].copy(), *costs, *seconds) for row in range(share)]
+
+
+def plan_paths(
+    step: LayerStep,
+    paths: Sequence[HostPath],
+    ranges: Sequence[tuple[int, int]],
+    q_heads: int,
+    n: int,
+    top_k: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
+) -> bool:
+    """Plan `step` for (q_heads, n) queries per path over its tokens ranges[i], one row each; see `LayerStep.plan`.
+
+    Returns False, without a plan, if a step cannot do it: an index without a compiled search, paths of different
+    shapes, too many queries, no token at all. Raises ConfigError for a range outside a path.
+    """
+    first = paths[0]
+    kind = first._heads, first._head_dim, first._value_dim, first._fmt
+    alike = all((path._heads, path._head_dim, path._value_dim, path._fmt) == kind for path in paths)
+    if not alike or not 0 < q_heads // first._heads * n <= MOST_STEP_QUERIES:
+        return False
+    rows = []
+    for path, (start, stop) in zip(paths, ranges, strict=True):
+        path._check_range(start, stop)
+        pieces = path._step_pieces(start, stop)
+        if pieces is None:
+            return False
+        rows.append(pieces)
+    threads = first._threads if threads is None else threads
+    return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads)
 
 
 def attend_apart(
@@ -187,7 +207,7 @@ def _attend_best(
         keys, values = segment.keys, segment.values
         parts.append(attend_ids_heads(queries, keys, values, ids, fmt, scale, softcap))
         gathered += int(np.count_nonzero(ids >= 0))
-    row_bytes = (queries.shape[2] + found[0][0].values.shape[2]) * fmt.bytes
+    row_bytes = sum(array.shape[2] for array in (found[0][0].keys, found[0][0].values)) * fmt.bytes
     bytes_read = sum(hit.bytes_read for _, hit in found) + gathered * row_bytes
     return merge_partials(parts), sum(hit.keys_scanned for _, hit in found), bytes_read
 

@@ -88,7 +88,8 @@ from retrieval_attn.index.packed import EMPTY
     STEPS_AT,  # float32 (2, PADDED)
     JOINED_AT,  # int64 (JOINED,)
     JOINED,
-) = range(51)
+    NANOSECONDS,  # wall clock of the last run
+) = range(52)
 WORDS = 64
 
 # A row of the table of entries.
@@ -197,6 +198,7 @@ def run_step(descriptor):
 
     Returns, and leaves in the descriptor's STATUS, what `pool.run_job` returned: 0 if all went well.
     """
+    began = nanoseconds()
     step = words_at(descriptor, 1, WORDS)[0]
     entries, queries, padded, dim = step[ENTRIES], step[QUERIES], step[PADDED], step[HEAD_DIM]
     source = carray(at_address(step[QUERIES_AT]), (entries, queries, dim), np.float32)
@@ -212,6 +214,7 @@ def run_step(descriptor):
     words_at(step[METERS_AT], step[WORKERS], METER_WORDS)[:] = 0
     status = run_job(step[POOL], step[TASK], descriptor, step[TASKS] + entries * queries, step[WIDTH])
     step[STATUS] = status
+    step[NANOSECONDS] = nanoseconds() - began
     return status
 
 

@@ -1,0 +1,151 @@
+"""Exact nearest keys of many training queries on a device, by inner product, in bounded memory.
+
+Scores come from blocks of one matrix product. Sorting all of them would cost more than the product, so keys are taken
+in groups of 32 that follow each other: the best kk keys lie in the kk groups with the highest maxima (a group that is
+left out has kk groups before it, each with a key that is better than all of its own). Only those groups are looked at.
+
+Scores are ordered together with their ids as one 64-bit number, so equal scores go by lower id at every step, and
+the result does not depend on block sizes. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.errors import ConfigError, ShapeError
+
+log = logging.getLogger(__name__)
+
+MEMORY = 256 << 20
+"""Bytes of scratch that `nearest_keys` may take, unless told otherwise."""
+GROUP = 32
+"""Keys per group: n / GROUP maxima and kk * GROUP scores are looked at per query, least near the root of n / kk."""
+MOST_KEYS = 1 << 18
+"""Keys per product: with more, a block within the memory has too few queries to fill a product."""
+_LOW = 0xFFFFFFFF
+
+
+def nearest_keys(queries: Tensor, keys: Tensor, kk: int, *, memory: int = MEMORY) -> Tensor:
+    """The kk keys with the largest inner product for every query: (q_heads, m, kk) int32, best first.
+
+    queries: (q_heads, m, head_dim) of any float dtype; keys: (kv_heads, n, head_dim) on the same device; query head h
+    asks the keys of head h // (q_heads // kv_heads). Queries are rounded to the keys' dtype, products of 16-bit
+    numbers are added in float32. Equal scores are ordered by lower id; -1 where there are fewer than kk keys, and for
+    queries that are not finite. m and n may be 0. memory: bytes of scratch at most (beyond the result), as long as
+    one query's share of a block fits. Raises ShapeError for other shapes, ConfigError for kk or memory below 1.
+    """
+    _check(queries, keys, kk, memory)
+    q_heads, m, _ = queries.shape
+    kv_heads, n = keys.shape[:2]
+    lists = torch.full((q_heads, m, kk), -1, dtype=torch.int32, device=queries.device)
+    if not lists.numel() or not n:
+        return lists
+    group = q_heads // kv_heads
+    most_keys = min(MOST_KEYS, n)
+    rows = _rows(most_keys, kk, memory)
+    for head in range(kv_heads):
+        asked = queries[head * group : (head + 1) * group].reshape(group * m, -1)
+        found = lists[head * group : (head + 1) * group].view(group * m, kk)
+        for start in range(0, group * m, rows):
+            block = asked[start : start + rows]
+            finite = block.isfinite().all(dim=1, keepdim=True)
+            best: Tensor | None = None
+            for first in range(0, n, most_keys):
+                part = _best(block.to(keys.dtype), keys[head, first : first + most_keys], kk, first)
+                best = (
+                    part if best is None else torch.cat([best, part], dim=1).topk(min(kk, first + part.shape[1])).values
+                )
+            assert best is not None
+            ids = (_LOW - (best & _LOW)).to(torch.int32)
+            found[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
+    return lists
+
+
+def scratch_bytes(queries: int, keys: int, kk: int) -> int:
+    """Bytes that a block of `queries` against `keys` keys takes at its peak.
+
+    4 for each score; 32 for each group's maximum and for each of the kk * GROUP picked scores while they are packed
+    with their ids and ordered; 32 for each result while two are merged.
+    """
+    groups = -(-keys // GROUP)
+    picked = min(kk, groups) * GROUP
+    return queries * (4 * groups * GROUP + 32 * groups + 32 * picked + 32 * kk)
+
+
+def _rows(keys: int, kk: int, memory: int) -> int:
+    return max(1, memory // scratch_bytes(1, keys, kk))
+
+
+def _best(queries: Tensor, keys: Tensor, kk: int, first: int) -> Tensor:
+    """The best min(kk, n) of keys (n, head_dim), ids from `first` on: (rows, kk) int64, packed, best first"""
+    rows, n = len(queries), len(keys)
+    groups = -(-n // GROUP)
+    if groups * GROUP > n:
+        keys = nn.functional.pad(keys, (0, 0, 0, groups * GROUP - n))
+    scores = _products(queries, keys)
+    scores[:, n:] = -torch.inf
+    grouped = scores.view(rows, groups, GROUP)
+    number = torch.arange(groups, device=scores.device)
+    if groups > kk:
+        tops = _packed(grouped.amax(dim=2), number)
+        chosen = _LOW - (tops.topk(kk, sorted=False).values & _LOW)
+        del tops
+        picked = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
+    else:
+        chosen, picked = number.expand(rows, -1), grouped
+    ids = chosen[:, :, None] * GROUP + torch.arange(first, first + GROUP, device=scores.device)
+    packed = _packed(picked, ids).view(rows, -1)
+    return packed.topk(min(kk, n)).values
+
+
+def _packed(scores: Tensor, ids: Tensor) -> Tensor:
+    """Scores (float32) above their ids as one int64 whose order is: higher score first, then lower id."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
+    packed = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    del bits
+    packed <<= 32
+    packed += _LOW - ids
+    return packed
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """queries @ keys.T in float32 from operands of the keys' dtype."""
+    if keys.dtype == torch.float32 or not keys.is_cuda or not _wide_products(keys.device, keys.dtype):
+        return queries.float() @ keys.float().T
+    return torch.mm(queries, keys.T, out_dtype=torch.float32)
+
+
+@functools.cache
+def _wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of 16-bit matrices can be had in float32 without widening the operands first."""
+    try:
+        torch.mm(
+            torch.ones(8, 8, dtype=dtype, device=device),
+            torch.ones(8, 8, dtype=dtype, device=device),
+            out_dtype=torch.float32,
+        )
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        log.warning(
+            "products of %s with float32 results are not available (%s): training lists take longer", dtype, error
+        )
+        return False
+    return True
+
+
+def _check(queries: Tensor, keys: Tensor, kk: int, memory: int) -> None:
+    for name, value in (("kk", kk), ("memory", memory)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number >= 1")
+    if queries.ndim != 3 or keys.ndim != 3 or queries.shape[2] != keys.shape[2]:
+        raise ShapeError(
+            f"queries (q_heads, m, head_dim) and keys (kv_heads, n, head_dim) needed, got {tuple(queries.shape)} and "
+            f"{tuple(keys.shape)}"
+        )
+    if not keys.shape[0] or queries.shape[0] % keys.shape[0]:
+        raise ShapeError(f"{queries.shape[0]} query heads cannot share {keys.shape[0]} key heads; give a multiple")
+    if queries.device != keys.device:
+        raise ShapeError(f"queries and keys must lie on one device, got {queries.device} and {keys.device}")

@@ -10,6 +10,8 @@ the same arguments give the same bits at any thread count.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,15 +96,50 @@ def synthetic_head(
     level: "mid" or "hard" (LEVELS). train is cut to n: a token asks once. Raises ConfigError for an odd or
     too small head_dim, an unknown level or a negative count.
     """
+    _check(n, head_dim, group, level, train, decode)
+    head = _Head(LEVELS[level], head_dim, group, theta, seed)
+    return _made(_Text(n + decode, head_dim, seed), head, n, train, decode, seed, theta)
+
+
+def synthetic_heads(
+    n: int,
+    count: int,
+    *,
+    head_dim: int = 128,
+    group: int = 4,
+    level: str = "mid",
+    train: int = 8192,
+    decode: int = 64,
+    seed: int = 0,
+    theta: float = 5e5,
+    threads: int = 1,
+) -> Iterator[SyntheticHead]:
+    """`count` heads of one text, as the heads of a model read one: `synthetic_head` otherwise, and its errors.
+
+    Each has a spectrum, means and wishes of its own. The text is made once, which for long contexts is what takes
+    the time; heads are made by up to `threads` threads. All ask at the same training positions.
+    """
+    _check(n, head_dim, group, level, train, decode)
+    text = _Text(n + decode, head_dim, seed)
+
+    def make(number: int) -> SyntheticHead:
+        head = _Head(LEVELS[level], head_dim, group, theta, seed + number, first=number * group)
+        return _made(text, head, n, train, decode, seed, theta)
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        yield from pool.map(make, range(count))
+
+
+def _check(n: int, head_dim: int, group: int, level: str, train: int, decode: int) -> None:
     if level not in LEVELS:
         raise ConfigError(f"level={level!r} is not known; use one of {', '.join(LEVELS)}")
     if head_dim < 16 or head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} must be even and at least 16")
     if min(n, train, decode) < 0 or group < 1:
         raise ConfigError(f"n={n}, train={train} and decode={decode} must be >= 0 and group={group} >= 1")
-    shape = LEVELS[level]
-    text = _Text(n + decode, head_dim, seed)
-    head = _Head(shape, head_dim, group, theta, seed)
+
+
+def _made(text: _Text, head: _Head, n: int, train: int, decode: int, seed: int, theta: float) -> SyntheticHead:
     keys = head.keys(text, n)
     positions = train_positions(n, train, seed)
     own = head.queries(text, positions)
@@ -166,14 +203,15 @@ class _Text:
 class _Head:
     """Spectrum, means and gains of one key-value head and its query heads."""
 
-    def __init__(self, level: _Level, dim: int, group: int, theta: float, seed: int) -> None:
+    def __init__(self, level: _Level, dim: int, group: int, theta: float, seed: int, first: int = 0) -> None:
+        """first: of its query heads among those of the text, which all look for other words."""
         rng = np.random.default_rng((seed, 3))
         half = dim // 2
         slow = np.arange(half) / (half - 1)  # 0: fastest pair, 1: slowest
         gain = level.fast + (1 - level.fast) * slow
         spectrum = rng.permutation((1 + np.arange(half)) ** -0.35)
         spectrum[rng.choice(np.arange(half // 2, half), max(1, half // 32), replace=False)] *= 6  # outlier channels
-        self._level, self._dim, self._seed = level, dim, seed
+        self._level, self._dim, self._seed, self._first = level, dim, seed, first
         pair_jitter = rng.uniform(0.8, 1.25, dim)
         self._sigma = np.tile(spectrum, 2) * pair_jitter
         self._gains = np.tile(gain, 2) * np.exp(0.5 * rng.standard_normal((group, dim)))
@@ -216,7 +254,10 @@ class _Head:
             rng = np.random.default_rng((self._seed, 5, head))
             noise = rng.standard_normal((len(text.word), self._dim), dtype=np.float32)[positions]
             word, topic, context, other = self._parts.astype(np.float32)
-            content = word * text.words[text.asked(positions, head)] + topic * text.topics[text.topic[positions]]
+            content = (
+                word * text.words[text.asked(positions, self._first + head)]
+                + topic * text.topics[text.topic[positions]]
+            )
             content += context * text.context[positions] + other * noise
             found.append((content * (gain / self._sigma).astype(np.float32)) + (mean / self._sigma).astype(np.float32))
         return np.stack(found).astype(np.float32)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.synthetic import rotate, synthetic_head, train_positions
+from retrieval_attn.index.synthetic import rotate, synthetic_head, synthetic_heads, train_positions
 
 Array = npt.NDArray[np.float64]
 
@@ -102,3 +104,16 @@ def test_wrong_arguments(wrong: dict[str, object]) -> None:
     options: dict[str, object] = {"n": 100, **wrong}
     with pytest.raises(ConfigError):
         synthetic_head(**options)  # type: ignore[arg-type]
+
+
+def test_heads_of_one_text_are_single_heads_with_wishes_of_their_own() -> None:
+    """The first is the lone head bit for bit; others differ; threads change nothing."""
+    options: dict[str, Any] = {"head_dim": 32, "group": 2, "train": 20, "decode": 3, "seed": 4}
+    alone = synthetic_head(500, **options)
+    one, two = synthetic_heads(500, 2, **options)
+    for name in ("keys", "train", "decode"):
+        assert np.array_equal(getattr(one, name), getattr(alone, name))
+        assert not np.array_equal(getattr(two, name), getattr(one, name))
+    assert np.array_equal(one.train_positions, two.train_positions)
+    threaded = list(synthetic_heads(500, 2, threads=2, **options))
+    assert np.array_equal(threaded[1].decode, two.decode)

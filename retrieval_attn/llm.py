@@ -19,9 +19,10 @@ from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.context import Context
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
+from retrieval_attn.gpu.memory import cap, device_memory
 from retrieval_attn.loading import choose_device, choose_dtype, load
 from retrieval_attn.memory_plan import plan
-from retrieval_attn.sizes import parse_bytes
+from retrieval_attn.sizes import parse_bytes, show_bytes
 from retrieval_attn.switch import enable
 
 # Tokens planned for when a model does not say how many positions it has.
@@ -50,8 +51,9 @@ class LLM:
         """Load `name_or_path` (a folder or a hub name).
 
         device: "auto" is CUDA when there is one, else the CPU. dtype: "auto" is the checkpoint's own on a GPU
-        and float32 on the CPU, where 16-bit arithmetic is slower. gpu_memory: refuse before loading when the
-        plan for `max_context` tokens (default: the model's positions) needs more, e.g. "24GiB".
+        and float32 on the CPU, where 16-bit arithmetic is slower. gpu_memory: a hard cap, e.g. "24GiB", CUDA context
+        included; what the plan for `max_context` tokens (default: the model's positions) needs beyond it, or beyond
+        what is free on the device, is refused before anything is loaded.
         threads: CPU threads of search and host attention. Further keywords are fields of Config.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
@@ -67,27 +69,41 @@ class LLM:
         self._require_memory(model_config, gpu_memory, dtype)
         self.tokenizer = load(AutoTokenizer, name_or_path)
         chosen = choose_dtype(dtype, self.device)
-        self.model = load(AutoModelForCausalLM, name_or_path, dtype=chosen).to(self.device).eval()
+        self.model = self._loaded(name_or_path, chosen)
         enable(self.model, self.config)
 
     def _require_memory(self, model_config: Any, gpu_memory: str | int | None, dtype: str) -> None:
         if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            budget = total if gpu_memory is None else min(total, parse_bytes(gpu_memory))
-            plan(
+            asked = None if gpu_memory is None else parse_bytes(gpu_memory, "gpu_memory")
+            memory = device_memory(self.device)
+            needed = plan(
                 model_config,
                 context=self.max_context,
-                gpu_memory=budget,
+                gpu_memory=memory.available if asked is None else min(asked, memory.available),
                 dtype=None if dtype == "auto" else dtype,
                 config=self.config,
-            ).require()
-            if gpu_memory is not None:  # a cap, not a hope: the allocator refuses what goes beyond
-                torch.cuda.set_per_process_memory_fraction(budget / total, self.device)
+            )
+            if not needed.fits and asked is not None and memory.available < asked:
+                raise MemoryPlanError(
+                    f"gpu_memory={gpu_memory!r} was given, but this process can have {show_bytes(memory.available)} of "
+                    f"the {show_bytes(memory.total)} of {self.device}: {'; '.join(needed.reasons)}\n{needed}"
+                )
+            needed.require()
+            cap(self.device, asked)
         elif gpu_memory is not None:
             raise MemoryPlanError(
                 f"gpu_memory={gpu_memory!r} was given, but the model would run on {self.device}; drop it, or use "
                 'device="cuda" on a machine with a GPU.'
             )
+
+    def _loaded(self, name_or_path: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+        try:
+            return load(AutoModelForCausalLM, name_or_path, dtype=dtype).to(self.device).eval()
+        except torch.OutOfMemoryError as error:
+            raise MemoryPlanError(
+                f"The weights of {str(name_or_path)!r} did not fit the memory that the plan gave them on {self.device} "
+                f"({error}). Raise gpu_memory, end other processes there, or quantise the weights."
+            ) from error
 
     def read(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
         """Read and index a long text; ask the returned context questions."""

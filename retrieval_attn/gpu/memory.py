@@ -1,0 +1,94 @@
+"""Device memory as a limit that is kept: a cap for the allocator, and what a process holds at most.
+
+The caching allocator sees only its own tensors. The CUDA context, the code of loaded kernels and the library
+workspaces come on top, so a cap for the process is a cap for the allocator minus what those take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from retrieval_attn.errors import MemoryPlanError
+
+GIB = 1 << 30
+LATER_CONTEXT = 256 << 20
+"""What kernels and graphs that are loaded after the cap was set may add to the context."""
+MOST_CONTEXT = 3 * GIB // 4
+"""More than this outside the allocator is other processes' (0.5 GiB were seen on an H100)."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device. context: what this process holds outside the allocator."""
+
+    total: int
+    free: int
+    context: int
+
+    @property
+    def available(self) -> int:
+        """What this process could hold at most, its context included."""
+        return min(self.total, self.free + self.context)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """What `device` (CUDA) has; starts its context if need be."""
+    torch.empty(1, device=device)  # without a context nothing is known
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return DeviceMemory(total, free, min(outside, MOST_CONTEXT))
+
+
+def allocator_share(limit: int, memory: DeviceMemory) -> float:
+    """Fraction of the device that the allocator may have, so that the whole process stays below `limit` bytes.
+
+    Raises MemoryPlanError where the context alone takes the limit.
+    """
+    room = min(limit, memory.total) - memory.context - LATER_CONTEXT
+    if room <= 0:
+        raise MemoryPlanError(
+            f"a limit of {limit / GIB:.2f} GiB leaves nothing beside the {(memory.context + LATER_CONTEXT) / GIB:.2f} "
+            "GiB of the CUDA context; raise gpu_memory, or end the other processes on this device"
+        )
+    return room / memory.total
+
+
+def cap(device: torch.device, limit: int | None) -> None:
+    """From now on the allocator refuses what would take this process beyond `limit` bytes; None: no limit.
+
+    Raises MemoryPlanError where the context alone takes the limit.
+    """
+    torch.cuda.empty_cache()
+    share = 1.0 if limit is None else allocator_share(limit, device_memory(device))
+    torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on one device since `start_peak`: of tensors now and at most, and of the whole process at most."""
+
+    allocated: int
+    peak: int
+    process: int
+
+
+def start_peak(device: torch.device) -> None:
+    """Begin to measure; nothing happens on other devices than CUDA."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak(device: torch.device) -> Peak | None:
+    """What was held since `start_peak`; None on other devices than CUDA."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    return Peak(
+        torch.cuda.memory_allocated(device),
+        torch.cuda.max_memory_allocated(device),
+        reserved + device_memory(device).context,
+    )

@@ -1,0 +1,115 @@
+"""The cap on device memory: arithmetic on the CPU, the allocator's refusal on a device, and LLM's before loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import retrieval_attn as ra
+from retrieval_attn import llm
+from retrieval_attn.errors import MemoryPlanError
+from retrieval_attn.gpu import memory
+from retrieval_attn.gpu.memory import GIB, LATER_CONTEXT, DeviceMemory, allocator_share, peak, start_peak
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+
+
+def test_allocator_gets_the_cap_minus_the_context() -> None:
+    """24 GiB on an 80 GiB device whose context takes half a GiB."""
+    share = allocator_share(24 * GIB, DeviceMemory(80 * GIB, 79 * GIB, GIB // 2))
+    assert share * 80 * GIB == pytest.approx(24 * GIB - GIB // 2 - LATER_CONTEXT)
+
+
+def test_a_cap_beyond_the_device_is_the_device() -> None:
+    """More than there is cannot be given."""
+    share = allocator_share(200 * GIB, DeviceMemory(80 * GIB, 79 * GIB, GIB))
+    assert share == pytest.approx((79 * GIB - LATER_CONTEXT) / (80 * GIB))
+
+
+def test_a_cap_that_the_context_takes_is_refused() -> None:
+    """Half a GiB of context leaves nothing of half a GiB."""
+    with pytest.raises(MemoryPlanError, match="leaves nothing"):
+        allocator_share(GIB // 2, DeviceMemory(80 * GIB, 79 * GIB, GIB // 2))
+
+
+def test_other_processes_are_not_available() -> None:
+    """A 24 GiB card with 10 GiB of others' is a 14 GiB card, the own context counted as had."""
+    assert DeviceMemory(24 * GIB, 13 * GIB, GIB).available == 14 * GIB
+    assert DeviceMemory(24 * GIB, 24 * GIB, GIB).available == 24 * GIB
+
+
+def test_nothing_is_measured_on_the_cpu() -> None:
+    """No device, no numbers."""
+    start_peak(torch.device("cpu"))
+    assert peak(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("has", "asked", "words"),
+    [
+        (24, "12GiB", ["prefill needs", "12.00 GiB were given", "weights", "14.96 GiB"]),
+        (12, "24GiB", ["gpu_memory='24GiB' was given", "12.00 GiB", "prefill needs"]),
+        (12, None, ["prefill needs", "12.00 GiB were given"]),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: int, asked: str | None, words: list[str]
+) -> None:
+    """The folder has a config and no weights: only a refusal before loading can name the arithmetic."""
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
+    card = DeviceMemory(has * GIB, has * GIB, 0)
+    monkeypatch.setattr(llm, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(llm, "device_memory", lambda device: card)
+    monkeypatch.setattr(llm, "cap", lambda device, limit: pytest.fail("capped before the plan was accepted"))
+    with pytest.raises(MemoryPlanError) as caught:
+        ra.LLM(tmp_path, gpu_memory=asked, max_context=131072)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.fixture
+def capped() -> Iterator[torch.device]:
+    device = torch.device("cuda")
+    memory.cap(device, 4 * GIB)
+    yield device
+    memory.cap(device, None)
+
+
+@pytest.mark.cuda
+def test_the_allocator_refuses_what_goes_beyond(capped: torch.device) -> None:
+    """3 GiB are given, 5 are not, and the process stays below the cap."""
+    start_peak(capped)
+    held = torch.empty(3 * GIB, dtype=torch.uint8, device=capped)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * GIB, dtype=torch.uint8, device=capped)
+    found = peak(capped)
+    assert found is not None and 3 * GIB <= found.peak <= found.process <= 4 * GIB
+    del held
+
+
+@pytest.mark.cuda
+def test_llm_keeps_its_cap(needle_model_path: Path) -> None:
+    """The bundled model in 1.5 GiB reads 16K tokens, and the process holds no more."""
+    device = torch.device("cuda")
+    start_peak(device)
+    try:
+        model = ra.LLM(needle_model_path, device="cuda", gpu_memory="1.5GiB", max_context=20000, prefill_chunk=2048)
+        model.read([5] * 16384, progress=False)
+        found = peak(device)
+        assert found is not None and found.process <= 1.5 * GIB
+    finally:
+        memory.cap(device, None)

@@ -1,0 +1,172 @@
+"""Attention of one new token per row over buffers of fixed size, as a captured graph runs it.
+
+How much of a buffer is used is read from device memory, so one graph serves while the window grows. Three steps:
+`stage_queries` lays the queries out for the host, `window_partials` stores the new key and value and attends to sinks
+and tail, `merge_parts` joins its parts, the host's part and learned sink logits in float32.
+
+Each has a Triton kernel (`decode_triton.py`) and the same in plain PyTorch, which runs where Triton does not, and is
+what the kernels are tested against. Nothing here reads a tensor's value on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 64
+"""Keys that one program reads at a time."""
+MOST_SPLITS = 32
+
+
+class WindowBuffers(NamedTuple):
+    """Sinks and tail of one layer in memory that stays put.
+
+    key (batch, kv_heads, slots, head_dim), value (batch, kv_heads, slots, value_dim), any finite numbers where nothing
+    was stored. span: int32 (2,), the used slots [low, high); the token to be stored goes to slot `high`, which must be
+    below `slots`. valid: (batch, slots) bool, False for padding, or None when all used slots are real tokens.
+    """
+
+    key: Tensor
+    value: Tensor
+    span: Tensor
+    valid: Tensor | None = None
+
+
+class HostPart(NamedTuple):
+    """The host's partial as it comes back: out (batch * q_heads, value_dim) and lse (batch * q_heads,), float32.
+
+    rows: int64 (batch * q_heads,), which of them belongs to query head h of row b, at b * q_heads + h; None: that one.
+    """
+
+    out: Tensor
+    lse: Tensor
+    rows: Tensor | None = None
+
+
+class Parts(NamedTuple):
+    """Partials over disjoint keys: out (batch, q_heads, splits, value_dim), lse (batch, q_heads, splits), float32."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def split_count(batch: int, kv_heads: int, slots: int, processors: int) -> int:
+    """Into how many parts the keys are cut, so that about two programs per multiprocessor run."""
+    wanted = -(-2 * processors // max(1, batch * kv_heads))
+    return max(1, min(wanted, -(-slots // BLOCK_TOKENS), MOST_SPLITS))
+
+
+def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
+    """Write query (batch, q_heads, 1, head_dim) as float32 to target (batch * q_heads, head_dim).
+
+    rows: int64, where query head h of row b goes, at b * q_heads + h; None: there, in order.
+    """
+    kernels = _triton(query)
+    if kernels is not None:
+        kernels.stage_queries(query, target, rows)
+        return
+    flat = query.reshape(target.shape)
+    if rows is None:
+        target.copy_(flat)
+    else:
+        target.index_copy_(0, rows, flat.float())
+
+
+def window_partials(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: WindowBuffers,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    reach: int | None = None,
+    splits: int = 1,
+) -> Parts:
+    """Store the new key and value (batch, kv_heads, 1, dim), attend query (batch, q_heads, 1, head_dim) to all.
+
+    reach: only the last `reach` tokens are seen, the new one among them (sliding-window layers). The new token is
+    always real. `window.span` is left as it is: see `advance`. Returns `splits` partials, empty ones among them where
+    there are fewer keys (Triton), or one (PyTorch).
+    """
+    kernels = _triton(query)
+    if kernels is not None:
+        parts: Parts = kernels.window_partials(query, key, value, window, scale, softcap, reach, splits)
+        return parts
+    batch, q_heads, _, dim = query.shape
+    kv_heads, slots = window.key.shape[1:3]
+    place = window.span[1:].long()
+    window.key.index_copy_(2, place, key)
+    window.value.index_copy_(2, place, value)
+    slot = torch.arange(slots, device=query.device)
+    seen = (slot >= window.span[0]) & (slot <= window.span[1])
+    if reach is not None:
+        seen = seen & (slot > window.span[1] - reach)
+    seen = seen[None] if window.valid is None else seen[None] & (window.valid | (slot == window.span[1]))
+    seen = seen[:, None, None]  # (batch or 1, 1, 1, slots)
+    grouped = query.float().reshape(batch, kv_heads, q_heads // kv_heads, dim)
+    scores = grouped @ window.key.float().transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)  # finite: the new token is always seen
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    out = (weights / total) @ window.value.float()
+    shape = batch, q_heads, 1
+    return Parts(out.reshape(*shape, -1), (top + torch.log(total)).reshape(shape))
+
+
+def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Attention over the union of all parts, (batch, q_heads, 1, value_dim) in `dtype`, rounded once, at the end.
+
+    sink_logits: (q_heads,), a part with weight exp(logit) and value 0 (GPT-OSS). Parts may be empty (lse -inf).
+    """
+    kernels = _triton(parts.out)
+    if kernels is not None:
+        merged: Tensor = kernels.merge_parts(parts, host, sink_logits, dtype)
+        return merged
+    out, lse = parts
+    batch, q_heads, _, value_dim = out.shape
+    if host is not None:
+        taken = host if host.rows is None else HostPart(host.out[host.rows], host.lse[host.rows])
+        out = torch.cat([out, taken.out.reshape(batch, q_heads, 1, value_dim)], dim=2)
+        lse = torch.cat([lse, taken.lse.reshape(batch, q_heads, 1)], dim=2)
+    top = lse.amax(dim=2, keepdim=True)
+    if sink_logits is not None:
+        top = torch.maximum(top, sink_logits.float().view(1, -1, 1))
+    top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weights = torch.exp(lse - top)
+    total = weights.sum(dim=2, keepdim=True)
+    if sink_logits is not None:
+        total = total + torch.exp(sink_logits.float().view(1, -1, 1) - top)
+    total = torch.where(total == 0, torch.ones_like(total), total)
+    # an empty part's out is 0 by contract; were it not, its weight 0 would still have to meet a finite number
+    mixed = ((weights / total).unsqueeze(-1) * out).sum(dim=2, keepdim=True)
+    return mixed.to(dtype)
+
+
+def advance(spans: Tensor) -> None:
+    """Every layer of spans (layers, 2) has stored one token more."""
+    spans[:, 1].add_(1)
+
+
+def _triton(tensor: Tensor) -> Any:
+    return _triton_kernels() if tensor.device.type == "cuda" else None
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    """The module of kernels, or None, said once, where Triton cannot be imported."""
+    try:
+        from retrieval_attn.gpu import decode_triton
+    except ImportError as error:
+        logger.warning("Triton is not there (%s): decode attention runs as plain PyTorch operations, slower", error)
+        return None
+    return decode_triton

@@ -1,0 +1,236 @@
+"""Decode attention over fixed buffers: plain PyTorch against float64, Triton against both where it can run.
+
+Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest tests/gpu/test_decode_kernels.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.gpu import decode_kernels
+from retrieval_attn.gpu.decode_kernels import (
+    HostPart,
+    Parts,
+    WindowBuffers,
+    advance,
+    merge_parts,
+    split_count,
+    stage_queries,
+    window_partials,
+)
+from retrieval_attn.gpu.merge import Partial, merge, sink_logit_partial
+from retrieval_attn.gpu.reference import reference_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the tensors lie; "triton" means the kernels on a GPU, or interpreted."""
+    if request.param == "torch":
+        monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: None)
+    elif INTERPRETED:
+        from retrieval_attn.gpu import decode_triton
+
+        monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: decode_triton)
+    yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"
+
+
+class Case(NamedTuple):
+    """One new token over a window: its tensors, and everything in float64 on the CPU."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    window: WindowBuffers
+
+
+def make_case(
+    device: str,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 16,
+    value_dim: int = 16,
+    slots: int = 200,
+    low: int = 5,
+    high: int = 150,
+    padded: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Random; slots outside the span hold large numbers that would show."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    key, value = normal(batch, kv_heads, slots, dim), normal(batch, kv_heads, slots, value_dim)
+    for buffer in (key, value):
+        buffer[:, :, :low] = 1e4
+        buffer[:, :, high:] = 1e4
+    valid = None
+    if padded:
+        valid = torch.rand(batch, slots, generator=generator) > 0.4
+        valid[0] = False  # a row that has nothing but its new token
+    span = torch.tensor([low, high], dtype=torch.int32)
+    # the layouts that models hand over: heads behind tokens in memory
+    query = normal(batch, 1, kv_heads * group, dim).transpose(1, 2)
+    new_key, new_value = normal(batch, 1, kv_heads, dim).transpose(1, 2), normal(batch, kv_heads, 1, value_dim)
+    buffers = [None if item is None else item.to(device) for item in (key, value, span, valid)]
+    return Case(query.to(device), new_key.to(device), new_value.to(device), WindowBuffers(*buffers))  # type: ignore[arg-type]
+
+
+def expected(case: Case, scale: float, softcap: float | None = None, reach: int | None = None) -> Partial:
+    """In float64, over the real tokens in reach and the new one."""
+    low, high = (int(number) for number in case.window.span.cpu())
+    if reach is not None:
+        low = max(low, high + 1 - reach)
+    key = torch.cat([case.window.key[:, :, low:high], case.key], dim=2).cpu()
+    value = torch.cat([case.window.value[:, :, low:high], case.value], dim=2).cpu()
+    mask = None
+    if case.window.valid is not None:
+        real = case.window.valid[:, low:high].cpu()
+        mask = torch.cat([real, torch.ones(len(real), 1, dtype=torch.bool)], dim=1)[:, None, None]
+    return Partial(*reference_attention(case.query.cpu(), key, value, scale=scale, softcap=softcap, mask=mask))
+
+
+def joined(parts: Parts) -> Partial:
+    """The partial of all splits."""
+    pieces = [Partial(parts.out[:, :, [i]], parts.lse[:, :, [i]]) for i in range(parts.out.shape[2])]
+    return merge(pieces)
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(got.double().cpu(), wanted.double().cpu(), rtol=tolerance, atol=tolerance)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one-split-odd": {"low": 0, "high": 1, "slots": 7},
+    "empty": {"low": 40, "high": 40},
+    "full-but-one": {"low": 0, "high": 199, "slots": 200},
+    "padded": {"padded": True},
+    "padded-far": {"padded": True, "high": 63, "low": 60},
+    "heads-alone": {"group": 1, "kv_heads": 3},
+    "wide-group": {"group": 17, "kv_heads": 1, "batch": 1},
+    "odd-dims": {"dim": 24, "value_dim": 40, "batch": 1},
+    "softcap": {"softcap": 3.0},
+    "reach": {"reach": 33},
+    "reach-one": {"reach": 1},
+    "reach-beyond": {"reach": 1000, "padded": True},
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("name", list(CASES))
+def test_window_partials_equal_float64(device: str, name: str, splits: int) -> None:
+    """Also with fewer keys than splits, and rows whose window is all padding; then the new token is kept."""
+    options = dict(CASES[name])
+    softcap, reach = options.pop("softcap", None), options.pop("reach", None)
+    case = make_case(device, **options)
+    wanted = expected(case, 0.3, softcap, reach)
+    parts = window_partials(*case, scale=0.3, softcap=softcap, reach=reach, splits=splits)
+    got = joined(parts)
+    close(got.out, wanted.out)
+    close(got.lse, wanted.lse)
+    low, high = (int(number) for number in case.window.span.cpu())
+    assert torch.equal(case.window.key[:, :, high], case.key[:, :, 0])
+    assert torch.equal(case.window.value[:, :, high], case.value[:, :, 0])
+    others = [slot for slot in range(case.window.key.shape[2]) if not low <= slot <= high]
+    assert (case.window.key[:, :, others] == 1e4).all() and (case.window.value[:, :, others] == 1e4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_keep_the_precision_of_the_merge(device: str, dtype: torch.dtype) -> None:
+    """16-bit keys and values, float32 answer: rounding probabilities once to 16 bits would give 1e-3 or 1e-4 here."""
+    if dtype == torch.bfloat16 and INTERPRETED:
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
+    case = make_case(device, dtype=dtype, dim=64, value_dim=64)
+    wanted = expected(case, 0.1)
+    got = joined(window_partials(*case, scale=0.1, splits=2))
+    close(got.out, wanted.out, 2e-5)
+    close(got.lse, wanted.lse, 1e-5)
+
+
+def test_a_window_that_grows_needs_no_new_arguments(device: str) -> None:
+    """As in a graph: the same calls on the same buffers, the span counted on the device."""
+    case = make_case(device, low=0, high=3, slots=40)
+    spans = case.window.span[None].clone()
+    window = case.window._replace(span=spans[0])
+    for step in range(20):
+        fresh = make_case(device, seed=step + 1)
+        now = Case(fresh.query, fresh.key, fresh.value, window)
+        wanted = expected(now, 0.3)
+        close(joined(window_partials(*now, scale=0.3, splits=2)).out, wanted.out)
+        advance(spans)
+    assert spans.tolist() == [[0, 23]]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("with_host", ["none", "in order", "by rows", "empty"])
+def test_merged_parts_equal_the_merge_of_partials(device: str, with_host: str, with_sinks: bool) -> None:
+    """Splits, the host's part in its own order, and learned sinks; rounded once to the model's dtype."""
+    batch, q_heads, splits, value_dim = 2, 6, 5, 24
+    generator = torch.Generator().manual_seed(1)
+    out = torch.randn(batch, q_heads, splits, value_dim, generator=generator)
+    lse = torch.randn(batch, q_heads, splits, generator=generator) * 30
+    lse[:, :, 2], out[:, :, 2] = -torch.inf, 0
+    pieces = [Partial(out[:, :, [i]], lse[:, :, [i]]) for i in range(splits)]
+    host = None
+    if with_host != "none":
+        rows = torch.randperm(batch * q_heads, generator=generator) if with_host == "by rows" else None
+        host_out = torch.randn(batch * q_heads, value_dim, generator=generator)
+        host_lse = torch.randn(batch * q_heads, generator=generator) * 30
+        if with_host == "empty":
+            host_out, host_lse = torch.zeros_like(host_out), torch.full_like(host_lse, -torch.inf)
+        order = torch.arange(batch * q_heads) if rows is None else rows
+        shape = batch, q_heads, 1
+        pieces.append(Partial(host_out[order].view(*shape, -1), host_lse[order].view(shape)))
+        host = HostPart(host_out.to(device), host_lse.to(device), None if rows is None else rows.to(device))
+    sinks = None
+    if with_sinks:
+        sinks = torch.randn(q_heads, generator=generator) * 30
+        pieces.append(sink_logit_partial(sinks, out[:, :, :1], value_dim))
+        sinks = sinks.to(device)
+    wanted = merge(pieces).out
+    parts = Parts(out.to(device), lse.to(device))
+    close(merge_parts(parts, host, sinks, torch.float32), wanted, 1e-5)
+    got = merge_parts(parts, host, sinks, torch.bfloat16)
+    assert got.dtype == torch.bfloat16 and got.shape == (batch, q_heads, 1, value_dim)
+    close(got.float(), wanted, 2**-7 if INTERPRETED else 2**-8)  # the interpreter truncates
+
+
+def test_nothing_but_empty_parts_is_zero_not_nan(device: str) -> None:
+    out = torch.zeros(1, 2, 3, 16, device=device)
+    empty = Parts(out, torch.full((1, 2, 3), -torch.inf, device=device))
+    host = HostPart(torch.zeros(2, 16, device=device), torch.full((2,), -torch.inf, device=device))
+    for given in (None, host):
+        assert torch.equal(merge_parts(empty, given, None, torch.float32).cpu(), torch.zeros(1, 2, 1, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_staged_queries_lie_where_the_host_wants_them(device: str, dtype: torch.dtype) -> None:
+    query = torch.randn(3, 1, 4, 24).to(dtype).transpose(1, 2).to(device)
+    rows = torch.randperm(12).to(device)
+    for given in (None, rows):
+        target = torch.full((12, 24), torch.nan, device=device)
+        stage_queries(query, target, given)
+        found = target if given is None else target[given]
+        assert torch.equal(found.cpu(), query.reshape(12, 24).float().cpu())
+
+
+def test_splits_follow_the_device() -> None:
+    """Enough programs for the processors, no split without a block of keys, at least one."""
+    assert split_count(1, 8, 768, 132) == 12
+    assert split_count(1, 8, 100_000, 132) == decode_kernels.MOST_SPLITS
+    assert split_count(64, 8, 768, 132) == 1
+    assert split_count(1, 1, 1, 132) == 1

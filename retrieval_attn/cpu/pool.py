@@ -39,6 +39,7 @@ from retrieval_attn.cpu.atomics import (
     yield_core,
 )
 from retrieval_attn.errors import BackendError, ConfigError
+from retrieval_attn.index.cores import allowed_cores, usable_cores
 
 SPIN_MICROSECONDS = 2000.0
 """How long workers look for the next job before they sleep: longer than a layer of a decode step takes elsewhere. A
@@ -213,24 +214,25 @@ class Pool:
         """Compile what the threads run and start them (a second on the first use of a machine, else milliseconds).
 
         threads: that work on a job at once, the poster's included if caller_works. None: all cores this process may
-        use, less one that stays free for the rest of the program if there are more than four. cpus: cores that the
+        use (of several ranks on a machine its share: `index/cores.py`), less one that stays free for the rest of the
+        program if there are more than four. cpus: cores that the
         started threads are pinned to in turn, () for none; None: one each, the last ones, if that leaves one to the
         poster (a sleeper that is free to move wakes up on the core of the poster, and waits there). spin_microseconds:
         how long they look for another job before they sleep. Raises ConfigError.
         """
-        allowed = _allowed_cpus()
+        ours = usable_cores()
         if threads is None:
-            threads = len(allowed) if len(allowed) <= 4 else len(allowed) - 1
+            threads = len(ours) if len(ours) <= 4 else len(ours) - 1
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
             raise ConfigError(f"threads={threads!r} must be None or a whole number from 1 to 1024")
         if not 0 <= spin_microseconds < 1e9:
             raise ConfigError(f"spin_microseconds={spin_microseconds!r} must lie in 0 .. 1e9")
         started = threads - 1 if caller_works else threads
         if cpus is None:
-            cpus = allowed[len(allowed) - started :] if started < len(allowed) else ()
-        unknown = sorted(set(cpus) - set(allowed))
+            cpus = ours[len(ours) - started :] if started < len(ours) else ()
+        unknown = sorted(set(cpus) - set(allowed_cores()))
         if unknown:
-            raise ConfigError(f"cpus {unknown} are not among those this process may use: {allowed}")
+            raise ConfigError(f"cpus {unknown} are not among those this process may use: {allowed_cores()}")
         self._threads = threads
         self._cpus = tuple(cpus)
         memory = np.zeros(_CONTROL_BYTES // 8 + 16, np.int64)
@@ -347,12 +349,6 @@ def set_default_pool(pool: Pool) -> None:
 _default: Pool | None = None
 _default_lock = threading.Lock()
 _forkable: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
-
-
-def _allowed_cpus() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _enter(control: npt.NDArray[np.int64], worker: int, cpu: int | None) -> None:

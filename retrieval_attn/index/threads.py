@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numba
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.index.cores import local_ranks, usable_cores
 
 _one_at_a_time = threading.RLock()
 
@@ -37,9 +38,12 @@ def kernel_threads(threads: int | None) -> Iterator[None]:
     """Run parallel kernels of the calling thread on `threads` threads inside the block, then restore the
     count.
 
-    None leaves the count alone. Blocks nest. Raises ConfigError for a count that cannot be had.
+    None leaves the count alone, or of several ranks on a machine lowers it to this rank's share of the cores
+    (`index/cores.py`). Blocks nest. Raises ConfigError for a count that cannot be had.
     """
     check_threads(threads)
+    if threads is None and local_ranks()[1] > 1:
+        threads = min(numba.get_num_threads(), len(usable_cores()))
     with _one_at_a_time if _layer_is_exclusive() else contextlib.nullcontext():
         before = numba.get_num_threads()
         if threads is not None:

@@ -31,6 +31,7 @@ from retrieval_attn.decode import Generated, forward, positions, run
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.index.auto import GRAPH_FROM
 from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.placement import input_device
 from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.template import PromptTemplate
 from retrieval_attn.transfer import host_format
@@ -169,7 +170,7 @@ class Context:
         started = time.perf_counter()
         with _progress(self._cache, len(ids), progress):
             start = len(self._ids)
-            place = torch.arange(start, start + len(ids), device=self.model.device)[None]
+            place = torch.arange(start, start + len(ids), device=input_device(self.model))[None]
             with torch.no_grad(), using_retrieval(self.model, self.config.prefill_chunk):
                 forward(self.model, self._cache, self._tensor([ids]), mask=None, position_ids=place)
         self._ids += ids
@@ -215,7 +216,7 @@ class Context:
                 do_sample=sampling.temperature > 0,
                 pad_id=self._pad,
                 on_token=emit,
-                generator=_generator(sampling, self.model.device),
+                generator=_generator(sampling, input_device(self.model)),
             )
         if emit is not None:
             emit.end()
@@ -235,7 +236,7 @@ class Context:
         """Feed left-padded questions after the context; the padding lies between context and question."""
         padded = self._tensor([[self._pad] * (longest - len(ids)) + ids for ids in asked])
         real = [[False] * (longest - len(ids)) + [True] * len(ids) for ids in asked]
-        valid = torch.tensor([[True] * self.num_tokens + row for row in real], device=self.model.device)
+        valid = torch.tensor([[True] * self.num_tokens + row for row in real], device=input_device(self.model))
         place = positions(valid)
         mask = None if bool(valid.all()) else valid
         position_ids = place[:, self.num_tokens :]
@@ -281,7 +282,7 @@ class Context:
         return criteria
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=self.model.device)
+        return torch.tensor(rows, device=input_device(self.model))
 
     @property
     def _eos(self) -> set[int]:

@@ -83,12 +83,13 @@ def unwrap_layers(model: nn.Module) -> None:
     """Give the decoder layers their own forward back. Nothing happens when they are not wrapped."""
     for module in [*(layer for layer, _ in decoder_layers(model)), *final_norms(model)]:
         if _ORIGINAL in module.__dict__:
-            delattr(module, _ORIGINAL)
             del module.forward  # the instance attribute; the class's forward shows again
+            if (before := module.__dict__.pop(_ORIGINAL)) is not None:
+                module.forward = before  # accelerate's hooks (device_map) are instance attributes too
 
 
 def _wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
-    setattr(module, _ORIGINAL, module.forward)
+    module.__dict__[_ORIGINAL] = module.__dict__.get("forward")
     module.forward = functools.wraps(module.forward)(forward)
 
 
@@ -172,7 +173,7 @@ class _ChunkedLayer:
                 **{name: _cut(item, start, stop, tokens) for name, item in kwargs.items()},
             )
             out = part[0] if isinstance(part, tuple) else part
-            if whole is None or out.dtype != whole.dtype:
+            if whole is None or out.dtype != whole.dtype or out.device != whole.device:
                 whole = out.new_empty(out.shape[0], tokens, *out.shape[2:])
             whole[:, start:stop] = out
             rest = part[1:] if isinstance(part, tuple) else None

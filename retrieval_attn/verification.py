@@ -13,6 +13,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.models import mark_verified
+from retrieval_attn.placement import input_device
 
 # Largest logit difference accepted, relative to max(1, largest logit), by the arithmetic's own precision.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -53,7 +54,7 @@ def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> R
     from retrieval_attn.switch import using_retrieval
 
     text_config = model.config.get_text_config(decoder=True)
-    device = next(model.parameters()).device
+    device = input_device(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, text_config.vocab_size, (1, tokens + decode_steps), generator=generator).to(device)
     dtype = next(model.parameters()).dtype

@@ -163,13 +163,17 @@ def _joins(tokenizer: Any, ids: Sequence[int], cut: int, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """A context with its needle: `ids` (int64), the needle's token range in it, and the depth reached, in percent."""
+    """A context with its needle: `ids` (int64), the needle's token range in it, and the depth reached, in percent.
+
+    Of several needles, range and `depth` are the first one's; `depths` are all of them.
+    """
 
     ids: NDArray[np.int64]
     needle_start: int
     needle_stop: int
     depth: float
     haystack_tokens: int
+    depths: tuple[float, ...]
 
 
 class Haystack:
@@ -248,16 +252,36 @@ class Haystack:
         Depth 0 is before the first token, depth 100 after the last.  White space that the needle brings along is
         kept, otherwise one space (before the first token: a line break) keeps it apart from its neighbours.
         """
+        return self.place_all([needle], [depth], span)
+
+    def place_all(self, needles: Sequence[str], depths: Sequence[float], span: tuple[int, int]) -> Placed:
+        """As `place`, for several needles at ascending depths; those of one sentence end stand side by side."""
+        assert needles and len(needles) == len(depths), (needles, depths)
         start, stop = span
+        places: dict[int, list[str]] = {}
+        reached = []
+        for needle, depth in zip(needles, depths, strict=True):
+            where = self._sentence_end(depth, start, stop)
+            places.setdefault(where, []).append(needle)
+            reached.append(100.0 * (where - start) / max(stop - start, 1))
+        parts: list[NDArray[np.int64]] = []
+        last = start
+        for where, here in sorted(places.items()):
+            text = here[0] if len(here) == 1 else " ".join(needle.strip() for needle in here)
+            middle = self._needle_ids(text, where, start, stop)
+            parts += [self.ids[last:where], np.asarray(middle, dtype=np.int64)]
+            last = where
+        before = min(places) - start
+        first = len(self._needle_ids(needles[0], min(places), start, stop))
+        ids = np.concatenate([*parts, self.ids[last:stop]])
+        return Placed(ids, before, before + first, reached[0], stop - start, tuple(reached))
+
+    def _sentence_end(self, depth: float, start: int, stop: int) -> int:
         target = start + int((stop - start) * depth / 100 + 0.5)
         at = int(np.searchsorted(self.cuts, target, side="right")) - 1
-        where = int(self.cuts[at]) if at >= 0 and self.cuts[at] > start else start
         if target >= stop:
-            where = stop
-        middle = self._needle_ids(needle, where, start, stop)
-        ids = np.concatenate([self.ids[start:where], np.asarray(middle, dtype=np.int64), self.ids[where:stop]])
-        before = where - start
-        return Placed(ids, before, before + len(middle), 100.0 * before / max(stop - start, 1), stop - start)
+            return stop
+        return int(self.cuts[at]) if at >= 0 and self.cuts[at] > start else start
 
     def needle_room(self, needle: str) -> int:
         """Most tokens that `place` can add for this needle, wherever it goes."""

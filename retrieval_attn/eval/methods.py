@@ -1,14 +1,14 @@
-"""The two methods of the needle test, and loading of models.  All methods are in `eval.baselines`."""
+"""The methods of the needle test, and loading of models.  All methods are in `eval.baselines`."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from retrieval_attn.eval.baselines.full import FullAttention
-from retrieval_attn.eval.baselines.registry import make_method
+from retrieval_attn.eval.baselines.registry import METHODS
+from retrieval_attn.eval.baselines.registry import build_methods as build
 from retrieval_attn.eval.baselines.reply import POSITIONS, Method, Reply
 from retrieval_attn.eval.baselines.retrieval import RetrievalAttention
 
@@ -23,9 +23,6 @@ __all__ = [
     "load_model",
     "model_digest",
 ]
-
-METHODS = ("full", "retrieval")
-_COPY_BELOW_BYTES = 1 << 30
 
 
 def load_model(name: str, device: str, dtype: str) -> Any:
@@ -43,21 +40,26 @@ def load_model(name: str, device: str, dtype: str) -> Any:
     return model.to(place).eval()
 
 
-def build_methods(names: Sequence[str], model: Any, tokenizer: Any, config: Any, append: str) -> dict[str, Method]:
+def build_methods(
+    names: Sequence[str],
+    model: Any,
+    tokenizer: Any,
+    config: Any,
+    append: str,
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Method]:
     """Methods by name, the baseline first.
 
+    config, append: of the method retrieval.  others: options by name, of retrieval on top.
     A small model on the CPU is copied, so that nothing ever touches the baseline's; otherwise the methods share the
     weights, and retrieval leaves the model as it found it after every answer.
     """
-    methods: dict[str, Method] = {}
-    if "full" in names:
-        methods["full"] = make_method("full", model, tokenizer)
-    if "retrieval" in names:
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        own = "full" in names and model.device.type == "cpu" and size < _COPY_BELOW_BYTES
-        used = copy.deepcopy(model) if own else model
-        methods["retrieval"] = make_method("retrieval", used, tokenizer, append=append, **config.to_dict())
-    return methods
+    options = {name: dict((others or {}).get(name, {})) for name in METHODS if name in names}
+    if "full" in options:
+        options["full"] = {"keep_context": False, **options["full"]}
+    if "retrieval" in options:
+        options["retrieval"] = {"append": append, **config.to_dict(), **options["retrieval"]}
+    return dict(build(tuple(options), model, tokenizer, options))
 
 
 def model_digest(name: str) -> str | None:

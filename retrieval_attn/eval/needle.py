@@ -1,8 +1,8 @@
-"""`retrieval-attn needle`: one sentence hidden in a long text, asked for at every length and depth.
+"""`retrieval-attn needle`: sentences hidden in a long text, asked for at every length and depth.
 
-Compares full attention with retrieval attention on the same token ids, cell by cell, and writes a results folder
-that an interrupted run continues.  The test follows the published needle-in-a-haystack grid; the needle changes
-from cell to cell, so that an answer cannot be remembered, and scoring looks for it in the output only.
+Compares full attention with retrieval attention, or any other method, on the same token ids, cell by cell, and writes
+a results folder that an interrupted run continues.  The test follows the published needle-in-a-haystack grid; the
+needle changes from cell to cell, so that an answer cannot be remembered, and scoring looks for it in the output only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn.eval.needle_options import Cell, Options, add_arguments
+from retrieval_attn.eval.needle_text import depths_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -80,7 +81,7 @@ class Test:
 
     def _check_cells(self) -> None:
         for cell in self.cells:
-            room = self.haystack.needle_room(cell.needle)
+            room = self._room(cell)
             around = self._around(cell)
             needed = room + around + 16
             if cell.length < needed:
@@ -104,11 +105,16 @@ class Test:
         question = self.form.question_ids(cell.question)
         return len(self.form.head) + len(question) + self.options.max_new_tokens + self.options.buffer
 
+    def _room(self, cell: Cell) -> int:
+        """Most tokens that the needles take."""
+        return sum(self.haystack.needle_room(needle) for needle in cell.drawn.needles)
+
     def prompt(self, cell: Cell) -> tuple[Any, Any]:
-        """The cell's Prompt, and where its needle lies (Placed)."""
-        budget = cell.length - self._around(cell) - self.haystack.needle_room(cell.needle)
+        """The cell's Prompt, and where its needles lie (Placed)."""
+        needles = cell.drawn.needles
+        budget = cell.length - self._around(cell) - self._room(cell)
         span = self.haystack.excerpt(budget, cell.length // 200, cell.round)
-        placed = self.haystack.place(cell.needle, cell.depth, span)
+        placed = self.haystack.place_all(needles, depths_of(cell.depth, len(needles)), span)
         prompt = self.form.prompt(placed.ids, cell.question)
         assert len(prompt) + self.options.max_new_tokens + self.options.buffer <= cell.length, cell
         return prompt, placed
@@ -118,8 +124,10 @@ class Test:
         from retrieval_attn.eval.methods import model_digest
         from retrieval_attn.loading import choose_device
 
-        options = self.options
+        options, text = self.options, self.options.text
         retrieval = {k: v for k, v in (self.config.to_dict() if self.config else {}).items() if k != "threads"}
+        others = {m: {k: v for k, v in own.items() if k != "threads"} for m, own in options.given.items()}
+        others = {m: own for m, own in others.items() if own}
         return {
             "generator": GENERATOR,
             "model": options.model_name,
@@ -127,15 +135,16 @@ class Test:
             "device": str(choose_device(options.device)),
             "dtype": options.dtype,
             "chat_template": options.chat_template,
-            "needle": options.needle,
-            "question": options.question,
-            "answers": list(options.answers),
+            "needle": text.needles[0] if len(text.needles) == 1 else list(text.needles),
+            "question": text.question,
+            "answers": list(text.answers),
             "haystack": "shipped prose" if options.haystack is None else self.haystack.digest,
             "seed": options.seed,
             "max_new_tokens": options.max_new_tokens,
             "context_length_buffer": options.buffer,
             "append": options.append,
             "retrieval": retrieval,
+            **({"options": others} if others else {}),
         }
 
     def overview(self) -> str:
@@ -179,7 +188,9 @@ def _run_cells(test: Test) -> int:
         torch.set_num_threads(options.threads)
     disable_progress_bar()  # one bar, over the cells, is enough
     model = ways.load_model(options.model, options.device, options.dtype)
-    answerers = ways.build_methods(options.methods, model, test.form.tokenizer, test.config, options.append)
+    answerers = ways.build_methods(
+        options.methods, model, test.form.tokenizer, test.config, options.append, options.others
+    )
     start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype)}
     if model.device.type == "cuda":
         start["gpu"] = torch.cuda.get_device_name(model.device)
@@ -209,6 +220,7 @@ def _fill(out: Any, test: Test, answerers: dict[str, Any], wanted: list[tuple[Ce
     scores: dict[str, list[float]] = {}
     work = [(c, m, [p for p in test.options.positions if c.row_id(m, p) in todo]) for c, m in wanted]
     work = [item for item in work if item[2]]
+    last_of = {cell: name for cell, name, _ in work}
     # the bar counts work, not answers: attention's share grows with the square of the length, and so does the time
     cost = {c.length: c.length * (c.length + 16384) for c in test.cells}
     with tqdm(
@@ -225,6 +237,9 @@ def _fill(out: Any, test: Test, answerers: dict[str, Any], wanted: list[tuple[Ce
             scores.setdefault(name, []).extend(row["score"] for row in rows)
             done += len(rows)
             bar.update(cost[cell.length])
+            if last_of[cell] == name:  # the next context shares nothing with this one
+                for method in answerers.values():
+                    method.release()
 
 
 def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folder: Path) -> list[dict[str, Any]]:
@@ -236,12 +251,16 @@ def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folde
     prompt, placed = test.prompt(cell)
     if options.save_contexts:
         _save_context(folder, cell, test.form.tokenizer, prompt)
+    several = {}
+    if len(cell.drawn.needles) > 1:
+        several = {"needles": list(cell.drawn.needles), "achieved_depths": [round(d, 3) for d in placed.depths]}
     begin = time.perf_counter()
     error, replies = None, {}
     try:
         replies = method.answers(prompt, positions, options.max_new_tokens)
     except Exception as problem:  # one cell must not end a run of hours: kept in its rows, counted, tried again
         error = f"{type(problem).__name__}: {problem}"
+        method.release()  # what it holds may be what went wrong
     rows = []
     for position in positions:
         reply = replies.get(position)
@@ -261,6 +280,7 @@ def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folde
                 "round": cell.round,
                 "seed": options.seed,
                 "needle": cell.needle,
+                **several,
                 "question": cell.question,
                 "expected": list(cell.expected),
                 "response": text,

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.needle_presets import PRESETS, Preset, preset_of
+from retrieval_attn.eval.needle_text import ANSWER_TOKENS, MORE_ANSWER_TOKENS, Drawn, NeedleText
 
 __all__ = ["Cell", "Options", "add_arguments"]
 
 BUNDLED_MODEL = Path(__file__).parent / "needle_model"
-NEEDLE = "The special magic {city} number is: {number}."
-QUESTION = "What is the special magic {city} number?"
-_HOLES = re.compile(r"\{([A-Za-z_]+)\}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid = parser.add_argument_group("grid")
     _flag(
         grid,
+        "--preset",
+        metavar="FIGURE",
+        help=f"lengths, depths, rounds, methods and budgets of the paper's {', '.join(PRESETS)}; other flags win",
+    )
+    _flag(
+        grid,
         "--lengths",
         "--context-lengths",
         metavar="N,N",
@@ -70,17 +75,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["linear", "sigmoid"],
         help="spacing of the range",
     )
-    _flag(grid, "--rounds", type=int, default=1, metavar="N", help="needles per cell (default: %(default)s)")
+    _flag(grid, "--rounds", type=int, metavar="N", help="contexts per cell, each with its own needle (default: 1)")
     _flag(grid, "--limit", type=int, metavar="N", help="only the first N cells")
 
     text = parser.add_argument_group("text")
     _flag(
         text,
         "--needle",
-        default=NEEDLE,
-        help="sentence to hide; {city} and {number} are drawn for every cell",
+        action="append",
+        metavar="TEXT",
+        help="sentence to hide, repeatable; {city} is drawn for every cell, {number} for every needle",
     )
-    _flag(text, "--question", "--retrieval-question", default=QUESTION, help="what to ask, with the same holes")
+    _flag(
+        text,
+        "--needles",
+        metavar="N",
+        help="needles per context: the first at the cell's depth, the others evenly between it and the end; one"
+        " question asks for all, the score is the share found (default: the number of --needle)",
+    )
+    _flag(text, "--question", "--retrieval-question", help="what to ask, with the same holes")
     _flag(
         text,
         "--answer",
@@ -100,9 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text,
         "--max-new-tokens",
         type=int,
-        default=32,
         metavar="N",
-        help="room for the answer (default: %(default)s)",
+        help=f"room for the answer (default: {ANSWER_TOKENS}, and {MORE_ANSWER_TOKENS} for every further needle)",
     )
     _flag(
         text,
@@ -115,7 +127,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     methods = parser.add_argument_group("methods")
-    _flag(methods, "--methods", default="full,retrieval", help="full, retrieval or both (default: %(default)s)")
+    _flag(
+        methods,
+        "--methods",
+        metavar="NAME,NAME",
+        help="methods to compare, or all; those of the ruler command (default: full,retrieval)",
+    )
     _flag(
         methods,
         "--question-position",
@@ -129,10 +146,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["retrieval", "exact"],
         help="how an after question attends to the context (default: %(default)s, the honest test)",
     )
+    _flag(
+        methods,
+        "--budget",
+        type=int,
+        metavar="N",
+        help="tokens attended per step and head, for every method but full (default: published parameters)",
+    )
     _flag(methods, "--top-k", metavar="K", help="keys retrieved per head: a number, a share or all")
     _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
     _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
-    _flag(methods, "--index", metavar="NAME", help="index over the keys (default: auto)")
+    _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: auto)")
+    _flag(
+        methods,
+        "--method-option",
+        action="append",
+        metavar="METHOD.KEY=VALUE",
+        help="option of one method, repeatable, such as quest.page=16",
+    )
 
     output = parser.add_argument_group("output")
     _flag(
@@ -165,9 +196,20 @@ class Cell:
     length: int
     depth: float
     round: int
-    needle: str
-    question: str
-    expected: tuple[str, ...]
+    drawn: Drawn
+
+    @property
+    def needle(self) -> str:
+        """The first needle."""
+        return self.drawn.needles[0]
+
+    @property
+    def question(self) -> str:
+        return self.drawn.question
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        return self.drawn.expected
 
     def row_id(self, method: str, position: str) -> str:
         return f"needle/{self.length}/{self.depth:g}/{self.round}/{method}/{position}"
@@ -175,7 +217,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Options:
-    """The command's flags, checked.  `retrieval` holds only what was given; the rest are Config's defaults."""
+    """The command's flags, checked.
+
+    `retrieval` holds only what was given; the rest are Config's defaults.  `others`: options of the other methods,
+    how they ask included.
+    """
 
     model: str
     device: str
@@ -186,9 +232,7 @@ class Options:
     depths: tuple[float, ...]
     rounds: int
     limit: int | None
-    needle: str
-    question: str
-    answers: tuple[str, ...]
+    text: NeedleText
     haystack: Path | None
     seed: int
     max_new_tokens: int
@@ -197,6 +241,7 @@ class Options:
     positions: tuple[str, ...]
     append: str
     retrieval: dict[str, Any]
+    others: dict[str, dict[str, Any]]
     output_dir: Path | None
     plot: bool
     save_contexts: bool
@@ -208,20 +253,10 @@ class Options:
         for name, least in (("rounds", 1), ("limit", 1), ("threads", 1), ("max_new_tokens", 1)):
             _at_least(name, getattr(args, name), least)
         _at_least("context_length_buffer", args.context_length_buffer, 0)
-        needle = args.needle.replace("\\n", "\n")
-        answers = tuple(args.answer or (("{number}",) if "{number}" in needle else ()))
-        if not needle.strip():
-            raise ConfigError("--needle must hold a sentence, got an empty one; leave the flag out for the default")
-        if not args.question.strip():
-            raise ConfigError("--question must hold a question, got an empty one; leave the flag out for the default")
-        if not answers or not all(a.strip() for a in answers):
-            raise ConfigError("--needle without {number} needs --answer TEXT, the string expected in the answer")
-        for text in (needle, args.question, *answers):
-            unknown = [hole for hole in _HOLES.findall(text) if hole not in ("city", "number")]
-            if unknown:
-                raise ConfigError(f"{text!r}: unknown hole {{{unknown[0]}}}; the holes are {{city}} and {{number}}")
-        retrieval = {k: getattr(args, k) for k in ("sink", "window", "index", "threads")}
-        retrieval["top_k"] = None if args.top_k is None else _top_k(args.top_k)
+        preset = _fill_in(args)
+        text = NeedleText.of(args.needle, args.needles, args.question, args.answer)
+        methods = METHODS if args.methods == "all" else _choices("--methods", args.methods, METHODS)
+        retrieval, others = _options_of_methods(args, methods, preset)
         return cls(
             model=args.model or str(BUNDLED_MODEL),
             device=args.device,
@@ -232,21 +267,28 @@ class Options:
             depths=_depths(args),
             rounds=args.rounds,
             limit=args.limit,
-            needle=needle,
-            question=args.question,
-            answers=answers,
+            text=text,
             haystack=Path(args.haystack) if args.haystack else None,
             seed=args.seed,
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=args.max_new_tokens or text.answer_tokens,
             buffer=args.context_length_buffer,
-            methods=_choices("--methods", args.methods, METHODS),
+            methods=methods,
             positions=_choices("--question-position", args.question_position, POSITIONS),
             append=args.append,
-            retrieval={k: v for k, v in retrieval.items() if v is not None},
+            retrieval=retrieval,
+            others=others,
             output_dir=Path(args.output_dir).expanduser() if args.output_dir else None,
             plot=not args.no_plot,
             save_contexts=args.save_contexts,
         )
+
+    @property
+    def given(self) -> dict[str, dict[str, Any]]:
+        """`others` without the one value of --append, which is a setting of its own."""
+        return {
+            name: {k: v for k, v in own.items() if (k, v) != ("append", self.append)}
+            for name, own in self.others.items()
+        }
 
     @property
     def model_name(self) -> str:
@@ -254,22 +296,65 @@ class Options:
         return path.resolve().name if path.exists() else self.model
 
     def cells(self) -> list[Cell]:
-        """The grid in the order it is run.  A cell's needle depends on the seed and its place only."""
-        from retrieval_attn.eval.words import CITIES
-
+        """The grid in the order it is run.  A cell's needles depend on the seed and its place only."""
         cells = []
         for length in self.lengths:
             for depth in self.depths:
                 for turn in range(self.rounds):
                     rng = random.Random(f"needle/{self.seed}/{length}/{depth:g}/{turn}")
-                    holes = {"city": rng.choice(CITIES), "number": str(rng.randint(1_000_000, 9_999_999))}
-
-                    def fill(text: str, holes: dict[str, str] = holes) -> str:
-                        return _HOLES.sub(lambda m: holes[m.group(1)], text)
-
-                    expected = tuple(fill(a) for a in self.answers)
-                    cells.append(Cell(length, depth, turn, fill(self.needle), fill(self.question), expected))
+                    cells.append(Cell(length, depth, turn, self.text.draw(rng)))
         return cells[: self.limit]
+
+
+def _fill_in(args: argparse.Namespace) -> Preset | None:
+    """Give what a preset (or nothing) says for the flags that were left out.  Returns the preset."""
+    preset = preset_of(args.preset) if args.preset else None
+    if preset is not None:
+        ranges = [getattr(args, f"{name}_{end}") for name, ends in _RANGES.items() for end in ends]
+        if all(value is None for value in ranges[:3]):
+            args.lengths = preset.lengths if args.lengths is None else args.lengths
+        if all(value is None for value in ranges[3:]):
+            args.depths = preset.depths if args.depths is None else args.depths
+    if args.methods is None:
+        args.methods = preset.methods if preset else "full,retrieval"
+    if args.rounds is None:
+        args.rounds = preset.rounds if preset else 1
+    return preset
+
+
+_RANGES = {
+    "context_lengths": ("min", "max", "num_intervals"),
+    "document_depth_percent": ("min", "max", "intervals", "interval_type"),
+}
+
+
+def _options_of_methods(
+    args: argparse.Namespace, methods: Sequence[str], preset: Preset | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Options of Config for the method retrieval, and those of the other methods by name."""
+    from retrieval_attn.eval.baselines import budget_options, option_names
+    from retrieval_attn.eval.suite.answerers import check_options, options_of, parse_method_options
+
+    shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "budget", "threads")}
+    shared["top_k"] = None if args.top_k is None else _top_k(args.top_k)
+    given: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
+    for name, own in parse_method_options((*(preset.method_options if preset else ()), *(args.method_option or ()))):
+        given.setdefault(name, {}).update(own)
+    if args.index is not None:
+        given.setdefault("retrieval", {})["index"] = args.index
+    unused = {k: v for k, v in given["all"].items() if k != "threads"}  # of the process too
+    check_options(methods, {**given, "all": unused})
+    retrieval = options_of("retrieval", given)
+    budget = retrieval.pop("budget", None)
+    if budget is not None:
+        retrieval = {**budget_options("retrieval", budget, retrieval), **retrieval}
+    asking = {key: retrieval.pop(key) for key in ("append", "inside") if key in retrieval}  # not Config's
+    others: dict[str, dict[str, Any]] = {"retrieval": dict(asking)} if asking else {}
+    for name in methods:
+        if name not in ("full", "retrieval"):
+            append = {"append": args.append} if "append" in option_names(name) else {}
+            others[name] = {**append, **options_of(name, given)}
+    return retrieval, others
 
 
 def _flag(group: Any, *names: str, **options: Any) -> None:

@@ -16,12 +16,7 @@ from retrieval_attn.eval.runs import write_atomically
 __all__ = ["comparison_line", "report", "score", "summarise"]
 
 Row = dict[str, Any]
-_TITLES = {
-    ("full", "inside"): "full attention",
-    ("full", "after"): "full attention",
-    ("retrieval", "inside"): "retrieval, question inside the prompt",
-    ("retrieval", "after"): "retrieval, question after the context",
-}
+_PLACES = {"inside": "question inside the prompt", "after": "question after the context"}
 
 
 def score(expected: Sequence[str], response: str) -> float:
@@ -40,27 +35,38 @@ def panels_of(rows: Iterable[Row]) -> list[Panel]:
         del groups["full", "after"]
     lengths = tuple(sorted({row["length"] for row in good}))
     depths = tuple(sorted({row["depth"] for row in good}))
-    order = sorted(groups, key=lambda key: (key[0] != "full", key[1] != "inside", key))
+    order = sorted(groups, key=lambda key: (key[1] != "inside", _rank(key[0]), key))
     panels = []
     for key in order:
         cells: dict[tuple[float, int], list[float]] = defaultdict(list)
         for row in groups[key]:
             cells[row["depth"], row["length"]].append(row["score"])
         grid = tuple(tuple(_mean(cells.get((d, n), [])) for n in lengths) for d in depths)
-        panels.append(Panel(_TITLES.get(key, ", ".join(key)), lengths, depths, grid, len(groups[key])))
+        panels.append(Panel(_title(*key), lengths, depths, grid, len(groups[key])))
     return panels
 
 
-def comparison(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
-    """Per question position: cells where both methods answered, with the same text, with the same score."""
+def _title(method: str, position: str) -> str:
+    return "full attention" if method == "full" else f"{method}, {_PLACES.get(position, position)}"
+
+
+def _rank(method: str) -> int:
+    """Full attention first, then in the order of the registry."""
+    from retrieval_attn.eval.baselines import METHODS
+
+    return METHODS.index(method) if method in METHODS else len(METHODS)
+
+
+def comparison(rows: Iterable[Row], method: str = "retrieval") -> dict[str, dict[str, int]]:
+    """Per question position: cells where full attention and `method` answered, with the same text, the same score."""
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if not row.get("error"):
             found[row["id"].replace(f"/{row['method']}/", "/*/")][row["method"]] = row
     counts: dict[str, dict[str, int]] = {}
     for pair in found.values():
-        if {"full", "retrieval"} <= pair.keys():
-            full, ours = pair["full"], pair["retrieval"]
+        if {"full", method} <= pair.keys():
+            full, ours = pair["full"], pair[method]
             count = counts.setdefault(full["position"], {"cells": 0, "same_text": 0, "same_score": 0})
             count["cells"] += 1
             count["same_text"] += full["response"] == ours["response"]
@@ -68,17 +74,23 @@ def comparison(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def comparison_line(rows: Iterable[Row]) -> str:
-    """The comparison in words; empty if the two methods have no cell in common."""
-    counts = comparison(rows)
-    if not counts:
-        return ""
-    total = {key: sum(c[key] for c in counts.values()) for key in ("cells", "same_text", "same_score")}
-    parts = [f"question {name} {c['same_text']} of {c['cells']}" for name, c in sorted(counts.items(), reverse=True)]
-    return (
-        f"retrieval equals full attention's answer in {total['same_text']} of {total['cells']} cells"
-        f" ({', '.join(parts)}); same score in {total['same_score']} of {total['cells']}"
-    )
+def comparison_line(rows: Sequence[Row]) -> str:
+    """The comparisons in words, a line per method; empty if none has a cell in common with full attention."""
+    lines = []
+    for method in _others(rows):
+        counts = comparison(rows, method)
+        if counts:
+            total = {key: sum(c[key] for c in counts.values()) for key in ("cells", "same_text", "same_score")}
+            parts = [f"question {name} {c['same_text']} of {c['cells']}" for name, c in sorted(counts.items())[::-1]]
+            lines.append(
+                f"{method} equals full attention's answer in {total['same_text']} of {total['cells']} cells"
+                f" ({', '.join(parts)}); same score in {total['same_score']} of {total['cells']}"
+            )
+    return "\n".join(lines)
+
+
+def _others(rows: Iterable[Row]) -> list[str]:
+    return sorted({row["method"] for row in rows} - {"full"}, key=lambda name: (_rank(name), name))
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -104,6 +116,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "methods": methods,
         "retrieval_against_full": comparison(rows),
+        "against_full": {method: comparison(rows, method) for method in _others(rows)},
         "mean_fill": _mean([row["achieved_length"] / row["length"] for row in good]),
         "worst_depth_error": max((abs(row["achieved_depth"] - row["depth"]) for row in good), default=None),
         "panels": [

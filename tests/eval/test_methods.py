@@ -37,9 +37,21 @@ def test_needle_methods_get_the_needle_options(tokenizer: Any) -> None:
     made: dict[str, Any] = dict(methods.build_methods(("retrieval", "full"), model, tokenizer, config, "exact"))
     assert list(made) == ["full", "retrieval"]
     assert made["retrieval"].options == {**config.to_dict(), "append": "exact", "inside": "prompt"}
-    assert made["full"]._model is model and made["retrieval"]._model is not model
+    assert made["retrieval"]._model is model and made["full"]._model is not model
     alone: dict[str, Any] = dict(methods.build_methods(("retrieval",), model, tokenizer, config, "exact"))
     assert alone["retrieval"]._model is model
+    more: dict[str, Any] = dict(
+        methods.build_methods(
+            ("snapkv", "retrieval"),
+            model,
+            tokenizer,
+            config,
+            "exact",
+            {"snapkv": {"capacity": 99}, "retrieval": {"inside": "context"}},
+        )
+    )
+    assert list(more) == ["snapkv", "retrieval"] and more["snapkv"].options["capacity"] == 99
+    assert more["retrieval"].options == {**config.to_dict(), "append": "exact", "inside": "context"}
 
 
 def test_model_digest(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.eval import needle
 from retrieval_attn.eval.needle_options import BUNDLED_MODEL, Options
 from retrieval_attn.eval.needle_report import comparison_line, score, summarise
+from retrieval_attn.eval.needle_text import NEEDLE
 from retrieval_attn.eval.prompts import PromptFormat
 from retrieval_attn.eval.runs import load_run
 
@@ -97,7 +98,7 @@ def test_ranges() -> None:
         (("--depths", "-1"), "from 0 to 100"),
         (("--depths", "a"), "no list of percents"),
         (("--depths", "5", "--document-depth-percent-max", "50"), "exclude each other"),
-        (("--methods", "full,streaming"), "'streaming' is unknown; choose from full, retrieval"),
+        (("--methods", "full,streaming"), "'streaming' is unknown; choose from full, streaming_llm"),
         (("--methods", ""), "'nothing' is unknown"),
         (("--question-position", "before"), "choose from inside, after"),
         (("--needle", "It is hidden."), "needs --answer"),
@@ -109,6 +110,13 @@ def test_ranges() -> None:
         (("--rounds", "0"), "--rounds must be at least 1"),
         (("--limit", "0"), "--limit must be at least 1"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
+        (("--preset", "figure6"), "choose from figure5, figure7, figure8"),
+        (("--needles", "0"), "a number from 1"),
+        (("--needles", "[3]"), "JSON list of at least one sentence"),
+        (("--needles", "2", "--needle", "a", "--needle", "b", "--needle", "c"), "less than the 3 sentences"),
+        (("--needles", "2", "--needle", "Figs.", "--answer", "figs"), "same sentence twice"),
+        (("--methods", "full", "--budget", "99"), "none of full has an option budget"),
+        (("--method-option", "quest.pages=3"), "has no option pages"),
         (("--context-length-buffer", "-1"), "--context-length-buffer must be at least 0"),
     ],
 )
@@ -217,6 +225,62 @@ def test_own_needle_question_and_answers() -> None:
     cell = prepare("--lengths", "1k", *flags, "--answer", "{city}").cells[0]
     number, city = cell.expected
     assert cell.needle == f"The door code of {city} is {number}." and cell.question == f"Code of {city}?"
+
+
+def test_several_needles_lie_between_the_depth_and_the_end() -> None:
+    """One city, a number each, at d + i (100 - d) / n percent; the first cell's first number is that of one needle."""
+    test = prepare("--lengths", "2k", "--depths", "20", "--needles", "4")
+    cell = test.cells[0]
+    prompt, placed = test.prompt(cell)
+    assert len(cell.drawn.needles) == len(set(cell.expected)) == 4 and len(set(placed.depths)) == 4
+    for wanted, reached in zip((20.0, 40.0, 60.0, 80.0), placed.depths, strict=True):
+        assert reached <= wanted + 1e-9 and wanted - reached < 5
+    text = bundled_tokenizer().decode(prompt.ids.tolist())
+    at = [text.index(needle) for needle in cell.drawn.needles]
+    assert at == sorted(at) and all(text.count(number) == 1 for number in cell.expected)
+    assert 0.98 * cell.length <= len(prompt) + test.options.max_new_tokens <= cell.length
+    assert test.options.max_new_tokens == 32 + 3 * 16
+    assert prepare("--lengths", "2k", "--depths", "20").cells[0].expected == cell.expected[:1]
+
+
+def test_own_needles_are_hidden_together(tmp_path: Path) -> None:
+    """Sentences of one's own, by flag or as a JSON list; those whose places coincide stand side by side."""
+    own = ("--question", "Which secrets?", "--answer", "figs", "--answer", "ham")
+    flags = prepare("--lengths", "1k", "--depths", "100", "--needle", "One is figs.", "--needle", "One is ham.", *own)
+    listed = prepare("--lengths", "1k", "--depths", "100", "--needles", '["One is figs.", "One is ham."]', *own)
+    assert [c.drawn for c in flags.cells] == [c.drawn for c in listed.cells]
+    prompt, placed = flags.prompt(flags.cells[0])
+    assert placed.depths == (100.0, 100.0) and flags.cells[0].expected == ("figs", "ham")
+    assert " One is figs. One is ham.\n\nQuestion" in bundled_tokenizer().decode(prompt.ids.tolist())
+    assert isinstance(flags.settings()["needle"], list) and prepare("--lengths", "1k").settings()["needle"] == NEEDLE
+
+
+def test_presets_are_the_papers_grids() -> None:
+    """Lengths, depths and methods of the figures; what is given besides wins."""
+    seven = Options.of(parse("--preset", "figure7"))
+    assert seven.lengths == tuple(1 << i for i in range(12, 18)) and len(seven.depths) == 10 and seven.rounds == 3
+    assert seven.methods == ("streaming_llm", "snapkv", "infllm", "flat", "ivf")
+    assert seven.others["snapkv"] == {"budget": 2048} and seven.others["infllm"] == {"budget": 2688}
+    assert Options.of(parse("--preset", "5")).methods == ("full", "retrieval")
+    eight = Options.of(parse("--preset", "Figure 8", "--depths", "50", "--rounds", "2", "--methods", "flat"))
+    assert eight.lengths[-1] == 1024000 and (eight.depths, eight.rounds, eight.methods) == ((50.0,), 2, ("flat",))
+    ranged = Options.of(
+        parse("--preset", "figure5", "--context-lengths-max", "8k", "--context-lengths-num-intervals", "2")
+    )
+    assert ranged.lengths == (1000, 8192)
+
+
+def test_options_reach_every_method() -> None:
+    """Shared ones go where they are known, a budget becomes keys of retrieval, a method's own stay with it."""
+    flags = ("--methods", "all", "--budget", "740", "--method-option", "quest.page=8", "--append", "exact")
+    options = Options.of(parse(*flags, "--method-option", "retrieval.inside=context", "--threads", "1"))
+    assert options.retrieval == {"sink": 128, "window": 512, "top_k": 100, "threads": 1}
+    assert options.others["quest"] == {"budget": 740, "page": 8} and options.others["retrieval"] == {
+        "inside": "context"
+    }
+    assert options.others["flat"] == {"append": "exact", "budget": 740, "threads": 1}
+    assert options.given["flat"] == {"budget": 740, "threads": 1}
+    assert Options.of(parse()).others == {} and Options.of(parse("--methods", "snapkv")).given == {"snapkv": {}}
 
 
 def test_short_haystack_is_repeated_with_a_note(tmp_path: Path) -> None:
@@ -352,6 +416,24 @@ def test_retrieval_finds_what_full_attention_finds(tmp_path: Path, capsys: pytes
         needle.run(parse(*flags, "--seed", "7"))
     assert cli.main(["needle", *flags, "--limit", "1"]) == 0  # all there: nothing is run, the report is made again
     assert (folder / "predictions.jsonl").read_bytes() == before
+
+
+@needs_weights
+def test_any_method_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two needles, three methods: full attention and pages find both, a window of 248 tokens not all."""
+    folder = tmp_path / "run"
+    flags = ["--lengths", "800", "--depths", "20", "--needles", "2", "--methods", "streaming_llm,quest,full"]
+    flags += ["--budget", "256", "--method-option", "streaming_llm.sink=8", "--question-position", "after"]
+    assert cli.main(["needle", *flags, "--no-plot", "--output-dir", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "quest equals full attention's answer in 1 of 1 cells" in out and "streaming_llm equals" in out
+    found = {row["method"]: row for row in load_run(folder)[1]}
+    assert [found[name]["score"] for name in ("full", "quest")] == [1.0, 1.0]
+    assert len(found["full"]["needles"]) == 2 and found["streaming_llm"]["score"] < 1
+    assert found["quest"]["retrieval"]["tokens_attended_per_step"] < 500
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [panel["title"].split(",")[0] for panel in summary["panels"]] == ["full attention", "streaming_llm", "quest"]
+    assert summary["against_full"]["quest"]["after"] == {"cells": 1, "same_text": 1, "same_score": 1}
 
 
 @needs_weights

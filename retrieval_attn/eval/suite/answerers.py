@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["build", "check_options", "known_methods", "options_of"]
+__all__ = ["build", "check_options", "known_methods", "options_of", "parse_method_options"]
 
 
 def known_methods() -> tuple[str, ...]:
@@ -15,6 +17,28 @@ def known_methods() -> tuple[str, ...]:
     from retrieval_attn.eval.baselines import METHODS
 
     return tuple(METHODS)
+
+
+def parse_method_options(texts: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    """(method, {key: value}) of every METHOD.KEY=VALUE; the value is JSON where it is some.  Raises ConfigError."""
+    known, found = known_methods(), []
+    for text in texts:
+        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", text)
+        if not match or match[1] not in known:
+            raise ConfigError(
+                f"--method-option {text!r}: needed METHOD.KEY=VALUE with a method of {', '.join(known)};"
+                " write quest.page=16"
+            )
+        found.append((match[1], {match[2]: _value(match[3])}))
+    return found
+
+
+def _value(text: str) -> Any:
+    """A JSON value where the text is one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def options_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,11 +7,9 @@ before everything else is found to be in order.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +167,7 @@ class Options:
                 raise ConfigError("--shard needs --output-dir DIR, the folder that holds all parts")
             folder = folder / f"shard-{shard[0]}-of-{shard[1]}"
         methods = known if args.methods == "all" else _choices("--methods", args.methods, known)
-        method_options = _method_options(args, known)
+        method_options = _method_options(args)
         check_options(methods, method_options)
         return cls(
             model=args.model or str(BUNDLED_MODEL),
@@ -306,27 +304,15 @@ def _shard(text: str | None) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _method_options(args: argparse.Namespace, known: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _method_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """{"all": shared options that were given, method: its own}."""
+    from retrieval_attn.eval.suite.answerers import parse_method_options
+
     shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append", "budget")}
     shared["top_k"] = None if args.top_k is None else _top_k(args.top_k)
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:
         found["retrieval"] = {"index": args.index}
-    for text in args.method_option or ():
-        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", text)
-        if not match or match[1] not in known:
-            raise ConfigError(
-                f"--method-option {text!r}: needed METHOD.KEY=VALUE with a method of {', '.join(known)};"
-                " write quest.page=16"
-            )
-        found.setdefault(match[1], {})[match[2]] = _value(match[3])
+    for name, own in parse_method_options(args.method_option or ()):
+        found.setdefault(name, {}).update(own)
     return {name: options for name, options in found.items() if options}
-
-
-def _value(text: str) -> Any:
-    """A JSON value where the text is one, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

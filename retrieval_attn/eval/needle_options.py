@@ -348,8 +348,8 @@ def _options_of_methods(
     budget = retrieval.pop("budget", None)
     if budget is not None:
         retrieval = {**budget_options("retrieval", budget, retrieval), **retrieval}
-    asking = {key: retrieval.pop(key) for key in ("append", "inside") if key in retrieval}  # not Config's
-    others: dict[str, dict[str, Any]] = {"retrieval": dict(asking)} if asking else {}
+    asking: dict[str, Any] = {k: retrieval.pop(k) for k in ("append", "inside") if k in retrieval}  # not Config's
+    others: dict[str, dict[str, Any]] = {"retrieval": asking} if asking else {}
     for name in methods:
         if name not in ("full", "retrieval"):
             append = {"append": args.append} if "append" in option_names(name) else {}

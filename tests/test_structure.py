@@ -37,12 +37,16 @@ INSIDE = {
     "cache",
     "cache_layer",
     "decode",
+    "exact_pass",
     "hooks",
     "layers",
     "prefill",
+    "prefill_report",
     "rotation",
+    "sizes",
     "switch",
     "training_queries",
+    "transfer",
 }
 LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
 # The command line is the one top module that reaches the evaluation commands.

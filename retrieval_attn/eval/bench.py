@@ -1,4 +1,4 @@
-"""`retrieval-attn bench index` and `retrieval-attn bench study`."""
+"""`retrieval-attn bench`: indexes and studies on attention keys; decode, prefill and memory of whole models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 __all__ = ["add_arguments", "run"]
 
 _WHAT = {
+    "decode": ("retrieval_attn.eval.bench_decode", "milliseconds per token of every method at every context length"),
     "index": ("retrieval_attn.eval.bench_index", "recall, work, time and memory of every index on attention keys"),
     "study": ("retrieval_attn.eval.studies", "figures 2, 3a, 3b and 6 of the RetrievalAttention paper, on your heads"),
 }

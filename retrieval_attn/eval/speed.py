@@ -19,7 +19,7 @@ from retrieval_attn.errors import ConfigError, RetrievalAttentionError, RunFolde
 if TYPE_CHECKING:
     from retrieval_attn.eval.speed_decode import Row, Spread
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "main", "run", "top_k_of"]
 
 LENGTHS = "4096,8192,16384,32768,65536"
 MIB = 1 << 20
@@ -191,7 +191,7 @@ def _measure(args: argparse.Namespace, lengths: list[int]) -> tuple[list[Row], d
     config = ra.Config(
         sink=args.sink,
         window=args.window,
-        top_k=_top_k(args.top_k),
+        top_k=top_k_of(args.top_k),
         index=args.index,
         host_dtype=args.host_dtype,
         threads=args.threads or None,
@@ -266,7 +266,8 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _top_k(text: str) -> Any:
+def top_k_of(text: str) -> Any:
+    """A top_k as it is written on the command line. Raises ConfigError."""
     if text == "all":
         return "all"
     try:

@@ -1,0 +1,271 @@
+"""`retrieval-attn bench decode`: every way to decode after a long context, on the same weights and keys, in one run.
+
+Per context length each method gets the same keys and generates tokens in the loop its users run. A method whose answers
+are wrong has no speed: logits are compared with the method's definition first (retrieval with top_k="all" against full
+attention), and what retrieval answers with attention over the keys it found. Writes Markdown, JSON and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrieval_attn.errors import ConfigError, MemoryPlanError
+from retrieval_attn.eval.bench_index import new_folder
+
+if TYPE_CHECKING:
+    from retrieval_attn.eval.bench_keys import Source
+    from retrieval_attn.eval.bench_rows import Row
+
+__all__ = ["add_arguments", "add_model_arguments", "run"]
+
+LENGTHS = "4k,16k,64k,128k"
+METHODS = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
+MIB = 1 << 20
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
+    """Flags that every benchmark of a whole model takes."""
+    add = parser.add_argument
+    add("--model", default="bundled", help="bundled, a folder or a hub id (default: %(default)s)")
+    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
+    add(
+        "--lengths",
+        default=lengths,
+        metavar="N,N",
+        help="tokens of context; k and m count 1024s (default: %(default)s)",
+    )
+    add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB; what needs more does not run")
+    add("--sink", type=int, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
+    add("--window", type=int, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
+    add("--top-k", default="100", metavar="K", help="keys retrieved: a number, a share, or all (default: %(default)s)")
+    add("--train", type=int, default=2048, metavar="N", help="training queries per query head (default: %(default)s)")
+    add("--chunk", type=int, default=8192, metavar="N", help="tokens of a prefill chunk (default: %(default)s)")
+    add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
+    add("--batch", type=int, default=1, metavar="N", help="sequences, each with its own context (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of texts, keys and random weights (default: %(default)s)")
+    add("--no-plot", action="store_true", help="write no PNG files")
+    add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `retrieval-attn bench decode`."""
+    add_model_arguments(parser, LENGTHS)
+    add = parser.add_argument
+    add(
+        "--methods",
+        default=METHODS,
+        metavar="NAME,NAME",
+        help="indexes, with options as in roargraph:beam=250, and other methods (default: %(default)s)",
+    )
+    add(
+        "--keys",
+        default="auto",
+        metavar="FROM",
+        help="read: the model reads a text; mid or hard: synthetic; auto: read, or mid for random weights",
+    )
+    add("--distinct-layers", type=int, metavar="N", help="layers with synthetic keys of their own (default: all)")
+    add("--tokens", type=int, default=32, metavar="N", help="decode steps that are timed (default: %(default)s)")
+    add("--seconds", type=float, default=20.0, metavar="S", help="most time for them per method (default: %(default)s)")
+    add("--min-recall", type=float, default=0.9, metavar="R", help="recall below which no speed is shown")
+    add("--beyond", action="store_true", help="measure what does not fit --gpu-memory all the same, and say so")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report; 1 if a method's answers are wrong (it has no speed then). Raises on bad input."""
+    from retrieval_attn.eval.bench_methods import parse
+
+    lengths = lengths_of(args.lengths)
+    for name in ("tokens", "batch", "chunk", "train"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.distinct_layers is not None and args.distinct_layers < 1:
+        raise ConfigError(f"--distinct-layers must be at least 1, got {args.distinct_layers}")
+    if args.keys not in ("auto", "read", "mid", "hard"):
+        raise ConfigError(f"--keys must be auto, read, mid or hard, got {args.keys!r}")
+    if not 0 <= args.min_recall <= 1 or args.seconds <= 0:
+        raise ConfigError(f"--min-recall must lie in 0 .. 1 and --seconds be > 0: {args.min_recall}, {args.seconds}")
+    if not args.no_plot:
+        from retrieval_attn.eval.bench_plots import need_matplotlib
+
+        need_matplotlib()
+    specs = parse(args.methods)
+    folder = new_folder(args.output_dir, "bench")
+    from retrieval_attn.eval.bench_rows import measure
+    from retrieval_attn.eval.runs import environment
+
+    found = environment()
+    bench = Bench(args)
+    rows: list[Row] = []
+    for length in lengths:
+        source = bench.source(length)
+        for spec in specs:
+            row = measure(bench, source, spec)
+            print(row.line(), file=sys.stderr, flush=True)
+            rows.append(row)
+        del source
+    _write(folder, args, bench, rows, found)
+    return 1 if any(row.status == "wrong" for row in rows) else 0
+
+
+class Bench:
+    """A model under its memory cap, and contexts for it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Load or make the model. Raises RetrievalAttentionError for what cannot be had."""
+        import torch
+
+        import retrieval_attn as ra
+        from retrieval_attn.eval.speed import top_k_of
+        from retrieval_attn.gpu.memory import cap, device_memory, start_peak
+        from retrieval_attn.loading import choose_device
+        from retrieval_attn.sizes import parse_bytes
+
+        self.args = args
+        self._short: Source | None = None
+        self.device = choose_device(args.device)
+        self.limit = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "gpu_memory")
+        if self.limit is not None and self.device.type != "cuda":
+            raise MemoryPlanError(f"--gpu-memory {args.gpu_memory} was given, but the model would run on {self.device}")
+        if self.device.type == "cuda":
+            cap(self.device, self.limit)
+        self.threads = args.threads or torch.get_num_threads()
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.config = ra.Config(
+            sink=args.sink,
+            window=args.window,
+            top_k=top_k_of(args.top_k),
+            prefill_chunk=args.chunk,
+            train_queries=args.train,
+            host_dtype=args.host_dtype,
+            threads=args.threads or None,
+        )
+        self.name = f"random:{args.shape}" if args.shape else args.model
+        start_peak(self.device)
+        self.model, self.tokenizer = self._load()
+        self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+        self.context_bytes = device_memory(self.device).context if self.device.type == "cuda" else 0
+
+    def _load(self) -> tuple[Any, Any]:
+        import torch
+
+        args = self.args
+        if args.shape:
+            from retrieval_attn.eval.speed_decode import random_model
+
+            auto = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+            dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
+            try:
+                return random_model(args.shape, dtype, args.seed, self.device).to(self.device), None
+            except torch.OutOfMemoryError as error:
+                raise MemoryPlanError(
+                    f"--shape {args.shape} does not fit --gpu-memory {args.gpu_memory}: {error}"
+                ) from error
+        from transformers import AutoTokenizer
+
+        from retrieval_attn.eval.methods import load_model
+        from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+
+        name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model
+        return load_model(name, str(self.device), args.dtype), AutoTokenizer.from_pretrained(name)
+
+    def ids(self, tokens: int) -> Any:
+        """(batch, tokens) ids on the device: prose, or random ids for random weights; another text in each row."""
+        import torch
+
+        rows = []
+        for row in range(self.args.batch):
+            if self.tokenizer is None:
+                generator = torch.Generator().manual_seed(self.args.seed + row)
+                rows.append(torch.randint(self.model.config.vocab_size, (tokens,), generator=generator))
+                continue
+            from retrieval_attn.eval.haystack import shipped_prose
+
+            text = shipped_prose(tokens * 8, self.args.seed + row)
+            rows.append(torch.tensor(self.tokenizer(text)["input_ids"][:tokens]))
+        return torch.stack(rows).to(self.device)
+
+    @property
+    def keys(self) -> str:
+        """read, mid or hard."""
+        wanted: str = self.args.keys
+        return wanted if wanted != "auto" else ("mid" if self.args.shape else "read")
+
+    def short_source(self) -> Source:
+        """The context that answers are checked on: little more than sinks and window."""
+        if self._short is None:
+            self._short = self.source(self.config.sink + self.config.window + 384)
+        return self._short
+
+    def source(self, tokens: int) -> Source:
+        """A context of `tokens` tokens."""
+        from retrieval_attn.eval.bench_keys import ReadSource, SyntheticSource
+
+        if self.keys == "read":
+            return ReadSource(self.model, self.ids(tokens), self.args.chunk)
+        return SyntheticSource(
+            self.model,
+            tokens,
+            self.args.batch,
+            distinct=self.args.distinct_layers or 1 << 30,
+            train=self.args.train,
+            level=self.keys,
+            seed=self.args.seed,
+            threads=min(self.threads, 8),
+        )
+
+
+def lengths_of(text: str) -> list[int]:
+    """Token counts of a comma list; k is 1024 and m 1024 * 1024. Raises ConfigError."""
+    units = {"k": 1 << 10, "m": 1 << 20}
+    found = []
+    for item in text.lower().split(","):
+        item = item.strip()
+        number, unit = (item[:-1], units[item[-1]]) if item[-1:] in units else (item, 1)
+        found.append(int(number) * unit if number.isdigit() else 0)
+    if min(found) < 1:
+        raise ConfigError(f"--lengths must be numbers of tokens such as 4k,128k,1m or 4096; got {text!r}")
+    return sorted(set(found))
+
+
+def _write(folder: Path, args: argparse.Namespace, bench: Bench, rows: list[Row], found: dict[str, Any]) -> None:
+    from retrieval_attn.eval.bench_decode_report import markdown, plots
+    from retrieval_attn.eval.bench_plots import save_plot
+    from retrieval_attn.eval.runs import write_atomically
+
+    report = {"what": "decode", **about(bench), "keys": bench.keys, **found, "rows": [asdict(row) for row in rows]}
+    text = markdown(rows, report)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "decode.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(folder / "decode.md", text)
+    if not args.no_plot:
+        save_plot(plots(rows, bench.name), folder / "decode.png")
+    print(text)
+    print(f"written to {folder}")
+
+
+def about(bench: Bench) -> dict[str, Any]:
+    """What every report of a whole model says about its run."""
+    import torch
+
+    on_gpu = bench.device.type == "cuda"
+    return {
+        "model": bench.name,
+        "dtype": str(bench.model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(bench.device) if on_gpu else "cpu",
+        "threads": bench.threads,
+        "config": bench.config.to_dict(),
+        "weight_bytes": bench.weight_bytes,
+        "context_bytes": bench.context_bytes,
+        "gpu_memory": bench.limit,
+        "batch": bench.args.batch,
+        "seed": bench.args.seed,
+    }

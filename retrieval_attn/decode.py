@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache import RetrievalCache
+from retrieval_attn.placement import agreed
 
 
 @dataclass
@@ -108,7 +109,7 @@ def run(
             result.logits.append(logits)
         if do_sample:
             probabilities = torch.softmax(scores, dim=-1)
-            chosen = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+            chosen = agreed(torch.multinomial(probabilities, 1, generator=generator).squeeze(1), model)
         else:
             chosen = scores.argmax(dim=-1)
         chosen = torch.where(running, chosen, pad_id)

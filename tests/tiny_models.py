@@ -91,8 +91,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @cache
 def tiny_model(name: str) -> Any:
     """A float32 model of `name` with seeded weights, eager attention, eval mode. Shared: leave it as it was."""
-    model_type, changes = CONFIGS[name]
-    config = config_of(model_type, **{**_BASE, **changes})
+    return build_model(name)
+
+
+def build_model(name: str, **changes: Any) -> Any:
+    """A model like `tiny_model(name)` of one's own, with `changes` to its config."""
+    model_type, own = CONFIGS[name]
+    config = config_of(model_type, **{**_BASE, **own, **changes})
     torch.manual_seed(len(name))
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     # Random weights give nearly uniform attention, in which a lost key would hardly show: make scores vary.

@@ -1,0 +1,143 @@
+"""Two real processes share a model by heads (transformers' tensor parallel): the same answers as one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from retrieval_attn.index.cores import share
+from tests.tensor_parallel_ranks import RANKS, answers_of, ask, run_rank
+from tests.tiny_models import build_model, random_ids
+
+SCRIPT = Path(run_rank.__code__.co_filename)
+MODELS = ("llama", "qwen3", "gemma2")
+TINY: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 6, "decode_tokens": 4}
+BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "top_k": 50, "index": "flat"}
+NEEDLE = "The special magic Bergen number is: 7391846."
+QUESTION = "What is the special magic Bergen number?"
+PROMPT, NEW = 150, 6
+
+
+class Both:
+    """What one process and each of the ranks found, by case."""
+
+    def __init__(self, one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        self.one, self.ranks = one, ranks
+
+
+def start_ranks(folder: Path, launcher: list[str]) -> list[list[dict[str, Any]]]:
+    """Run the cases of `folder` on all ranks; the results of each."""
+    done = subprocess.run([*launcher, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=240)
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.error")))
+    assert done.returncode == 0, errors or done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+def text_with_needle(characters: int) -> str:
+    from retrieval_attn.eval.prose import prose
+
+    filler = prose(characters, seed=5)
+    middle = filler.index(". ", len(filler) // 2) + 2
+    return filler[:middle] + NEEDLE + " " + filler[middle:]
+
+
+def make_cases(folder: Path, needle_model: Path) -> dict[str, dict[str, Any]]:
+    """One case per tiny model, saved, and one of the bundled model."""
+    ids = random_ids(1, PROMPT + NEW)[0].tolist()
+    cases: dict[str, dict[str, Any]] = {}
+    for name in MODELS:
+        # the vocabulary is split too, and must be even
+        build_model(name, vocab_size=98).save_pretrained(folder / name)
+        cases[name] = {"model": str(folder / name), "ids": ids, "prompt": PROMPT, "config": TINY}
+    cases["bundled"] = {
+        "model": str(needle_model),
+        "config": BUNDLED,
+        "text": text_with_needle(6000),
+        "question": QUESTION,
+    }
+    return cases
+
+
+def run_both(folder: Path, cases: dict[str, dict[str, Any]], launcher: list[str], device: str) -> dict[str, Both]:
+    (folder / "cases.json").write_text(json.dumps(list(cases.values())))
+    ranks = start_ranks(folder, launcher)
+    together = {}
+    for number, (name, case) in enumerate(cases.items()):
+        model: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32).eval().to(device)
+        one = ask(model, case) if "question" in case else answers_of(model, case)
+        if "ids" in case:
+            model.set_attn_implementation("eager")
+            cache, ids = DynamicCache(config=model.config), torch.tensor([case["ids"]], device=device)
+            with torch.no_grad():
+                one["eager"] = model(input_ids=ids, past_key_values=cache).logits.cpu()
+        together[name] = Both(one, [found[number] for found in ranks])
+    return together
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, needle_model_path: Path) -> Iterator[dict[str, Both]]:
+    """Two ranks on the CPU (gloo)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    yield run_both(folder, make_cases(folder, needle_model_path), [sys.executable], "cpu")
+
+
+def check_logits(found: Both, tolerance: float) -> None:
+    for rank in found.ranks:
+        for chunk, logits in rank["logits"].items():
+            assert (logits - found.one["eager"]).abs().max() <= tolerance, chunk
+            assert (logits - found.one["logits"][chunk]).abs().max() <= tolerance, chunk
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_over_all_keys_equal_one_process(both: dict[str, Both], name: str) -> None:
+    """Every rank has the whole logits, equal to eager attention in one process: no head is lost or doubled."""
+    check_logits(both[name], 1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_one_process(both: dict[str, Both], name: str) -> None:
+    """Six of 130 keys retrieved, by scan and by graph, a graph that trains on the rank's own query heads."""
+    found = both[name]
+    for rank in found.ranks:
+        assert rank["tokens"] == found.one["tokens"]
+    assert all(len(tokens) == 8 for tokens in found.one["tokens"].values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_holds_its_own_heads_only(both: dict[str, Both], name: str) -> None:
+    """Two key-value heads: one of them on each rank, and half of the bytes."""
+    found = both[name]
+    assert set(found.one["host_heads"]) == {2}
+    for rank in found.ranks:
+        assert rank["ranks"] == RANKS
+        assert rank["host_heads"] == [1] * len(found.one["host_heads"])
+        assert 2 * rank["host_bytes"] == found.one["host_bytes"]
+
+
+def test_ranks_take_different_cores(both: dict[str, Both]) -> None:
+    """A rank's workers are pinned inside its share of the cores, and are no more than that share has."""
+    cores = sorted(os.sched_getaffinity(0))
+    for number, rank in enumerate(both["llama"].ranks):
+        ours = share(cores, len(cores), number, RANKS)
+        assert set(rank["cpus"]) <= set(ours)
+        assert rank["threads"] <= len(ours)
+
+
+def test_every_rank_gives_the_same_answer(both: dict[str, Both]) -> None:
+    """Context.read and ask on the bundled model, the answer behind the index; and the same words when sampling."""
+    found = both["bundled"]
+    assert "7391846" in found.one["text"]
+    for rank in found.ranks:
+        assert rank["text"] == found.one["text"]
+        assert 2 * rank["host_bytes"] == found.one["host_bytes"]
+    assert found.ranks[0]["sampled"] == found.ranks[1]["sampled"]

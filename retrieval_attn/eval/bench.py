@@ -10,6 +10,8 @@ __all__ = ["add_arguments", "run"]
 _WHAT = {
     "decode": ("retrieval_attn.eval.bench_decode", "milliseconds per token of every method at every context length"),
     "index": ("retrieval_attn.eval.bench_index", "recall, work, time and memory of every index on attention keys"),
+    "memory": ("retrieval_attn.eval.bench_memory", "device and host memory over context lengths, beside the plan"),
+    "prefill": ("retrieval_attn.eval.bench_prefill", "a plain prefill beside ours with every index ready, and peaks"),
     "study": ("retrieval_attn.eval.studies", "figures 2, 3a, 3b and 6 of the RetrievalAttention paper, on your heads"),
 }
 

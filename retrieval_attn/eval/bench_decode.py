@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from retrieval_attn.eval.bench_keys import Source
     from retrieval_attn.eval.bench_rows import Row
 
-__all__ = ["add_arguments", "add_model_arguments", "run"]
+__all__ = ["Bench", "about", "add_arguments", "add_model_arguments", "check_arguments", "lengths_of", "run"]
 
 LENGTHS = "4k,16k,64k,128k"
 METHODS = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
@@ -82,20 +82,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report; 1 if a method's answers are wrong (it has no speed then). Raises on bad input."""
     from retrieval_attn.eval.bench_methods import parse
 
+    check_arguments(args)
     lengths = lengths_of(args.lengths)
-    for name in ("tokens", "batch", "chunk", "train"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.distinct_layers is not None and args.distinct_layers < 1:
-        raise ConfigError(f"--distinct-layers must be at least 1, got {args.distinct_layers}")
     if args.keys not in ("auto", "read", "mid", "hard"):
         raise ConfigError(f"--keys must be auto, read, mid or hard, got {args.keys!r}")
     if not 0 <= args.min_recall <= 1 or args.seconds <= 0:
         raise ConfigError(f"--min-recall must lie in 0 .. 1 and --seconds be > 0: {args.min_recall}, {args.seconds}")
-    if not args.no_plot:
-        from retrieval_attn.eval.bench_plots import need_matplotlib
-
-        need_matplotlib()
     specs = parse(args.methods)
     folder = new_folder(args.output_dir, "bench")
     from retrieval_attn.eval.bench_rows import measure
@@ -113,6 +105,20 @@ def run(args: argparse.Namespace) -> int:
         del source
     _write(folder, args, bench, rows, found)
     return 1 if any(row.status == "wrong" for row in rows) else 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Numbers that every benchmark of a whole model takes. Raises ConfigError."""
+    for name in ("tokens", "batch", "chunk", "train", "distinct_layers"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.threads < 0:
+        raise ConfigError(f"--threads must be 0 (all cores) or more, got {args.threads}")
+    if not args.no_plot:
+        from retrieval_attn.eval.bench_plots import need_matplotlib
+
+        need_matplotlib()
 
 
 class Bench:

@@ -35,6 +35,17 @@ def attentions(model: nn.Module) -> list[Any]:
     return [child for layer, _ in decoder_layers(model) for child in layer.children() if hasattr(child, "layer_idx")]
 
 
+@torch.no_grad()
+def read(model: Any, config: Config, ids: Tensor) -> tuple[RetrievalCache, Tensor]:
+    """One prefill of ids (batch, tokens) as `Context.read` does it; last logits (batch, vocabulary). Indexes may still
+    be being built.
+    """
+    cache = RetrievalCache(model, config)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    with using_retrieval(model, config.prefill_chunk):
+        return cache, forward(model, cache, ids, mask=None, position_ids=positions)
+
+
 def kv_shape(model: Any) -> tuple[int, int, int, int]:
     """Layers, key-value heads, query heads per key-value head, head_dim of a model whose layers all attend to all.
 
@@ -125,10 +136,7 @@ class ReadSource(Source):
         return torch.stack(keys), torch.stack(values)
 
     def retrieval(self, config: Config) -> RetrievalCache:
-        cache = RetrievalCache(self.model, config)
-        positions = torch.arange(self.tokens, device=self.model.device).expand(self.batch, -1)
-        with torch.no_grad(), using_retrieval(self.model, self._chunk):
-            forward(self.model, cache, self._ids, mask=None, position_ids=positions)
+        cache, _ = read(self.model, config.replace(prefill_chunk=self._chunk), self._ids)
         cache.stats()  # waits for indexes that are still being built
         return cache
 

@@ -125,9 +125,13 @@ class Retrieval(Method):
 
     def prepare(self, source: Source, room: int) -> None:
         self.config = self.config.replace(spill=max(room + 1, 128))  # no token pays for a block of others
-        _compile(self.config, source, self.model.dtype)
-        self._cache = source.retrieval(self.config)
-        self._batch, self.position = source.batch, source.tokens
+        compile_for(self.config, self.model.dtype)
+        self.hold(source.retrieval(self.config), source.tokens)
+
+    def hold(self, cache: RetrievalCache, tokens: int) -> None:
+        """Decode after this cache, which holds `tokens` tokens."""
+        layer: Any = cache.layers[0]
+        self._cache, self._batch, self.position = cache, layer.batch_size, tokens
 
     @property
     def cache(self) -> RetrievalCache:
@@ -186,9 +190,8 @@ class Static(Retrieval):
 
     def prepare(self, source: Source, room: int) -> None:
         self.config = self.config.replace(spill=max(room + 1, 128), index="flat", index_options={})
-        _compile(self.config, source, self.model.dtype)
-        self._cache = source.part(self.config, self.spans(source.tokens))
-        self._batch, self.position = source.batch, source.tokens
+        compile_for(self.config, self.model.dtype)
+        self.hold(source.part(self.config, self.spans(source.tokens)), source.tokens)
 
 
 class _OwnLoop(Method):
@@ -444,7 +447,8 @@ def _quantizer() -> str | None:
     return None
 
 
-def _compile(config: Config, source: Source, dtype: torch.dtype) -> None:
+def compile_for(config: Config, dtype: torch.dtype) -> None:
+    """Compile what the first token would wait for."""
     from retrieval_attn.transfer import host_format
 
     prepare(host_format(config.host_dtype, dtype), config.index, dict(config.index_options))

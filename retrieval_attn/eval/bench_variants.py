@@ -102,11 +102,11 @@ VARIANTS: dict[str, Variant] = {
         Variant("roargraph", "roargraph", {"exact_below": 0}, "beam", BEAMS, "codes"),
         Variant("roargraph-per-head", "roargraph", {"exact_below": 0, "per_query_head": True}, "beam", BEAMS, "codes"),
         Variant("postings", "postings", {"exact_below": 0}, "probe", (2, 4, 8, 16, 32), "codes"),
-        Variant("sketch-32", "sketch", {"rank": 32}, row_bytes="codes", shared=True),
-        Variant("sketch-64", "sketch", {"rank": 64}, row_bytes="codes", shared=True),
+        Variant("sketch-24", "sketch", {"key_bytes": 24}, row_bytes="codes", shared=True),
+        Variant("sketch", "sketch", {}, row_bytes="codes", shared=True),
     )
 }
-DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "postings", "sketch-32", "sketch-64")
+DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "postings", "sketch-24", "sketch")
 
 
 def choose(text: str) -> tuple[list[Variant], list[str]]:

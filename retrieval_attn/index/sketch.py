@@ -1,10 +1,10 @@
-"""A scan of keys in few dimensions: those that the queries look at. Then the best get their exact scores.
+"""A scan of keys in the few numbers that the queries look at. Then the best get their exact scores.
 
-q . k is approximated by (A q) . (B k) with A, B of `rank` rows: the projection that has the least squared error over
-the training queries and the keys (the leading eigenvectors of Sq^1/2 Sk Sq^1/2, with Sq the second moment of queries
-and Sk the covariance of keys). B k is stored as u8 codes and all of them are scanned, one pass for all queries.
-What it needs is one eigenproblem of head_dim and one matrix product per head; it depends on the data only through
-the spectrum, so it degrades evenly where graphs lose single answers.
+q . k is approximated by (A q) . (B k): the change of basis in which the first numbers carry most of what training
+queries tell keys apart by (the leading eigenvectors of Sq^1/2 Sk Sq^1/2, with Sq the second moment of queries and Sk
+the covariance of keys). The first numbers of B k are stored in 8 bits, the next in 4, the rest not at all (`blocks`),
+and all keys are scanned, one pass for all queries. What it needs is one eigenproblem of head_dim and one matrix product
+per head; it depends on the data only through the spectrum, so it degrades evenly where graphs lose single answers.
 """
 
 # mypy: allow-untyped-defs
@@ -12,7 +12,7 @@ the spectrum, so it degrades evenly where graphs lose single answers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,30 +20,47 @@ from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, check_search, check_training, register
-from retrieval_attn.index.coded import best_codes
-from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_query, extend_codes
+from retrieval_attn.index.block_scan import best_of_blocks
+from retrieval_attn.index.blocks import (
+    BLOCK,
+    KeyBlocks,
+    allocate,
+    empty_blocks,
+    key_bytes,
+    out_of_reach,
+    with_room,
+    write_blocks,
+)
 from retrieval_attn.index.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
-from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.memory import aligned_empty, one_layout
 from retrieval_attn.index.pieces import KeyPieces
 
-RANK = 64
-RESCORE = 10
+LEAST_BYTES = 8
+RESCORE = 4
 """Keys scored exactly per key wanted."""
 SAMPLED_KEYS = 32768
 """Most keys that the projection is learned from, evenly spaced."""
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
-BLOCK = 64
+TILE = 64
+PROJECTED_AT_ONCE = 8192
+
+
+class SketchArguments(NamedTuple):
+    """What a compiled search of a sketch reads: coded keys, and what queries are projected by, (rank, head_dim)."""
+
+    keys: KeyBlocks
+    query_side: npt.NDArray[np.float32]
 
 
 @njit(nogil=True, cache=True)
 def _project(keys, length, rows, out):
     """out[i, j] = rows[j] . keys[0, i] for i < length; rows (multiple of 4, d) float32, out (length, rows) float32."""
-    scores = np.empty((TILE_QUERIES, BLOCK), np.float32)
-    for tile in range(0, length, BLOCK):
-        size = min(BLOCK, length - tile)
+    scores = np.empty((TILE_QUERIES, TILE), np.float32)
+    for tile in range(0, length, TILE):
+        size = min(TILE, length - tile)
         for first in range(0, len(rows), TILE_QUERIES):
             score_tile(rows, first, keys[0], tile, size, scores)
             for i in range(size):
@@ -73,7 +90,7 @@ def learn_projection(
 
 @register
 class SketchIndex(KeyIndex):
-    """Scan of a query-aware low-rank sketch, exact scores for the best of it.
+    """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 
     A query that is not finite gets the exact answer, and so does a search for more than one key in four (after
     `rescore`), for which a sketch saves nothing.
@@ -81,23 +98,23 @@ class SketchIndex(KeyIndex):
 
     kind: ClassVar[str] = "sketch"
     trains: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"rank", "rescore"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore"})
 
     def __init__(
         self,
         keys: KeyPieces,
-        codes: Codes,
+        blocks: KeyBlocks,
         query_side: npt.NDArray[np.float32],
         key_side: npt.NDArray[np.float32],
         rescore: int,
     ) -> None:
-        """codes: of the projected keys; query_side, key_side (rank, head_dim): A and B. Callers use `build`."""
+        """blocks: of the projected keys; query_side, key_side (rank, head_dim): A and B. Callers use `build`."""
         self._keys = keys
-        self._codes = codes
+        self._blocks = blocks
         self._query_side = query_side
         self._key_side = key_side
         self._rescore = rescore
-        self._measured = len(self)  # how many keys the range of the codes was taken from
+        self._measured = len(self)  # how many keys the steps were taken from
 
     @classmethod
     def build(
@@ -105,18 +122,17 @@ class SketchIndex(KeyIndex):
     ) -> SketchIndex:
         """See KeyIndex.build. Options:
 
-        rank: dimensions kept, 1 to head_dim (default 64, or head_dim if that is less); a code row takes a multiple
-            of 64 bytes whatever it is.
-        rescore: how many keys get an exact score for each that is wanted (default 10).
+        key_bytes: most bytes per key, at least 8 (default head_dim / 2).
+        rescore: how many keys get an exact score for each that is wanted (default 4).
         Without keys the projection keeps what queries have most of. Raises ConfigError for other values or without
         finite training queries, ShapeError for keys that are not finite.
         """
         pieces = KeyPieces(keys, fmt)
-        dim = keys.shape[1]
-        rank = options.pop("rank", min(RANK, dim))
+        dim = fmt.dim_of(keys)
+        budget = options.pop("key_bytes", max(LEAST_BYTES, dim // 2))
         rescore = options.pop("rescore", RESCORE)
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 1 <= rank <= dim:
-            raise ConfigError(f"rank={rank!r} must be a whole number from 1 to head_dim={dim}")
+        if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < LEAST_BYTES:
+            raise ConfigError(f"key_bytes={budget!r} must be a whole number of at least {LEAST_BYTES}")
         check_rescore(rescore)
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -126,25 +142,50 @@ class SketchIndex(KeyIndex):
         sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
         if not np.isfinite(sample).all():
             raise ShapeError("keys to be sketched must be finite; leave the others out or use index='flat'")
-        query_side, key_side = learn_projection(
-            rows, sample if len(sample) else np.eye(dim, dtype=np.float32), int(rank)
-        )
-        codes = encode_keys(_projected(keys, fmt, key_side), Format.FLOAT32)
-        return cls(pieces, codes, query_side, key_side, int(rescore))
+        known = sample if len(sample) else np.eye(dim, dtype=np.float32)
+        sides = learn_projection(rows, known, dim)
+        variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
+        wide, narrow = allocate(variances, int(budget))
+        query_side, key_side = (_cut(side, wide + narrow) for side in sides)
+        index = cls(pieces, empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0), query_side, key_side, 0)
+        index._rescore = int(rescore)
+        index._encode_all(pieces.within(len(keys)), len(keys))
+        return index
+
+    def _encode_all(self, arrays: list[npt.NDArray[Any]], room: int) -> None:
+        """Code the keys of `arrays`, ids from 0 on, with steps that fit them. Raises ShapeError."""
+        total = sum(len(array) for array in arrays)
+        every = max(1, total // SAMPLED_KEYS)
+        sample = [_projected(array[::every], self._keys.fmt, self._key_side) for array in arrays]
+        numbers = np.concatenate(sample) if sample else np.empty((0, len(self._key_side)), np.float32)
+        _check_finite(numbers, 0, every)
+        self._blocks = empty_blocks(numbers, self._blocks.wide, room)
+        self._measured, written = total, 0
+        for array in arrays:
+            for first in range(0, len(array), PROJECTED_AT_ONCE):
+                written += self._encode(array[first : first + PROJECTED_AT_ONCE], written)
+
+    def _encode(self, keys: npt.NDArray[Any], start: int) -> int:
+        numbers = _projected(keys, self._keys.fmt, self._key_side)
+        _check_finite(numbers, start, 1)
+        blocks = self._blocks
+        write_blocks(numbers, blocks.blocks, start, blocks.mean, blocks.step, blocks.wide)
+        return len(keys)
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
-        """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError."""
+        """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.
+
+        All keys are coded anew when there are twice as many as the steps were taken from, or a far larger one comes.
+        """
         self._keys.check(keys)
-        projected = _projected(keys, self._keys.fmt, self._key_side)
-        fmt, length = self._keys.fmt, len(self)
-        self._codes, self._measured = extend_codes(
-            self._codes,
-            projected,
-            Format.FLOAT32,
-            length,
-            self._measured,
-            lambda: [_projected(array, fmt, self._key_side) for array in self._keys.within(length)],
-        )
+        length, total = len(self), len(self) + len(keys)
+        numbers = _projected(keys, self._keys.fmt, self._key_side)
+        _check_finite(numbers, length, 1)
+        if len(keys) and (total >= 2 * self._measured or out_of_reach(self._blocks, numbers)):
+            self._encode_all([*self._keys.within(length), keys], total + total // 4)
+        else:
+            self._blocks = blocks = with_room(self._blocks, total, length)
+            write_blocks(numbers, blocks.blocks, length, blocks.mean, blocks.step, blocks.wide)
         self._keys.add(keys)
 
     def truncate(self, length: int) -> bool:
@@ -152,17 +193,23 @@ class SketchIndex(KeyIndex):
         self._keys.cut(length)
         return True
 
+    def rescore_count(self, k: int) -> int:
+        """How many keys get an exact score when the best k are wanted."""
+        return rescore_count(self._rescore, k)
+
+    def search_arguments(self) -> SketchArguments:
+        """What a compiled search of this index needs besides the keys; another object after every change."""
+        return SketchArguments(self._blocks, self._query_side)
+
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k of the keys that the sketch puts first; see KeyIndex.search."""
         queries, k = check_search(queries, self.head_dim, k, limit)
         stop = len(self) if limit is None else min(int(limit), len(self))
-        kept = rescore_count(self._rescore, k)
+        kept = self.rescore_count(k)
         if stop < SCAN_SHARE * kept:
             return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
-        with np.errstate(invalid="ignore", over="ignore"):
-            coded = encode_query((queries @ self._query_side.T).astype(np.float32), self._codes)
-        ids, scores = self._keys.best(best_codes(self._codes.codes, stop, coded.planes, kept), queries, k)
-        lost = np.isnan(coded.offset)
+        found, lost = best_of_blocks(self._blocks, stop, queries, self._query_side, kept)
+        ids, scores = self._keys.best(found, queries, k)
         if lost.any():
             exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
             ids[lost], scores[lost] = exact.ids, exact.scores
@@ -170,12 +217,14 @@ class SketchIndex(KeyIndex):
 
     def state(self) -> dict[str, StateValue]:
         """See KeyIndex.state."""
-        codes = self._codes
+        blocks = self._blocks
         return {
             "rescore": self._rescore,
-            "rows": codes.codes[: len(self)],
-            "mean": codes.mean,
-            "scale": codes.scale,
+            "wide": blocks.wide,
+            "blocks": blocks.blocks[: -(-len(self) // BLOCK)],
+            "mean": blocks.mean,
+            "step": blocks.step,
+            "reach": blocks.reach,
             "query_side": self._query_side,
             "key_side": self._key_side,
         }
@@ -183,19 +232,30 @@ class SketchIndex(KeyIndex):
     @classmethod
     def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> SketchIndex:
         """See KeyIndex.from_state."""
-        sides = [state.get("query_side"), state.get("key_side")]
-        rescore = state.get("rescore")
-        ranks = {side.shape for side in sides if isinstance(side, np.ndarray) and side.dtype == np.float32}
-        shape = next(iter(ranks)) if len(ranks) == 1 else ()
-        if (
-            len(shape) != 2
-            or shape[1] != keys.shape[1]
-            or not isinstance(rescore, int)
-            or not 1 <= shape[0] <= shape[1]
-        ):
+        rescore, wide, step = state.get("rescore"), state.get("wide"), state.get("step")
+        rank = step.shape[0] if isinstance(step, np.ndarray) and step.ndim == 1 else -1
+        if not isinstance(rescore, int) or not isinstance(wide, int) or not 0 <= wide <= rank:
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
-        codes = codes_from_state(state, len(keys), shape[0])
-        return cls(KeyPieces(keys, fmt), codes, np.array(sides[0]), np.array(sides[1]), rescore)
+        rows, width = -(-len(keys) // BLOCK), key_bytes(wide, rank - wide) * BLOCK
+        expected: dict[str, tuple[type, tuple[int, ...]]] = {"blocks": (np.uint8, (rows, width))}
+        expected |= {name: (np.float32, (rank,)) for name in ("mean", "step", "reach")}
+        expected |= {name: (np.float32, (rank, fmt.dim_of(keys))) for name in ("query_side", "key_side")}
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, (dtype, shape) in expected.items():
+            array = state.get(name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
+                given = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else "nothing"
+                raise InputDataError(
+                    f"{name} of the sketch must be {np.dtype(dtype)} {shape}, got {given}; build the index again"
+                )
+            if not np.isfinite(array).all():
+                raise InputDataError(f"{name} of the sketch must be finite; build the index again")
+            arrays[name] = array
+        blocks = aligned_empty((rows + rows % 2, width), np.uint8)
+        blocks[:rows] = arrays["blocks"]
+        own = KeyBlocks(blocks, *(np.array(arrays[name]) for name in ("mean", "step", "reach")), wide)
+        sides = (np.array(arrays[name]) for name in ("query_side", "key_side"))
+        return cls(KeyPieces(keys, fmt), own, *sides, rescore)
 
     def __len__(self) -> int:
         return self._keys.length
@@ -208,7 +268,23 @@ class SketchIndex(KeyIndex):
     @property
     def nbytes(self) -> int:
         """Bytes of the codes and the projection."""
-        return int(self._codes.nbytes + self._query_side.nbytes + self._key_side.nbytes)
+        return int(self._blocks.nbytes + self._query_side.nbytes + self._key_side.nbytes)
+
+
+def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:
+    """The first `rank` rows, zeros behind the last."""
+    rows = np.zeros((rank, side.shape[1]), np.float32)
+    rows[: len(side)] = side[:rank]
+    return rows
+
+
+def _check_finite(numbers: npt.NDArray[np.float32], start: int, every: int) -> None:
+    bad = np.flatnonzero(~np.isfinite(numbers).all(axis=1))
+    if len(bad):
+        raise ShapeError(
+            f"keys to be sketched must be finite, got {len(bad)} with NaN or infinity, the first at id "
+            f"{start + int(bad[0]) * every}; leave them out or use index='flat'"
+        )
 
 
 def _projected(keys: npt.NDArray[Any], fmt: Format, key_side: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

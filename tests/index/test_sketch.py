@@ -56,10 +56,10 @@ def test_projection_has_the_least_error() -> None:
 def test_finds_what_queries_look_for() -> None:
     """A few dimensions are enough where queries use few, though the keys vary most in others."""
     keys, queries = make()
-    index = SketchIndex.build(strided(keys), Format.BFLOAT16, queries[:, :250], rank=RANK, rescore=10)
+    index = SketchIndex.build(strided(keys), Format.BFLOAT16, queries[:, :250], key_bytes=RANK, rescore=10)
     held = np.ascontiguousarray(queries[:, 250:].reshape(-1, DIM))
     assert recall(index, keys, held) >= 0.95
-    blind = SketchIndex.build(keys, Format.BFLOAT16, np.ones((1, 1, DIM), np.float32), rank=RANK, rescore=10)
+    blind = SketchIndex.build(keys, Format.BFLOAT16, np.ones((1, 1, DIM), np.float32), key_bytes=RANK, rescore=10)
     assert recall(blind, keys, held) < 0.5
     found = index.search(held, 20)
     exact = np.take_along_axis(held.astype(np.float64) @ to_float32(keys, Format.BFLOAT16).T, found.ids, axis=1)
@@ -70,7 +70,7 @@ def test_finds_what_queries_look_for() -> None:
 def test_insert_truncate_and_state() -> None:
     """Keys added in parts get the codes that they get at once; a loaded index answers as the saved one."""
     keys, queries = make(1)
-    part = SketchIndex.build(keys[:9000], Format.BFLOAT16, queries, rank=RANK)
+    part = SketchIndex.build(keys[:9000], Format.BFLOAT16, queries, key_bytes=RANK)
     for start in range(9000, N, 701):
         part.insert(keys[start : start + 701])
     assert len(part) == N
@@ -90,7 +90,7 @@ def test_insert_truncate_and_state() -> None:
     np.testing.assert_array_equal(again.search(held, 20).ids, part.search(held, 20).ids)
     again.insert(keys[:10])
     assert len(again) == len(moved) + 10
-    for name in ("rows", "query_side", "rescore"):
+    for name in ("blocks", "query_side", "rescore", "wide", "step"):
         with pytest.raises(InputDataError):
             SketchIndex.from_state(moved, Format.BFLOAT16, {**state, name: np.zeros((2, 2), np.float32)})
     with pytest.raises(InputDataError):
@@ -100,7 +100,7 @@ def test_insert_truncate_and_state() -> None:
 def test_exact_where_a_sketch_saves_nothing() -> None:
     """Few keys, many wanted, and queries that are not finite: the answers of the exact index."""
     keys, queries = make(2)
-    index = SketchIndex.build(keys, Format.BFLOAT16, queries, rank=RANK)
+    index = SketchIndex.build(keys, Format.BFLOAT16, queries, key_bytes=RANK)
     held = queries[1, :4].copy()
     held[1, 3], held[2, 0] = np.nan, np.inf
     exact = FlatIndex(keys, Format.BFLOAT16)
@@ -123,9 +123,9 @@ def test_exact_where_a_sketch_saves_nothing() -> None:
 def test_bad_input_is_named() -> None:
     """What it cannot learn from, and options out of range."""
     keys, queries = make(3)
-    for rank in (0, DIM + 1, True, 2.0):
-        with pytest.raises(ConfigError, match="rank="):
-            SketchIndex.build(keys, Format.BFLOAT16, queries, rank=rank)
+    for budget in (0, 7, True, 16.0):
+        with pytest.raises(ConfigError, match="key_bytes="):
+            SketchIndex.build(keys, Format.BFLOAT16, queries, key_bytes=budget)
     with pytest.raises(ConfigError, match="rescore=0"):
         SketchIndex.build(keys, Format.BFLOAT16, queries, rescore=0)
     for given in (None, queries[:, :0], np.full_like(queries, np.nan)):

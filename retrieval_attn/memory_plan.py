@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retrieval_attn.config import Config, resolve
+from retrieval_attn.config import HOST_DTYPES, Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.model_shape import DTYPE_BYTES, ModelShape, model_shape
+from retrieval_attn.host_size import HostSize
+from retrieval_attn.model_shape import ModelShape, model_shape
 from retrieval_attn.sizes import GIB, host_memory_bytes, parse_bytes, show_bytes
 
 # CUDA context, cuBLAS workspaces and the allocator's fragmentation: what a process holds beyond its tensors.
@@ -30,7 +31,6 @@ HOST_BANDWIDTH = 80e9
 Q4_BITS = 4.85
 Q8_BITS = 8.5
 CHUNK_STEP = 256
-_CODE_AND_LINKS = "at most codes and 32 links per key"
 
 
 @dataclass(frozen=True)
@@ -229,21 +229,8 @@ class _Arithmetic:
         return self.batch * self.shape.vocab * 4
 
     @property
-    def host_element_bytes(self) -> int:
-        name = self.options.host_dtype
-        return self.shape.dtype_bytes if name == "auto" else DTYPE_BYTES[name]
-
-    @property
-    def host_token_bytes(self) -> int:
-        """Host bytes of keys and values per token of context."""
-        return self.batch * self.shape.full_layers * self.shape.kv_elements * self.host_element_bytes
-
-    @property
-    def index_token_bytes(self) -> int:
-        # a scan searches the stored keys themselves and holds nothing beyond them, unless it codes them
-        if self.options.index == "flat" and self.options.index_options.get("codes", "none") == "none":
-            return 0
-        return self.batch * self.shape.full_layers * self.shape.kv_heads * (self.shape.key_dim + 4 * 32)
+    def host_size(self) -> HostSize:
+        return HostSize(self.shape, self.options, self.batch)
 
     def device(self) -> tuple[Item, ...]:
         shape, n = self.shape, self.context
@@ -271,11 +258,12 @@ class _Arithmetic:
         return tuple(item for item in items if item.bytes)
 
     def host(self) -> tuple[Item, ...]:
-        shape, n = self.shape, self.context
-        index = "no bytes beyond the keys" if not self.index_token_bytes else _CODE_AND_LINKS
+        shape, n, size = self.shape, self.context, self.host_size
+        key, value = size.rows
+        stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
         return (
-            Item("keys and values", n * self.host_token_bytes, f"{n:,} tokens x {shape.full_layers} layers"),
-            Item("index", n * self.index_token_bytes, f"{self.options.index}: {index}"),
+            Item("keys and values", n * size.token_bytes, stored),
+            Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_size()[2]}"),
             Item("process and staging", HOST_RESERVE, "assumed"),
         )
 
@@ -292,10 +280,8 @@ class _Arithmetic:
         chunk = self.options.prefill_chunk
         free = device_limit - self.decode_bytes() - chunk * self.chunk_token_bytes
         tokens = free // self.context_token_bytes
-        per_token = self.host_token_bytes + self.index_token_bytes
-        if per_token:
-            tokens = min(tokens, (host_limit - HOST_RESERVE) // per_token)
-        return max(tokens, 0)
+        held = self.host_size.most_tokens(host_limit - HOST_RESERVE)
+        return max(tokens if held is None else min(tokens, held), 0)
 
     def full_attention(self, device_limit: int) -> FullAttention:
         shape, n = self.shape, self.context
@@ -324,8 +310,8 @@ class _Arithmetic:
         keys = max(self.context - self.options.sink - self.options.window, 0)
         retrieved = self.options.top_k_of(keys)
         rows = keys * shape.kv_heads if retrieved is None else min(retrieved * shape.q_heads, keys * shape.kv_heads)
-        elements = keys * shape.kv_heads * shape.key_dim + rows * shape.value_dim
-        return self.batch * shape.full_layers * elements * self.host_element_bytes
+        key_bytes, value_bytes = self.host_size.rows
+        return self.batch * shape.full_layers * (keys * shape.kv_heads * key_bytes + rows * value_bytes)
 
     def reasons(
         self, device: tuple[Item, ...], host: tuple[Item, ...], device_limit: int, host_limit: int
@@ -414,6 +400,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="TOKENS",
             help=f"{text} (default: %(default)s)",
         )
+    parser.add_argument(
+        "--host-dtype",
+        choices=HOST_DTYPES,
+        default=usual.host_dtype,
+        help="of keys and values on the host; auto: the model's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--index", default=usual.index, metavar="NAME", help="index over the host's keys (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -426,7 +421,13 @@ def run(args: argparse.Namespace) -> int:
         host_memory=None if args.host_memory == "auto" else args.host_memory,
         batch=args.batch,
         dtype=args.dtype,
-        config=Config(prefill_chunk=args.prefill_chunk, sink=args.sink, window=args.window),
+        config=Config(
+            prefill_chunk=args.prefill_chunk,
+            sink=args.sink,
+            window=args.window,
+            host_dtype=args.host_dtype,
+            index=args.index,
+        ),
     )
     print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
     return 0 if answer.fits else 1

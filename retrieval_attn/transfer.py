@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
+from retrieval_attn.index.formats import LEAST_STEP, MOST_STEP, MOST_STEPS, SCALE_BYTES, STEP_SHARE
 
 _TORCH_DTYPE = {
     Format.FLOAT32: torch.float32,
     Format.BFLOAT16: torch.bfloat16,
     Format.FLOAT16: torch.float16,
+    Format.INT8: torch.int8,
 }
+_AT_ONCE = 1 << 22
+"""Numbers that are packed or unpacked at once: their float32 copies must not show beside a layer's keys."""
 
 
 def host_format(host_dtype: str, model_dtype: torch.dtype) -> Format:
@@ -26,16 +32,66 @@ def host_format(host_dtype: str, model_dtype: torch.dtype) -> Format:
 
 
 def to_host(tensor: Tensor, fmt: Format) -> np.ndarray:
-    """Copy to the CPU in storage format: float32, or uint16 carrying the bits of a 16-bit float."""
-    stored = tensor.detach().to("cpu", _TORCH_DTYPE[fmt])
-    return stored.numpy() if fmt is Format.FLOAT32 else stored.view(torch.uint16).numpy()
+    """Copy to the CPU in storage format: float32, uint16 carrying the bits of a 16-bit float, int8 and its steps."""
+    return to_bits(pack(tensor.detach(), fmt).to("cpu"), fmt)
+
+
+def to_bits(packed: Tensor, fmt: Format) -> np.ndarray:
+    """A packed tensor on the CPU as the host array that it is. No copy."""
+    return packed.view(torch.uint16).numpy() if fmt.dtype == np.uint16 else packed.numpy()
+
+
+def pack(tensor: Tensor, fmt: Format) -> Tensor:
+    """`tensor` (..., dim) in storage format on its own device: (..., fmt.width(dim)), what a host array is copied from.
+
+    int8: the same bits as `from_float32`, on every device. May be `tensor` itself.
+    """
+    if fmt is not Format.INT8:
+        return tensor.to(_TORCH_DTYPE[fmt])
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    packed = torch.empty(len(rows), fmt.width(rows.shape[1]), dtype=torch.int8, device=tensor.device)
+    for some, into in _blocks(rows, packed):
+        into.copy_(_in_steps(some.float()))
+    return packed.view(*tensor.shape[:-1], packed.shape[1])
+
+
+def unpack(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """What `pack` made, in `dtype` again, on its device: (..., dim). May be `packed` itself."""
+    if fmt is not Format.INT8:
+        return packed.to(dtype)
+    rows = packed.reshape(-1, packed.shape[-1])
+    dim = rows.shape[1] - SCALE_BYTES
+    numbers = torch.empty(len(rows), dim, dtype=dtype, device=packed.device)
+    for some, into in _blocks(rows, numbers):
+        steps = some[:, dim:].contiguous().view(torch.float32)
+        into.copy_(some[:, :dim].float() * steps)
+    return numbers.view(*packed.shape[:-1], dim)
+
+
+def _in_steps(rows: Tensor) -> Tensor:
+    """float32 rows as int8 rows, number for number as `formats.from_float32` does it."""
+    most = rows.abs().amax(dim=-1, keepdim=True)
+    finite = most.isfinite()
+    step = torch.where(most > 0, (most * float(STEP_SHARE)).clamp(float(LEAST_STEP), float(MOST_STEP)), 0.0)
+    numbers = torch.where(finite, rows, 0.0) / torch.where(finite & (most > 0), step, 1.0)
+    steps = numbers.round().clamp(-MOST_STEPS, MOST_STEPS).to(torch.int8)
+    behind = torch.where(finite, step, torch.nan).reshape(-1).view(torch.int8).view(-1, SCALE_BYTES)
+    return torch.cat([steps, behind], dim=-1)
+
+
+def _blocks(rows: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both cut into as many rows as are to be worked on at once."""
+    if not len(rows):
+        return iter(())
+    count = max(1, _AT_ONCE // max(rows.shape[1], into.shape[1]))
+    return zip(rows.split(count), into.split(count), strict=True)
 
 
 def to_device(array: np.ndarray, fmt: Format, like: Tensor) -> Tensor:
     """A copy of a storage-format array on the device and in the dtype of `like`."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if fmt is not Format.FLOAT32:
-        tensor = tensor.view(_TORCH_DTYPE[fmt])
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt])
+    if fmt is Format.INT8:
+        return unpack(tensor.to(like.device), fmt, like.dtype)
     return tensor.to(like.device, like.dtype, copy=True)
 
 

@@ -105,7 +105,7 @@ def test_window_and_host_equal_hand_sums() -> None:
     assert item(answer.device, "sinks and window") == 2 * 24 * 384
     assert item(answer.device, "prefill: KV of one layer") == 2 * 100 * 128
     assert item(answer.host, "keys and values") == 2 * 100 * 384
-    index = 2 * 100 * 3 * 2 * (8 + 4 * 32)  # a byte per element and 32 links, for each key of each head
+    index = 2 * 100 * 3 * 2 * (64 + 4 * 32 + 8)  # a line of codes, 32 links, id and term, for each key of each head
     assert item(answer.host, "index") == index
     assert answer.host_bytes == 2 * 100 * 384 + index + HOST_RESERVE
     scan = plan(tiny(), context=100, gpu_memory="2GiB", host_memory="4GiB", config=options.replace(index="flat"))
@@ -118,6 +118,34 @@ def test_host_dtype_counts_on_the_host_only() -> None:
     narrow = plan(tiny(), context=1000, host_memory="4GiB", config={"host_dtype": "bfloat16"})
     assert 2 * item(narrow.host, "keys and values") == item(wide.host, "keys and values")
     assert narrow.device == wide.device
+
+
+def test_int8_at_a_million_tokens_fits_128_gb() -> None:
+    """32 layers x 8 heads x (132 + 132) bytes per token; scanned keys are their own codes, a graph holds few keys.
+
+    Breaks if the steps behind the rows are forgotten, or if a scan of int8 keys were charged for codes.
+    """
+    tokens, kv = 1 << 20, 32 * 8 * 264 << 20
+    config = {"host_dtype": "int8", "index": "flat", "index_options": {"codes": "int8"}}
+    scan = plan(llama3_8b(), context=tokens, host_memory="128GB", config=config)
+    assert item(scan.host, "keys and values") == kv and item(scan.host, "index") == 0
+    assert scan.host_bytes == kv + HOST_RESERVE < 74e9 < 128e9
+    assert not any("host" in reason for reason in scan.reasons)
+    graph = plan(llama3_8b(), context=tokens, host_memory="128GiB", config={"host_dtype": "int8"})
+    # 2,048 queries x 4 heads x lists of 100 name no more keys than that
+    assert item(graph.host, "index") == 32 * 8 * 819_200 * (128 + 4 * 32 + 8)
+    assert graph.host_bytes < 128 << 30 and not any("host" in reason for reason in graph.reasons)
+    wide = plan(llama3_8b(), context=tokens, host_memory="128GiB")
+    assert item(wide.host, "keys and values") * 264 == kv * 512 and any("host" in r for r in wide.reasons)
+
+
+@pytest.mark.parametrize("host", ["64GB", "128GiB", "1TiB"])
+def test_largest_context_of_an_int8_host(host: str) -> None:
+    """Below and above the number of keys that a graph can hold, one token more does not fit."""
+    options = {"gpu_memory": "1TiB", "host_memory": host, "config": {"host_dtype": "int8"}}
+    largest = plan(llama3_8b(), **options).largest_context
+    above, at = plan(llama3_8b(), context=largest + 1, **options), plan(llama3_8b(), context=largest, **options)
+    assert at.host_bytes <= at.host_memory < above.host_bytes
 
 
 def test_device_memory_while_generating_does_not_depend_on_the_context() -> None:

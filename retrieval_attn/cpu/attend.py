@@ -119,11 +119,11 @@ def attend_ids_heads(
 ) -> Partial:
     """Attention of each query over its own ids, all key-value heads in one call.
 
-    queries (heads, n, d) float32; keys (heads, tokens, d), values (heads, tokens, dv) of dtype fmt.dtype with
-    contiguous rows, the other strides free; ids (heads, n, k) int32 in any order, -1 = nothing; an id given
-    twice counts twice. Scores are scale * q.k, then softcap * tanh(score / softcap) if softcap is given.
-    Returns out (heads, n, dv) and lse (heads, n), float32; a query without ids gets 0 and -inf. Raises
-    ShapeError for shapes, dtypes, layouts or ids that do not fit, ConfigError for scale or softcap.
+    queries (heads, n, d) float32; keys (heads, tokens, d), values (heads, tokens, dv) stored in `fmt` (of its dtype,
+    the last axis its width) with contiguous rows, the other strides free; ids (heads, n, k) int32 in any order,
+    -1 = nothing; an id given twice counts twice. Scores are scale * q.k, then softcap * tanh(score / softcap) if
+    softcap is given. Returns out (heads, n, dv) and lse (heads, n), float32; a query without ids gets 0 and -inf.
+    Raises ShapeError for shapes, dtypes, layouts or ids that do not fit, ConfigError for scale or softcap.
     """
     queries, scale32, softcap32 = _check(queries, keys, values, fmt, scale, softcap)
     heads, n, _ = queries.shape
@@ -133,7 +133,7 @@ def attend_ids_heads(
         raise ShapeError(
             f"ids must lie in -1 .. {keys.shape[1] - 1} (the tokens given), got {ids.min()} .. {ids.max()}"
         )
-    out = np.empty((heads, n, values.shape[2]), np.float32)
+    out = np.empty((heads, n, fmt.dim_of(values)), np.float32)
     lse = np.empty((heads, n), np.float32)
     if lse.size:
         with kernel_threads(None):
@@ -171,7 +171,7 @@ def attend_range_heads(
     if not 0 <= start <= stop <= keys.shape[1]:
         raise ShapeError(f"the range must lie within 0 .. {keys.shape[1]} tokens, got [{start}, {stop})")
     heads, n, dim = queries.shape
-    out = np.zeros((heads, n, values.shape[2]), np.float32)
+    out = np.zeros((heads, n, fmt.dim_of(values)), np.float32)
     lse = np.full((heads, n), -np.inf, np.float32)
     if start == stop or not lse.size:
         return out, lse
@@ -180,7 +180,7 @@ def attend_range_heads(
         queries = np.concatenate([queries, np.zeros((heads, padded - n, dim), np.float32)], axis=1)
     tasks = heads * padded // TILE_QUERIES
     parts = max(1, min(-(-WANTED_TASKS // tasks), -(-(stop - start) // PART_TOKENS)))
-    sums = np.empty((heads, padded, parts, values.shape[2]), np.float32)
+    sums = np.empty((heads, padded, parts, out.shape[2]), np.float32)
     tops = np.empty((heads, padded, parts), np.float32)
     totals = np.empty((heads, padded, parts), np.float64)
     with kernel_threads(None):
@@ -293,7 +293,7 @@ def _check(
     check_rows("keys", keys, fmt, 3)
     check_rows("values", values, fmt, 3)
     heads, _, dim = queries.shape
-    if keys.shape[0] != heads or keys.shape[2] != dim or values.shape[:2] != keys.shape[:2]:
+    if keys.shape[0] != heads or fmt.dim_of(keys) != dim or values.shape[:2] != keys.shape[:2]:
         raise ShapeError(
             "queries (heads, n, d), keys (heads, tokens, d) and values (heads, tokens, dv) must agree in "
             f"heads, d and tokens, got {queries.shape}, {keys.shape}, {values.shape}"

@@ -14,8 +14,9 @@ from numba import carray, njit
 
 from retrieval_attn.cpu import step as at
 from retrieval_attn.cpu.atomics import at_address, atomic_load
-from retrieval_attn.cpu.gather import attend_rows
+from retrieval_attn.cpu.gather import attend_rows, bytes_of_row
 from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
+from retrieval_attn.cpu.stored_rows import rows_at
 from retrieval_attn.index.dots import bits_to_float
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.packed import id_of, keep_best, score_of
@@ -70,7 +71,7 @@ def _score_coded(step, entry, query, number, joined, count, like):
         keep_best(joined, count, kept)
         count = kept
     own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
-    keys = carray(at_address(piece[at.KEYS]), (piece[at.HIGH], dim), like.dtype)
+    keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
     rescore(keys, piece[at.HIGH], own, 0, joined, count, piece[at.FIRST], joined)
     return count
 
@@ -126,7 +127,7 @@ def _attend(descriptor, number, worker, like):
         found = rows
     first, last = entries[entry, at.ENTRY_PIECE], entries[entry, at.ENTRY_PIECE] + entries[entry, at.ENTRY_PIECES]
     pieces = words_at(step[at.PIECES_AT], last, at.PIECE_WORDS)
-    row_bytes = value_dim * like.itemsize
+    row_bytes = bytes_of_row(like, value_dim)
     own = first
     for i in range(count):
         key = id_of(found[i])
@@ -163,8 +164,17 @@ def _attend_float16(descriptor, number, worker):
     return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.int16))
 
 
+def _attend_int8(descriptor, number, worker):
+    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.int8))
+
+
 @functools.cache
 def attend_task(fmt: Format) -> int:
     """Address of the function that attends to values in `fmt`; compiled, or loaded, on first use."""
-    made = {Format.FLOAT32: _attend_float32, Format.BFLOAT16: _attend_bfloat16, Format.FLOAT16: _attend_float16}
+    made = {
+        Format.FLOAT32: _attend_float32,
+        Format.BFLOAT16: _attend_bfloat16,
+        Format.FLOAT16: _attend_float16,
+        Format.INT8: _attend_int8,
+    }
     return address_of(made[fmt], TASK_SIGNATURE)

@@ -29,6 +29,7 @@ from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 from retrieval_attn.index.roargraph import RoarGraphIndex
+from retrieval_attn.index.scan import BOUND_WORDS
 
 PART_TOKENS = 2048
 """Fewest tokens of an exact scan that are worth a task of their own."""
@@ -44,7 +45,7 @@ _MESSAGES = {words.BAD_ID: "its index returned a token that is not among those s
 class Piece(NamedTuple):
     """Tokens [low, high) of arrays of one sequence, which are its tokens first + low, ... .
 
-    keys (kv_heads, tokens, head_dim) and values (kv_heads, tokens, value_dim), C-contiguous, of one storage format.
+    keys (kv_heads, tokens, head_dim) and values (kv_heads, tokens, value_dim) as stored in one format, C-contiguous.
     indexes: one per head, whose first keys are those of token index_first <= low, covering all tokens; or None: the
     tokens are scanned exactly. version: another number after the indexes have changed.
     """
@@ -90,13 +91,15 @@ class StepBuffers(NamedTuple):
     """Memory that a step reads and writes, from outside: it keeps its place however often the step is planned.
 
     1-D and C-contiguous, at least as long as named. queries: rows * q_heads * positions * head_dim float32; out: the
-    same with value_dim; lse: rows * q_heads * positions float32; meters: workers of the pool * METER_WORDS int64.
+    same with value_dim; lse: rows * q_heads * positions float32; meters: workers of the pool * METER_WORDS int64;
+    descriptor: WORDS int64, which begins as zeros.
     """
 
     queries: npt.NDArray[np.float32]
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
     meters: npt.NDArray[np.int64]
+    descriptor: npt.NDArray[np.int64]
 
 
 class _Wanted(NamedTuple):
@@ -132,7 +135,7 @@ class LayerStep:
         self._buffers = buffers
         self._fmt = fmt
         self._layer = layer
-        self._words = _zeros(words.WORDS)
+        self._words = _zeros(words.WORDS) if buffers is None else buffers.descriptor
         self._address = int(self._words.ctypes.data)
         self._words[words.TASK] = task_address()
         self._words[words.ATTEND] = attend_task(fmt)
@@ -211,8 +214,7 @@ class LayerStep:
         first = next((piece for row in rows for piece in row), None)
         if first is None:
             raise ShapeError("a step needs at least one piece of one row")
-        heads, _, dim = first.keys.shape
-        value_dim = first.values.shape[2]
+        heads, dim, value_dim = len(first.keys), self._fmt.dim_of(first.keys), self._fmt.dim_of(first.values)
         for piece in (piece for row in rows for piece in row):
             _check_piece(piece, self._fmt, (heads, dim, value_dim))
         if wanted.q_heads < 1 or wanted.q_heads % heads:
@@ -234,7 +236,7 @@ class LayerStep:
             words.DIGITS_AT: 256 * 8,
             words.COUNTS_AT: queries * 8,
             words.BARS_AT: queries * 8,
-            words.BOUNDS_AT: padded * 16,
+            words.BOUNDS_AT: padded * BOUND_WORDS,  # of 4 bytes, for every 4 queries
             words.STEPS_AT: 2 * padded * 4,
             words.JOINED_AT: lists * list_words * 8,
             words.TILE_AT: 4 * 64 * 4,
@@ -388,7 +390,7 @@ def _check_piece(piece: Piece, fmt: Format, dims: tuple[int, int, int]) -> None:
     heads, dim, value_dim = dims
     keys, values = piece.keys, piece.values
     tokens = keys.shape[1]
-    if keys.shape != (heads, tokens, dim) or values.shape != (heads, tokens, value_dim):
+    if keys.shape != (heads, tokens, fmt.width(dim)) or values.shape != (heads, tokens, fmt.width(value_dim)):
         raise ShapeError(f"pieces must be {heads} heads of {dim} and {value_dim}, got {keys.shape} and {values.shape}")
     for array in (keys, values):
         if array.dtype != fmt.dtype or not array.flags.c_contiguous or not array.flags.aligned:

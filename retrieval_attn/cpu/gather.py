@@ -23,14 +23,18 @@ from retrieval_attn.index.dots import (
     _is_rows,
     _products,
     _row_address,
+    _row_scale,
     _shuffled,
+    _stored_ir,
     _widen,
     bits_to_float,
     dot,
     float_to_bits,
     prefetch_row,
+    scale_of,
     widen,
 )
+from retrieval_attn.index.formats import SCALE_BYTES
 
 AHEAD = 16
 """Gathered rows that are prefetched before their turn."""
@@ -51,7 +55,7 @@ _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
-_STORED = (types.float32, types.uint16, types.int16)
+_STORED = (types.float32, types.uint16, types.int16, types.int8)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -133,14 +137,13 @@ def prefetch_at(typingctx, address, nbytes):
 def _sum_codegen(vectors: int) -> Any:
     """out[:LANES * vectors] += sum over i < count of weights[i] * the elements at address rows[i] + skip.
 
-    Rows up to `left`, at least count, are asked for ahead.
+    Rows up to `left`, at least count, are asked for ahead. width: elements of a row, behind which its scale lies.
     """
 
     def codegen(context, builder, signature, args):
-        _, rows, weights, count, left, skip, out = args
+        _, rows, weights, count, left, skip, width, out = args
         stored = signature.args[0].dtype
-        size = 4 if stored == types.float32 else 2
-        stored_ir = _FLOAT if size == 4 else ir.IntType(16)
+        stored_ir, size = _stored_ir(stored)
         load_type = ir.VectorType(stored_ir, LANES).as_pointer()
         muladd = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
@@ -154,13 +157,17 @@ def _sum_codegen(vectors: int) -> Any:
             ahead = builder.add(loop.index, ir.Constant(_INT64, AHEAD))
             ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
             coming = _load_word(builder, rows, ahead)
-            lines = -(-vectors * LANES * size // CACHE_LINE)
+            lines = -(-vectors * LANES * size // CACHE_LINE) + (stored == types.int8)  # rows of int8 begin anywhere
             for line in range(lines):
                 offset = builder.add(skip, ir.Constant(_INT64, line * CACHE_LINE))
                 _prefetch(builder, builder.add(coming, offset))
-            row = builder.add(_load_word(builder, rows, loop.index), skip)
+            start = _load_word(builder, rows, loop.index)
+            row = builder.add(start, skip)
             weight_at = builder.add(weights, builder.mul(loop.index, ir.Constant(_INT64, 4)))
             weight = builder.load(builder.inttoptr(weight_at, _FLOAT.as_pointer()))
+            scale = _row_scale(builder, stored, start, width)
+            if scale is not None:
+                weight = builder.fmul(weight, scale)
             first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), weight, _INT32(0))
             mask = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
             spread = builder.shuffle_vector(first, first, mask)
@@ -186,18 +193,18 @@ def _load_word(builder: Any, array: Any, index: Any) -> Any:
 def _sum_signature(like: Any) -> Any:
     if not (isinstance(like, types.Array) and like.dtype in _STORED):
         return None
-    return types.void(like, *[types.int64] * 6)
+    return types.void(like, *[types.int64] * 7)
 
 
 @intrinsic
-def _sum_wide(typingctx, like, rows, weights, count, left, skip, out):
+def _sum_wide(typingctx, like, rows, weights, count, left, skip, width, out):
     """VECTORS * LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
     signature = _sum_signature(like)
     return None if signature is None else (signature, _sum_codegen(VECTORS))
 
 
 @intrinsic
-def _sum_narrow(typingctx, like, rows, weights, count, left, skip, out):
+def _sum_narrow(typingctx, like, rows, weights, count, left, skip, width, out):
     """LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
     signature = _sum_signature(like)
     return None if signature is None else (signature, _sum_codegen(1))
@@ -210,11 +217,29 @@ def _element(typingctx, like, address):
         return None
 
     def codegen(context, builder, signature, args):
-        size = 4 if like.dtype == types.float32 else 2
-        pointer = (_FLOAT if size == 4 else ir.IntType(16)).as_pointer()
-        return builder.load(builder.inttoptr(args[1], pointer), align=size)
+        stored_ir, size = _stored_ir(like.dtype)
+        return builder.load(builder.inttoptr(args[1], stored_ir.as_pointer()), align=size)
 
     return like.dtype(like, types.int64), codegen
+
+
+@intrinsic
+def _scale_at(typingctx, like, row, width):
+    """What the elements of the row of `width` at address `row` are to be multiplied by: float32, 1 but for int8."""
+    if not (isinstance(like, types.Array) and like.dtype in _STORED):
+        return None
+
+    def codegen(context, builder, signature, args):
+        scale = _row_scale(builder, like.dtype, args[1], args[2])
+        return ir.Constant(_FLOAT, 1.0) if scale is None else scale
+
+    return types.float32(like, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True, inline="always")
+def bytes_of_row(like, dim):
+    """Bytes of a stored row of `dim` numbers: `formats.Format.row_bytes`. like: an array of the format."""
+    return dim * like.itemsize + (SCALE_BYTES if like.itemsize == 1 else 0)
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -232,15 +257,16 @@ def sum_rows(like, rows, weights, count, out):
         block_rows, block_weights = row_list + 8 * first, weight_list + 4 * first
         done = np.int64(0)
         while value_dim - done >= VECTORS * LANES:
-            _sum_wide(like, block_rows, block_weights, number, left, done * size, target + 4 * done)
+            _sum_wide(like, block_rows, block_weights, number, left, done * size, value_dim, target + 4 * done)
             done += VECTORS * LANES
         while value_dim - done >= LANES:
-            _sum_narrow(like, block_rows, block_weights, number, left, done * size, target + 4 * done)
+            _sum_narrow(like, block_rows, block_weights, number, left, done * size, value_dim, target + 4 * done)
             done += LANES
         for j in range(done, value_dim):
             total = np.float32(0.0)
             for i in range(first, first + number):
-                total += weights[i] * widen(_element(like, rows[i] + j * size))
+                value = widen(_element(like, rows[i] + j * size)) * _scale_at(like, rows[i], value_dim)
+                total += weights[i] * value
             out[j] += total
 
 
@@ -252,7 +278,7 @@ def attend_rows(like, rows, scores, count, scale, softcap, out):
     products, overwritten by weights; softcap 0: none; out (value_dim,) float32. Without rows: out 0 and -inf.
     """
     for i in range(min(AHEAD_OF_SOFTMAX, count)):
-        prefetch_at(rows[i], out.shape[0] * like.itemsize)
+        prefetch_at(rows[i], bytes_of_row(like, out.shape[0]))
     top = scale_scores(scores, count, scale, softcap)
     shift = top if top > -np.inf else np.float32(0.0)  # all -inf: -inf - -inf would be NaN
     exponentiate(scores, count, shift)
@@ -301,7 +327,7 @@ def _score_gathered(queries, query, keys, rows, count, scores):
         _dot_four(queries, query, keys, row_list + 8 * i, dim, target + 4 * i)
         for j in range(dim // LANES * LANES, dim):
             for t in range(i, i + 4):
-                scores[t] += queries[query, j] * widen(keys[rows[t], j])
+                scores[t] += queries[query, j] * (widen(keys[rows[t], j]) * scale_of(keys, rows[t]))
     for i in range(fours, count):
         scores[i] = dot(queries, query, keys, rows[i])
 

@@ -35,7 +35,8 @@ class IndexWords:
         for word, array in ((words.CODES, codes), (words.MEAN, mean), (words.STEP_SIZES, scale)):
             row[word] = array.ctypes.data
         row[words.CODE_ROWS], row[words.CODE_WIDTH] = codes.shape
-        row[words.GRAPH_FIRST], row[words.KEPT] = first, kept
+        # stored keys serve as codes: their rows are the tokens of the piece
+        row[words.GRAPH_FIRST], row[words.KEPT] = 0 if index.scans_stored else first, kept
         self.kept = max(self.kept, kept)
         self.planes = max(self.planes, self._padded * codes.shape[1])
         self.kept_alive += [row, index.codes]
@@ -55,7 +56,7 @@ class IndexWords:
             return 0
         rows = aligned_empty((len(arguments), words.GRAPH_WORDS), np.int64)
         for row, given in zip(rows, arguments, strict=True):
-            self._describe(row, given, len(index), first, visible)
+            self._describe(row, given, index.fmt.row_bytes(index.head_dim), len(index), first, visible)
         rows[:, words.GRAPHS] = len(arguments)
         seeds = np.full((self._queries, SEEDS if index.options.seeds else 0), -1, np.int32)
         rows[:, words.SEED_NODES], rows[:, words.SEEDS] = seeds.ctypes.data, seeds.shape[1]
@@ -63,7 +64,13 @@ class IndexWords:
         return int(rows.ctypes.data)
 
     def _describe(
-        self, row: npt.NDArray[np.int64], given: SearchArguments, length: int, first: int, visible: int
+        self,
+        row: npt.NDArray[np.int64],
+        given: SearchArguments,
+        row_bytes: int,
+        length: int,
+        first: int,
+        visible: int,
     ) -> None:
         graph = given.graph
         code_rows, width = graph.codes.shape
@@ -79,8 +86,9 @@ class IndexWords:
             words.NODE_COUNTS: graph.counts,
             words.MEAN: given.mean,
             words.STEP_SIZES: given.scale,
-            words.GRAPH_KEYS: given.keys,
         }
+        assert len(given.keys) < 2 or given.keys.strides == (row_bytes, given.keys.itemsize), given.keys.strides
+        row[words.GRAPH_KEYS] = given.keys.ctypes.data
         for word, array in arrays.items():
             assert array.flags.c_contiguous, (word, array.strides)
             row[word] = array.ctypes.data

@@ -11,17 +11,20 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, types
+from numba.extending import overload
 
 from retrieval_attn.cpu import step as at
 from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max
+from retrieval_attn.cpu.gather import bytes_of_row
 from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
+from retrieval_attn.cpu.stored_rows import rows_at
 from retrieval_attn.index.codes import encode_query_rows
 from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.graph_search import search_graph
 from retrieval_attn.index.packed import EMPTY, keep_best, pack_score
-from retrieval_attn.index.scan import TILE_KEYS, scan_codes, scan_exact
+from retrieval_attn.index.scan import BOUND_WORDS, TILE_KEYS, scan_codes, scan_exact
 
 
 @njit(nogil=True, cache=True)
@@ -66,7 +69,7 @@ def _scan_part(descriptor, number, worker, like):
     low, high = piece[at.LOW], piece[at.HIGH]
     start = low + (high - low) * task[at.TASK_PART] // task[at.TASK_PARTS]
     stop = low + (high - low) * (task[at.TASK_PART] + 1) // task[at.TASK_PARTS]
-    keys = carray(at_address(piece[at.KEYS]), (high, dim), like.dtype)
+    keys = rows_at(piece[at.KEYS], high, dim, like)
     tiles = floats_at(step[at.TILES_AT] + entry * step[at.PADDED] * dim * 4, step[at.PADDED], dim)
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
     pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
@@ -81,7 +84,7 @@ def _scan_part(descriptor, number, worker, like):
     scan_exact(keys, tiles, queries, start, stop, top_k, pool, counts, floors, bounds, scores)
     for query in range(queries):
         _hand_in(pool[query], top_k, top_k, piece[at.FIRST], step, entry, query, lists[query])
-    count_cost(step, worker, (stop - start) * queries, (stop - start) * dim * like.itemsize)
+    count_cost(step, worker, (stop - start) * queries, (stop - start) * bytes_of_row(like, dim))
     return np.int64(0)
 
 
@@ -132,7 +135,7 @@ def _search_graph(descriptor, number, worker, like):
     )
     seeds = carray(at_address(row[at.SEED_NODES] + query * row[at.SEEDS] * 4), row[at.SEEDS], np.int32)
     limit = piece[at.HIGH] - row[at.GRAPH_FIRST]
-    keys = carray(at_address(row[at.GRAPH_KEYS]), (limit, dim), like.dtype)
+    keys = rows_at(row[at.GRAPH_KEYS], limit, dim, like)
     ids = carray(at_address(scratch + step[at.FOUND_AT]), top_k, np.int32)
     scores = carray(at_address(scratch + step[at.SCORES_AT]), top_k, np.float32)
     beta = bits_to_float(np.int32(row[at.BETA]))
@@ -145,18 +148,31 @@ def _search_graph(descriptor, number, worker, like):
             graph, keys, own, planes, bounds[:1], 0, seeds, top_k, row[at.ROOM], row[at.BEAM], row[at.PATIENCE], beta,
             limit, parts, ids, scores,
         )  # fmt: skip
-        nbytes = scored * width + min(scored, row[at.ROOM]) * dim * like.itemsize
+        nbytes = scored * width + min(scored, row[at.ROOM]) * bytes_of_row(like, dim)
     if count == min(top_k, limit) or (beta >= 0 and count > 0):
         for i in range(count):
             pool[i] = pack_score(scores[i], ids[i] + row[at.GRAPH_FIRST])
     else:
-        stored = carray(at_address(piece[at.KEYS]), (piece[at.HIGH], dim), like.dtype)
+        stored = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
         count = _scan_alone(own, stored, piece[at.LOW], piece[at.HIGH], top_k, pool)
         scored += limit
-        nbytes += limit * dim * like.itemsize
+        nbytes += limit * bytes_of_row(like, dim)
     _hand_in(pool, count, top_k, piece[at.FIRST], step, entry, query, lists[query])
     count_cost(step, worker, scored, nbytes)
     return np.int64(0)
+
+
+def _coded_rows(row, piece, dim, like):
+    """The codes that a coded scan goes through: the index's own, or rows of int8 as they are stored."""
+
+
+@overload(_coded_rows)
+def _choose_coded_rows(row, piece, dim, like):
+    if like.dtype == types.int8:
+        return lambda row, piece, dim, like: rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
+    return lambda row, piece, dim, like: carray(
+        at_address(row[at.CODES]), (row[at.CODE_ROWS], row[at.CODE_WIDTH]), np.uint8
+    )
 
 
 @njit(nogil=True, cache=True)
@@ -171,7 +187,7 @@ def _scan_coded(descriptor, number, worker, like):
     start = low + (high - low) * task[at.TASK_PART] // task[at.TASK_PARTS]
     stop = low + (high - low) * (task[at.TASK_PART] + 1) // task[at.TASK_PARTS]
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
-    codes = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], width), np.uint8)
+    codes = _coded_rows(row, piece, dim, like)
     tiles = floats_at(step[at.TILES_AT] + entry * padded * dim * 4, padded, dim)
     planes = carray(at_address(scratch + step[at.PLANES_AT]), (padded, 1, width), np.int8)
     steps = floats_at(scratch + step[at.STEPS_AT], 2, padded)
@@ -179,13 +195,13 @@ def _scan_coded(descriptor, number, worker, like):
     encode_query_rows(tiles, mean, sizes, planes, steps[0], steps[1])
     pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
     counts = carray(at_address(scratch + step[at.COUNTS_AT]), queries, np.int64)
-    bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), (padded // TILE_QUERIES, 16), np.int32)
+    bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), (padded // TILE_QUERIES, BOUND_WORDS), np.int32)
     sums = carray(at_address(scratch + step[at.TILE_AT]), (4, 16), np.int32)
     scan_codes(codes, planes, queries, start, stop, kept, pool, counts, bounds, sums)
     for query in range(queries):
         found = lists[query]
         if steps[1, query] != steps[1, query]:  # not finite: its codes say nothing
-            keys = carray(at_address(piece[at.KEYS]), (piece[at.HIGH], dim), like.dtype)
+            keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
             count = _scan_alone(tiles[query : query + 1], keys, start + origin, stop + origin, top_k, pool[query])
             _hand_in(pool[query], count, top_k, piece[at.FIRST], step, entry, query, found)
             continue
@@ -193,7 +209,7 @@ def _scan_coded(descriptor, number, worker, like):
         for i in range(count):
             found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
         found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
-    count_cost(step, worker, (stop - start) * queries, (stop - start) * width)
+    count_cost(step, worker, (stop - start) * queries, (stop - start) * codes.strides[0])
     return np.int64(0)
 
 
@@ -212,6 +228,10 @@ def _scan_float16(descriptor, task, worker):
     return _scan_part(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
 
 
+def _scan_int8(descriptor, task, worker):
+    return _scan_part(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int8))
+
+
 def _graph_float32(descriptor, task, worker):
     return _search_graph(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.float32))
 
@@ -224,10 +244,19 @@ def _graph_float16(descriptor, task, worker):
     return _search_graph(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
 
 
+def _graph_int8(descriptor, task, worker):
+    return _search_graph(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int8))
+
+
 @functools.cache
 def scan_task(fmt: Format) -> int:
     """Address of the function that scans keys in `fmt`; compiled, or loaded, on first use."""
-    made = {Format.FLOAT32: _scan_float32, Format.BFLOAT16: _scan_bfloat16, Format.FLOAT16: _scan_float16}
+    made = {
+        Format.FLOAT32: _scan_float32,
+        Format.BFLOAT16: _scan_bfloat16,
+        Format.FLOAT16: _scan_float16,
+        Format.INT8: _scan_int8,
+    }
     return address_of(made[fmt], TASK_SIGNATURE)
 
 
@@ -243,15 +272,29 @@ def _coded_float16(descriptor, task, worker):
     return _scan_coded(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
 
 
+def _coded_int8(descriptor, task, worker):
+    return _scan_coded(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int8))
+
+
 @functools.cache
 def coded_task(fmt: Format) -> int:
     """Address of the function that scans codes of keys in `fmt`; compiled, or loaded, on first use."""
-    made = {Format.FLOAT32: _coded_float32, Format.BFLOAT16: _coded_bfloat16, Format.FLOAT16: _coded_float16}
+    made = {
+        Format.FLOAT32: _coded_float32,
+        Format.BFLOAT16: _coded_bfloat16,
+        Format.FLOAT16: _coded_float16,
+        Format.INT8: _coded_int8,
+    }
     return address_of(made[fmt], TASK_SIGNATURE)
 
 
 @functools.cache
 def graph_task(fmt: Format) -> int:
     """Address of the function that searches a graph over keys in `fmt`; compiled, or loaded, on first use."""
-    made = {Format.FLOAT32: _graph_float32, Format.BFLOAT16: _graph_bfloat16, Format.FLOAT16: _graph_float16}
+    made = {
+        Format.FLOAT32: _graph_float32,
+        Format.BFLOAT16: _graph_bfloat16,
+        Format.FLOAT16: _graph_float16,
+        Format.INT8: _graph_int8,
+    }
     return address_of(made[fmt], TASK_SIGNATURE)

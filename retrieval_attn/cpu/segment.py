@@ -11,7 +11,7 @@ import logging
 import mmap
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class _SegmentIndex:
 
 
 class Segment:
-    """Up to `capacity` tokens: keys (kv_heads, capacity, head_dim), values (kv_heads, capacity, value_dim).
+    """Up to `capacity` tokens: keys (kv_heads, capacity, head_dim), values (kv_heads, capacity, value_dim), as stored.
 
     Tokens [0, length) are written. Only the owner appends, and only until `freeze`. The index may be
     extended by any path that shares the segment: it covers tokens that no longer change, and each search is
@@ -79,8 +79,8 @@ class Segment:
         if capacity > base.MAX_KEYS:
             raise ConfigError(f"a segment holds at most {base.MAX_KEYS} tokens, got {capacity}; use several")
         sure = capacity if expected is None else expected
-        self.keys = _reserve((num_kv_heads, capacity, head_dim), fmt, sure)
-        self.values = _reserve((num_kv_heads, capacity, value_dim), fmt, sure)
+        self.keys = _reserve((num_kv_heads, capacity, fmt.width(head_dim)), fmt, sure)
+        self.values = _reserve((num_kv_heads, capacity, fmt.width(value_dim)), fmt, sure)
         self.fmt = fmt
         self.length = 0
         self.frozen = False
@@ -96,8 +96,8 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens written."""
-        heads, _, head_dim = self.keys.shape
-        return int(heads * self.length * (head_dim + self.values.shape[2]) * self.fmt.bytes)
+        heads, _, width = self.keys.shape
+        return int(heads * self.length * (width + self.values.shape[2]) * self.fmt.bytes)
 
     @property
     def index_nbytes(self) -> int:
@@ -161,18 +161,21 @@ class Segment:
         start: int,
         stop: int,
         queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None = None,
+        each: Callable[[Callable[[int], base.KeyIndex], Iterable[int]], Iterable[base.KeyIndex]] = map,
     ) -> None:
-        """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) or None."""
-        heads = [
-            base.create(
-                kind,
-                self.read(start, stop)[0][head],
-                fmt=self.fmt,
-                queries=None if queries is None else queries[head],
-                **options,
+        """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) and lists (kv_heads,
+        group, m, kk) or None. each: as `map`, for the heads.
+        """
+        keys, _ = self.read(start, stop)
+
+        def build(head: int) -> base.KeyIndex:
+            given = dict(options) if lists is None else {**options, "lists": lists[head]}
+            return base.create(
+                kind, keys[head], fmt=self.fmt, queries=None if queries is None else queries[head], **given
             )
-            for head in range(len(self.keys))
-        ]
+
+        heads = list(each(build, range(len(self.keys))))
         self._index = _SegmentIndex(start, tuple(heads))
         self._changes += 1
 

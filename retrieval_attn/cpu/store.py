@@ -7,9 +7,10 @@ is shared (frozen). The index of a segment belongs to the segment, so forks shar
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,16 @@ class HostPath:
         return self._fmt
 
     @property
+    def index_kind(self) -> str:
+        """What `build_index` builds."""
+        return self._kind
+
+    @property
+    def index_options(self) -> Mapping[str, Any]:
+        """Options of `index_kind`."""
+        return self._options
+
+    @property
     def num_kv_heads(self) -> int:
         """Key-value heads."""
         return self._heads
@@ -155,7 +166,7 @@ class HostPath:
 
     @property
     def _token_bytes(self) -> int:
-        return self._heads * (self._head_dim + self._value_dim) * self._fmt.bytes
+        return self._heads * (self._fmt.row_bytes(self._head_dim) + self._fmt.row_bytes(self._value_dim))
 
     def reserve(self, tokens: int) -> None:
         """Let the next new segment have room for at least `tokens` tokens. Raises ConfigError below 0."""
@@ -165,15 +176,15 @@ class HostPath:
 
     def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Add n tokens at the end, copying them: keys (kv_heads, n, head_dim), values (kv_heads, n,
-        value_dim).
+        value_dim), as stored.
 
-        dtype fmt.dtype, rows contiguous, n may be 0. Raises ShapeError, or MemoryPlanError if memory cannot
-        be had; the path is then unchanged.
+        dtype fmt.dtype, last axis fmt.width of the dim, rows contiguous, n may be 0. Raises ShapeError, or
+        MemoryPlanError if memory cannot be had; the path is then unchanged.
         """
         check_rows("keys", keys, self._fmt, 3)
         check_rows("values", values, self._fmt, 3)
         count = keys.shape[1]
-        wanted = (self._heads, count, self._head_dim), (self._heads, count, self._value_dim)
+        wanted = self._shapes(count)
         if (keys.shape, values.shape) != wanted:
             raise ShapeError(f"keys and values must be {wanted[0]} and {wanted[1]}, got {keys.shape}, {values.shape}")
         if not count:
@@ -264,11 +275,16 @@ class HostPath:
         """
         pieces = [segment.read(low, high) for segment, low, high in self._pieces(start, stop)]
         if not pieces:
-            shape = (self._heads, 0, self._head_dim), (self._heads, 0, self._value_dim)
-            return np.empty(shape[0], self._fmt.dtype), np.empty(shape[1], self._fmt.dtype)
+            shapes = self._shapes(0)
+            return np.empty(shapes[0], self._fmt.dtype), np.empty(shapes[1], self._fmt.dtype)
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate([k for k, _ in pieces], axis=1), np.concatenate([v for _, v in pieces], axis=1)
+
+    def _shapes(self, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of stored keys and values."""
+        widths = self._fmt.width(self._head_dim), self._fmt.width(self._value_dim)
+        return (self._heads, tokens, widths[0]), (self._heads, tokens, widths[1])
 
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self._length:
@@ -294,20 +310,38 @@ class HostPath:
             first += span.length
         return pieces
 
-    def build_index(self, start: int, stop: int, queries: npt.NDArray[np.float32] | None = None) -> None:
+    def build_index(
+        self,
+        start: int,
+        stop: int,
+        queries: npt.NDArray[np.float32] | None = None,
+        lists: npt.NDArray[np.int32] | None = None,
+        each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] | None = None,
+    ) -> None:
         """Build this path's kind of index over tokens [start, stop), one per key-value head and segment.
 
-        queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. Replaces earlier indexes
-        of the segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
+        queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. lists: (q_heads, m, kk) int32,
+        the best tokens of each, counted from `start`, best first, for kinds that take them; used where the range lies
+        in one segment. each: does what `map` does, in threads say, for the heads of a segment; it then looks after
+        Numba's threads. Replaces earlier indexes of the segments touched, for their forks too (answers stay right).
+        Adds to `index_seconds`.
         """
         began = time.perf_counter()
-        grouped = None
-        if queries is not None:
-            grouped = self._grouped(queries).reshape(self._heads, -1, *queries.shape[1:])
-        with kernel_threads(self._threads):
-            for segment, low, high in self._pieces(start, stop):
-                segment.build_index(self._kind, self._options, low, high, grouped)
+        pieces = self._pieces(start, stop)
+        grouped = None if queries is None else self._by_kv_head(check_queries("training queries", queries, 3))
+        by_head = None if lists is None or len(pieces) > 1 else self._by_kv_head(lists)
+        with kernel_threads(self._threads) if each is None else contextlib.nullcontext():
+            for segment, low, high in pieces:
+                segment.build_index(self._kind, self._options, low, high, grouped, by_head, each or map)
         self._index_seconds += time.perf_counter() - began
+
+    def _by_kv_head(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """(q_heads, m, ...) as (kv_heads, group, m, ...)."""
+        if rows.ndim != 3 or rows.shape[0] % self._heads:
+            raise ShapeError(
+                f"training data must be (q_heads, m, ...) with a multiple of {self._heads} heads, got {rows.shape}"
+            )
+        return rows.reshape(self._heads, rows.shape[0] // self._heads, *rows.shape[1:])
 
     def extend_index(self, stop: int) -> None:
         """Insert tokens before `stop` that follow an index in its segment into it, so that no later search has to.
@@ -419,7 +453,7 @@ def prepare(fmt: Format, kind: str = "flat", options: Mapping[str, Any] | None =
     options = dict(options or {})
     base.check_kind(kind, options)
     path = HostPath(2, 1, 1, fmt, reserve_tokens=4)
-    row = np.zeros((2, 2, 1), fmt.dtype)
+    row = np.zeros((2, 2, fmt.width(1)), fmt.dtype)
     path.append(row, row)
     queries = np.zeros((2, 1, 1), np.float32)
     for top_k in (1, None):

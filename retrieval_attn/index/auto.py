@@ -52,13 +52,13 @@ class AutoIndex(KeyIndex):
         if below is not None and (isinstance(below, bool) or not isinstance(below, int) or below < 0):
             raise ConfigError(f"scan_below={below!r} must be a whole number >= 0, or None to measure it")
         check_rows("keys", keys, fmt, 2)
-        queries, _ = check_training(queries, None, keys.shape[1], len(keys))
+        queries, _ = check_training(queries, None, fmt.dim_of(keys), len(keys))
         if queries is None or queries.shape[1] < 4 * HELD_OUT:
             return _scan(keys, fmt, f"flat: {len(keys):,} keys and no queries to train on")
         if len(keys) < EXACT_BELOW:
             return _scan(keys, fmt, f"flat: only {len(keys):,} keys")
         if below is None:
-            below = crossover(keys.shape[1]) if len(keys) >= GRAPH_FROM else GRAPH_FROM
+            below = crossover(fmt.dim_of(keys)) if len(keys) >= GRAPH_FROM else GRAPH_FROM
         if len(keys) < below:
             return _scan(keys, fmt, f"flat: {len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here")
         held = np.linspace(0, queries.shape[1] - 1, HELD_OUT).astype(np.int64)

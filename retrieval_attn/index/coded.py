@@ -4,13 +4,16 @@
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
 from retrieval_attn.index.dots import TILE_QUERIES
-from retrieval_attn.index.scan import scan_codes
+from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.scan import BOUND_WORDS, scan_codes
 from retrieval_attn.index.threads import kernel_threads
 
 MIN_KEYS_PER_TASK = 8192
@@ -20,42 +23,43 @@ POOL_BYTES = 64 << 20
 
 @njit(parallel=True, nogil=True, cache=True)
 def _scan_parts(codes, length, planes, num_queries, kept, pools):
+    """codes (1 or more, rows, width), of which the first are scanned: of one layout, see `memory.one_layout`."""
     parts = pools.shape[0]
     for part in prange(parts):
         counts = np.empty(num_queries, np.int64)
-        bounds = np.empty((planes.shape[0] // TILE_QUERIES, 16), np.int32)
+        bounds = np.empty((planes.shape[0] // TILE_QUERIES, BOUND_WORDS), np.int32)
         sums = np.empty((4, 16), np.int32)
         start = length * part // parts
         stop = length * (part + 1) // parts
-        scan_codes(codes, planes, num_queries, start, stop, kept, pools[part], counts, bounds, sums)
+        scan_codes(codes[0], planes, num_queries, start, stop, kept, pools[part], counts, bounds, sums)
 
 
-def best_codes(
-    codes: npt.NDArray[np.uint8], length: int, planes: npt.NDArray[np.int8], kept: int
-) -> npt.NDArray[np.int64]:
+def best_codes(codes: npt.NDArray[Any], length: int, planes: npt.NDArray[np.int8], kept: int) -> npt.NDArray[np.int64]:
     """The `kept` keys of codes[:length] with the largest sums, per query: (n, min(kept, length)) packed, unordered.
 
-    codes (at least length, width) uint8, planes (n, 1, width) int8 as `codes.encode_query` gives them. Of equal sums
-    the lower id; the result does not depend on the number of threads.
+    codes (at least length, width) uint8, or int8 keys (at least length, head_dim) as kernels take them, all finite;
+    planes (n, 1, width) int8 as `codes.encode_query` gives them, against a mean of 0 and steps of 1 for keys. Of equal
+    sums the lower id; the result does not depend on the number of threads.
     """
     num = len(planes)
     kept = min(kept, length)
     best = np.empty((num, kept), np.int64)
     if not best.size:
         return best
+    rows = codes[None] if codes.dtype == np.uint8 else one_layout(codes[None])
     parts = max(1, min(numba.get_num_threads(), length // MIN_KEYS_PER_TASK))
     capacity = 2 * kept + 64
     at_once = max(TILE_QUERIES, POOL_BYTES // (8 * parts * capacity) // TILE_QUERIES * TILE_QUERIES)
     with kernel_threads(None):
         for first in range(0, num, at_once):
-            rows = slice(first, min(first + at_once, num))
-            count = rows.stop - first
+            some = slice(first, min(first + at_once, num))
+            count = some.stop - first
             padded = np.zeros((-(-count // TILE_QUERIES) * TILE_QUERIES, *planes.shape[1:]), np.int8)
-            padded[:count] = planes[rows]
+            padded[:count] = planes[some]
             pools = np.empty((parts, count, capacity), np.int64)
-            _scan_parts(codes, length, padded, count, kept, pools)
+            _scan_parts(rows, length, padded, count, kept, pools)
             found = pools[..., :kept].transpose(1, 0, 2).reshape(count, parts * kept)
             if parts > 1:
                 found.partition(parts * kept - kept, axis=1)
-            best[rows] = found[:, -kept:]
+            best[some] = found[:, -kept:]
     return best

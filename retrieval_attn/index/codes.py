@@ -21,8 +21,8 @@ from numba import njit, types
 from numba.core import cgutils, config
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.dots import _offset, _row_address, _shuffled, intrinsic, widen
-from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
+from retrieval_attn.index.dots import _offset, _row_address, _shuffled, intrinsic, scale_of, widen
+from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.memory import aligned_empty, one_layout
 
 STEP = 64
@@ -106,11 +106,11 @@ def encode_keys(keys: npt.NDArray[Any], fmt: Format, capacity: int | None = None
     """
     check_rows("keys", keys, fmt, 2)
     stored = one_layout(kernel_view(keys, fmt)[None])
-    length, dim = keys.shape
+    length, dim = len(keys), fmt.dim_of(keys)
     if dim > MOST_DIM:
         raise ShapeError(f"keys of at most {MOST_DIM} elements can be coded, got {dim}; use index='flat' without codes")
     mean, largest, bad = _channel_statistics(stored, length)
-    _check_finite(bad, 0)
+    check_finite(bad, 0)
     codes = Codes(
         aligned_empty((max(length, capacity or 0), code_width(dim)), np.uint8), mean, (largest / MOST_CODE).astype("f4")
     )
@@ -125,13 +125,13 @@ def encode_more(codes: Codes, keys: npt.NDArray[Any], fmt: Format, start: int) -
     (rows before start are copied). Raises ShapeError as `encode_keys` does, before anything is written.
     """
     check_rows("keys", keys, fmt, 2)
-    length, dim = keys.shape
+    length, dim = len(keys), fmt.dim_of(keys)
     if dim != len(codes.mean):
-        raise ShapeError(f"keys must be (n, {len(codes.mean)}) as the codes are, got {keys.shape}")
+        raise ShapeError(f"keys must be (n, {len(codes.mean)}) as the codes are, got {(length, dim)}")
     if not 0 <= start <= len(codes.codes):
         raise ShapeError(f"start={start} must be 0 to {len(codes.codes)}, the rows there are")
     stored = one_layout(kernel_view(keys, fmt)[None])
-    _check_finite(_channel_statistics(stored, length)[2], start)
+    check_finite(_channel_statistics(stored, length)[2], start)
     if start + length > len(codes.codes):
         grown = aligned_empty((max(start + length, start + start // 2, 64), codes.codes.shape[1]), np.uint8)
         grown[:start] = codes.codes[:start]
@@ -157,7 +157,7 @@ def extend_codes(
     total = start + len(keys)
     stored = one_layout(kernel_view(keys, fmt)[None])
     mean, largest, bad = _channel_statistics(stored, len(keys))
-    _check_finite(bad, start)
+    check_finite(bad, start)
     distance = np.abs(mean.astype(np.float64) - codes.mean) + largest
     far = len(keys) and bool((distance > 2 * MOST_CODE * codes.scale.astype(np.float64)).any())
     if len(keys) and (far or total >= 2 * measured):
@@ -209,7 +209,8 @@ def encode_query(queries: npt.NDArray[np.float32], codes: Codes, planes: int = 1
     return coded
 
 
-def _check_finite(bad: tuple[int, int], start: int) -> None:
+def check_finite(bad: tuple[int, int], start: int) -> None:
+    """Raise ShapeError if there are bad = (how many, the first of them) rows of those with ids from `start` on."""
     count, first = bad
     if count:
         raise ShapeError(
@@ -233,8 +234,9 @@ def _channel_statistics(keys, length):
     first = -1
     for i in range(length):
         finite = np.float32(0.0)
+        step = scale_of(rows, i)
         for j in range(dim):
-            key = widen(rows[i, j])
+            key = widen(rows[i, j]) * step
             finite += key * np.float32(0.0)
             total[j] += np.float64(key)
             low[j] = min(low[j], np.float64(key))
@@ -265,8 +267,9 @@ def _encode_rows(keys, length, codes, start, mean, scale):
         inverse[j] = 1.0 / np.float64(scale[j]) if scale[j] > 0 else 0.0
     for i in range(length):
         row = codes[start + i]
+        step = scale_of(rows, i)
         for j in range(dim):
-            steps = np.rint((np.float64(widen(rows[i, j])) - center[j]) * inverse[j])
+            steps = np.rint((np.float64(widen(rows[i, j]) * step) - center[j]) * inverse[j])
             row[j] = np.uint8(np.int32(min(max(steps, -128.0), 127.0)) + np.int32(ZERO_CODE))
         for j in range(dim, width):
             row[j] = ZERO_CODE
@@ -358,8 +361,11 @@ def _fold(builder: Any, sums: list[Any]) -> Any:
     return sums[0]
 
 
-def _products(builder: Any, queries: list[Any], rows: list[Any], width: Any, vnni: bool) -> Any:
-    """Emit the sums of products of all rows at the given addresses, query-major in the lanes of one vector."""
+def _products(builder: Any, queries: list[Any], rows: list[Any], width: Any, vnni: bool, signed: bool = False) -> Any:
+    """Emit the sums of products of all rows at the given addresses, query-major in the lanes of one vector.
+
+    signed: rows are int8, of any width: 128 is added to each of their numbers.
+    """
     zero = ir.Constant(_SUMS, [0] * _LANES)
     slots = [cgutils.alloca_once(builder, _SUMS) for _ in range(len(queries) * len(rows))]
     for slot in slots:
@@ -368,15 +374,40 @@ def _products(builder: Any, queries: list[Any], rows: list[Any], width: Any, vnn
     def load(address: Any, at: Any) -> Any:
         return builder.load(builder.inttoptr(builder.add(address, at), _BYTES.as_pointer()), align=1)
 
-    with cgutils.for_range(builder, builder.udiv(width, ir.Constant(_INT64, STEP))) as loop:
-        at = builder.mul(loop.index, ir.Constant(_INT64, STEP))
-        codes = [load(row, at) for row in rows]
+    def add(codes: list[Any], at: Any) -> None:
+        if signed:
+            codes = [builder.xor(code, ir.Constant(_BYTES, [ZERO_CODE] * STEP)) for code in codes]
         for i, query in enumerate(queries):
             numbers = load(query, at)
             for j, code in enumerate(codes):
                 slot = slots[i * len(codes) + j]
                 builder.store(add_products(builder, builder.load(slot), code, numbers, vnni), slot)
+
+    with cgutils.for_range(builder, builder.udiv(width, ir.Constant(_INT64, STEP))) as loop:
+        at = builder.mul(loop.index, ir.Constant(_INT64, STEP))
+        add([load(row, at) for row in rows], at)
+    if signed:
+        left = builder.urem(width, ir.Constant(_INT64, STEP))
+        with builder.if_then(builder.icmp_unsigned("!=", left, ir.Constant(_INT64, 0)), likely=False):
+            at = builder.sub(width, left)
+            add([_load_part(builder, builder.add(row, at), left) for row in rows], at)
     return _fold(builder, [builder.load(slot) for slot in slots])
+
+
+def _load_part(builder: Any, address: Any, count: Any) -> Any:
+    """Emit the `count` < 64 bytes at an address as a vector, zeros behind them; nothing behind them is read."""
+    room = cgutils.alloca_once(builder, _BYTES)
+    builder.store(ir.Constant(_BYTES, [0] * STEP), room)
+    into = builder.ptrtoint(room, _INT64)
+    done = ir.Constant(_INT64, 0)
+    for kind, size in ((ir.VectorType(_INT8, _LANES), _LANES), (_INT8, 1)):
+        number = builder.udiv(builder.sub(count, done), ir.Constant(_INT64, size))
+        with cgutils.for_range(builder, number) as loop:
+            at = builder.add(done, builder.mul(loop.index, ir.Constant(_INT64, size)))
+            source, target = (builder.inttoptr(builder.add(one, at), kind.as_pointer()) for one in (address, into))
+            builder.store(builder.load(source, align=1), target, align=1)
+        done = builder.add(done, builder.mul(number, ir.Constant(_INT64, size)))
+    return builder.load(room)
 
 
 def _dot_codegen(vnni: bool, planes: int) -> Any:
@@ -430,9 +461,13 @@ def dot_u8(codes, row, planes, query, width):
 
 @intrinsic
 def prefetch_codes(typingctx, codes, row):
-    """Ask the cache for every line of codes[row] (rows begin on a cache line). Never faults, changes nothing."""
-    if not _is_codes(codes):
+    """Ask the cache for every line of codes[row], or of int8 keys[row]. Never faults, changes nothing.
+
+    Code rows begin on a cache line; of int8 keys the last line may be left to the row behind.
+    """
+    if not (isinstance(codes, types.Array) and codes.ndim == 2 and codes.dtype in (types.uint8, types.int8)):
         return None
+    behind = SCALE_BYTES if codes.dtype == types.int8 else 0
 
     def codegen(context, builder, signature, args):
         pointer_type = ir.IntType(8).as_pointer()
@@ -440,7 +475,8 @@ def prefetch_codes(typingctx, codes, row):
         prefetch = cgutils.get_or_insert_function(builder.module, signature_ir, "llvm.prefetch.p0")
         base = _row_address(context, builder, codes, args[0], args[1])
         shape = context.make_array(codes)(context, builder, args[0]).shape
-        lines = builder.udiv(builder.extract_value(shape, 1), ir.Constant(_INT64, STEP))
+        whole = builder.add(builder.extract_value(shape, 1), ir.Constant(_INT64, behind + STEP - 1))
+        lines = builder.udiv(whole, ir.Constant(_INT64, STEP))
         with cgutils.for_range(builder, lines) as loop:
             pointer = builder.inttoptr(_offset(builder, base, loop.index, STEP), pointer_type)
             builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])

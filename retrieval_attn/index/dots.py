@@ -1,8 +1,8 @@
 """What Numba kernels read stored rows with: widening loads, inner products of tiles, prefetch.
 
-Inside kernels the dtype alone says the storage format (float32; uint16 = bfloat16; int16 = float16, see
-`formats.kernel_view`), so every load is resolved at compile time. Explicit vectors, because LLVM keeps plain
-loops to half the width of AVX-512; they lower to what the machine has.
+Inside kernels the dtype alone says the storage format (float32; uint16 = bfloat16; int16 = float16; int8 = steps
+of a size that follows the row, see `formats.kernel_view`), so every load is resolved at compile time. Explicit
+vectors, because LLVM keeps plain loops to half the width of AVX-512; they lower to what the machine has.
 
 Numba's cache of other files does not notice edits of this one: after changing something here, delete the
 `__pycache__` folders of `index` and `cpu`.
@@ -19,6 +19,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic as _numba_intrinsic
 
+from retrieval_attn.index.formats import SCALE_BYTES
+
 intrinsic: Any = _numba_intrinsic  # untyped: callers do not pass the typing context that the definition has
 
 LANES = 16
@@ -31,7 +33,7 @@ _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
-_STORED = (types.float32, types.uint16, types.int16)
+_STORED = (types.float32, types.uint16, types.int16, types.int8)
 
 
 def _is_rows(array: Any) -> bool:
@@ -40,6 +42,20 @@ def _is_rows(array: Any) -> bool:
 
 def _is_float_rows(array: Any) -> bool:
     return _is_rows(array) and array.dtype == types.float32
+
+
+def _stored_ir(stored: Any) -> tuple[Any, int]:
+    """LLVM type and bytes of a stored element."""
+    if stored == types.float32:
+        return _FLOAT, 4
+    return (ir.IntType(8), 1) if stored == types.int8 else (ir.IntType(16), 2)
+
+
+def _row_scale(builder: Any, stored: Any, row: Any, width: Any) -> Any:
+    """Emit the float32 behind the `width` elements of the row at address `row`; None if the format has none."""
+    if stored != types.int8:
+        return None
+    return builder.load(builder.inttoptr(builder.add(row, width), _FLOAT.as_pointer()), align=1)
 
 
 def _widen(builder: Any, value: Any, stored: Any, lanes: int) -> Any:
@@ -52,6 +68,8 @@ def _widen(builder: Any, value: Any, stored: Any, lanes: int) -> Any:
         return value
     if stored == types.int16:
         return builder.fpext(builder.bitcast(value, shaped(ir.HalfType())), shaped(_FLOAT))
+    if stored == types.int8:
+        return builder.sitofp(builder.sext(value, shaped(_INT32)), shaped(_FLOAT))
     wide = shaped(_INT32)
     shift = ir.Constant(wide, [16] * lanes if lanes else 16)
     return builder.bitcast(builder.shl(builder.zext(value, wide), shift), shaped(_FLOAT))
@@ -59,7 +77,10 @@ def _widen(builder: Any, value: Any, stored: Any, lanes: int) -> Any:
 
 @intrinsic
 def widen(typingctx, value):
-    """One stored element (float32, uint16 = bfloat16 bits, int16 = float16 bits) as float32."""
+    """One stored element (float32, uint16 = bfloat16 bits, int16 = float16 bits, int8 = steps) as float32.
+
+    Steps are to be multiplied by `scale_of` their row.
+    """
     if value not in _STORED:
         return None
 
@@ -90,6 +111,22 @@ def _row_address(context: Any, builder: Any, array_type: Any, value: Any, row: A
     array = context.make_array(array_type)(context, builder, value)
     stride = builder.extract_value(array.strides, 0)
     return builder.add(builder.ptrtoint(array.data, _INT64), builder.mul(row, stride))
+
+
+@intrinsic
+def scale_of(typingctx, array, row):
+    """What the widened elements of array[row] (two axes) are to be multiplied by: float32, 1 but for int8."""
+    if not _is_rows(array):
+        return None
+
+    def codegen(context, builder, signature, args):
+        if array.dtype != types.int8:
+            return ir.Constant(_FLOAT, 1.0)
+        address = _row_address(context, builder, array, args[0], args[1])
+        width = builder.extract_value(context.make_array(array)(context, builder, args[0]).shape, 1)
+        return _row_scale(builder, array.dtype, address, width)
+
+    return types.float32(array, types.int64), codegen
 
 
 def _offset(builder: Any, address: Any, elements: Any, size: int) -> Any:
@@ -130,9 +167,11 @@ def _muladd(builder: Any) -> Any:
 
 
 def _products(builder: Any, query_rows: list[Any], key_rows: list[Any], stored: Any, width: Any) -> Any:
-    """Emit the inner products of all rows at the given addresses: query-major in the lanes of one vector."""
-    stored_ir = _FLOAT if stored == types.float32 else ir.IntType(16)
-    size = 4 if stored == types.float32 else 2
+    """Emit the inner products of all rows at the given addresses: query-major in the lanes of one vector.
+
+    Over width // LANES * LANES elements; times the rows' scales, if the format has some behind all `width`.
+    """
+    stored_ir, size = _stored_ir(stored)
     zero = ir.Constant(_VECTOR, [0.0] * LANES)
     slots = [cgutils.alloca_once(builder, _VECTOR) for _ in range(len(query_rows) * len(key_rows))]
     for slot in slots:
@@ -153,7 +192,20 @@ def _products(builder: Any, query_rows: list[Any], key_rows: list[Any], stored: 
             for j, key in enumerate(keys):
                 slot = slots[i * len(keys) + j]
                 builder.store(builder.call(muladd, [query, key, builder.load(slot)]), slot)
-    return _fold(builder, [builder.load(slot) for slot in slots])
+    products = _fold(builder, [builder.load(slot) for slot in slots])
+    scales = _scale_lanes(builder, key_rows, stored, width)
+    return products if scales is None else builder.fmul(products, scales)
+
+
+def _scale_lanes(builder: Any, rows: list[Any], stored: Any, width: Any) -> Any:
+    """Emit a vector whose lane i is the scale of row i % len(rows); None if the format has none."""
+    scales = [_row_scale(builder, stored, row, width) for row in rows]
+    if scales[0] is None:
+        return None
+    vector = ir.Constant(_VECTOR, ir.Undefined)
+    for lane, scale in enumerate(scales):
+        vector = builder.insert_element(vector, scale, ir.Constant(_INT32, lane))
+    return _shuffled(builder, vector, vector, [lane % len(rows) for lane in range(LANES)])
 
 
 def _tile_codegen(num_keys: int) -> Any:
@@ -218,8 +270,9 @@ def dot(queries, query, keys, row):
     """Inner product of queries[query] (float32) and keys[row] (stored format), float32."""
     dim = keys.shape[1]
     total = _dot_1x1(queries, query, keys, row, dim)
+    scale = scale_of(keys, row)
     for j in range(dim // LANES * LANES, dim):
-        total += queries[query, j] * widen(keys[row, j])
+        total += queries[query, j] * (widen(keys[row, j]) * scale)
     return total
 
 
@@ -238,7 +291,7 @@ def score_tile(queries, first, keys, start, size, out):
         _dot_4x1(queries, first, keys, start + t, dim, out, t)
     for j in range(dim // LANES * LANES, dim):
         for t in range(size):
-            key = widen(keys[start + t, j])
+            key = widen(keys[start + t, j]) * scale_of(keys, start + t)
             for i in range(TILE_QUERIES):
                 out[i, t] += queries[first + i, j] * key
 
@@ -249,11 +302,11 @@ def _weigh(typingctx, weights, values, start, size, sums, column):
     if not (_is_float_rows(weights) and _is_rows(values) and _is_float_rows(sums)):
         return None
     stored = values.dtype
-    stored_ir = _FLOAT if stored == types.float32 else ir.IntType(16)
-    item = 4 if stored == types.float32 else 2
+    stored_ir, item = _stored_ir(stored)
 
     def codegen(context, builder, signature, args):
         weights, values, start, size, sums, column = args
+        width = builder.extract_value(context.make_array(signature.args[1])(context, builder, values).shape, 1)
         weights_type, values_type, _, _, sums_type, _ = signature.args
         numbers = [ir.Constant(_INT64, i) for i in range(TILE_QUERIES)]
         weight_rows = [_row_address(context, builder, weights_type, weights, i) for i in numbers]
@@ -270,6 +323,9 @@ def _weigh(typingctx, weights, values, start, size, sums, column):
                 _offset(builder, row, column, item), ir.VectorType(stored_ir, LANES).as_pointer()
             )
             value = _widen(builder, builder.load(pointer, align=item), stored, LANES)
+            scale = _row_scale(builder, stored, row, width)
+            if scale is not None:
+                value = builder.fmul(value, _spread(builder, scale))
             for weight_row, slot in zip(weight_rows, slots, strict=True):
                 address = _offset(builder, weight_row, loop.index, 4)
                 weight = builder.load(builder.inttoptr(address, _FLOAT.as_pointer()))
@@ -294,7 +350,7 @@ def weigh_tile(weights, values, start, size, sums):
         _weigh(weights, values, start, size, sums, column)
     for j in range(whole, value_dim):
         for t in range(size):
-            value = widen(values[start + t, j])
+            value = widen(values[start + t, j]) * scale_of(values, start + t)
             for i in range(TILE_QUERIES):
                 sums[i, j] += weights[i, t] * value
 
@@ -330,7 +386,8 @@ def prefetch_row(typingctx, array, row):
     """Ask the cache for every line of array[row] (two axes). Never faults, changes nothing."""
     if not _is_rows(array):
         return None
-    size = 4 if array.dtype == types.float32 else 2
+    size = _stored_ir(array.dtype)[1]
+    behind = SCALE_BYTES if array.dtype == types.int8 else 0
 
     def codegen(context, builder, signature, args):
         pointer_type = ir.IntType(8).as_pointer()
@@ -340,7 +397,7 @@ def prefetch_row(typingctx, array, row):
         shape = context.make_array(array)(context, builder, args[0]).shape
         row_bytes = builder.mul(builder.extract_value(shape, 1), ir.Constant(_INT64, size))
         lines = builder.udiv(
-            builder.add(row_bytes, ir.Constant(_INT64, CACHE_LINE - 1)), ir.Constant(_INT64, CACHE_LINE)
+            builder.add(row_bytes, ir.Constant(_INT64, behind + CACHE_LINE - 1)), ir.Constant(_INT64, CACHE_LINE)
         )
         with cgutils.for_range(builder, lines) as loop:
             pointer = builder.inttoptr(_offset(builder, base, loop.index, CACHE_LINE), pointer_type)

@@ -59,8 +59,10 @@ class _FaissIndex(KeyIndex):
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append copies of keys (n, head_dim). Raises ShapeError for another shape or dtype, NaN or infinity."""
         check_rows("keys", keys, self._fmt, 2)
-        if keys.shape[1] != self._head_dim:
-            raise ShapeError(f"keys must be (n, {self._head_dim}) as the index is, got {keys.shape}")
+        if self._fmt.dim_of(keys) != self._head_dim:
+            raise ShapeError(
+                f"keys must be (n, {self._head_dim}) as the index is, got {(len(keys), self._fmt.dim_of(keys))}"
+            )
         if len(self) + len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(self) + len(keys)}; use two")
         if not len(keys):
@@ -183,7 +185,7 @@ class IvfIndex(_FaissIndex):
     ) -> IvfIndex:
         """Cluster and list the keys; `queries` are not used. Raises ConfigError for an option out of range."""
         check_rows("keys", keys, fmt, 2)
-        index = cls(int(keys.shape[1]), fmt, **options)
+        index = cls(fmt.dim_of(keys), fmt, **options)
         index.insert(keys)
         return index
 
@@ -192,7 +194,7 @@ class IvfIndex(_FaissIndex):
         """The saved index; see KeyIndex.from_state."""
         options: dict[str, Any] = {name: int(_number(state, name)) or None for name in ("centroids", "nprobe")}
         others = {name: int(_number(state, name)) for name in ("iterations", "seed")}
-        index = cls(int(keys.shape[1]), fmt, **options, **others)
+        index = cls(fmt.dim_of(keys), fmt, **options, **others)
         index._restore(state, len(keys))
         return index
 
@@ -289,7 +291,7 @@ class HnswIndex(_FaissIndex):
     ) -> HnswIndex:
         """Insert the keys one after the other; `queries` are not used. Raises ConfigError for an option."""
         check_rows("keys", keys, fmt, 2)
-        index = cls(int(keys.shape[1]), fmt, **options)
+        index = cls(fmt.dim_of(keys), fmt, **options)
         index.insert(keys)
         return index
 
@@ -299,7 +301,7 @@ class HnswIndex(_FaissIndex):
         names = ("m", "ef_construction", "ef_search", "build_threads", "seed")
         options: dict[str, Any] = {name: int(_number(state, name)) for name in names}
         options["build_threads"] = min(options["build_threads"], vars(numba.config)["NUMBA_NUM_THREADS"])
-        index = cls(int(keys.shape[1]), fmt, metric=str(state.get("metric")), **options)
+        index = cls(fmt.dim_of(keys), fmt, metric=str(state.get("metric")), **options)
         index._restore(state, len(keys))
         if index._index is not None:
             index._searches_by("ip")

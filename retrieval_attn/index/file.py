@@ -63,8 +63,9 @@ def save_index(
     Raises ShapeError for keys that are not the index's, ConfigError for a kind that cannot be saved, OSError.
     """
     check_rows("keys", keys, fmt, 2)
-    if keys.shape != (len(index), index.head_dim):
-        raise ShapeError(f"keys must be the index's, ({len(index)}, {index.head_dim}), got {keys.shape}")
+    if keys.shape != (len(index), fmt.width(index.head_dim)):
+        wanted = len(index), index.head_dim
+        raise ShapeError(f"keys must be the index's, {wanted}, got {(len(keys), fmt.dim_of(keys))}")
     plain: dict[str, int | float | str] = {}
     arrays: list[tuple[str, npt.NDArray[Any]]] = [(_KEYS, np.ascontiguousarray(keys))] if with_keys else []
     for name, value in index.state().items():
@@ -153,12 +154,13 @@ def _choose_keys(
     if given is None:
         if stored is None:
             raise InputDataError(f"{path} was saved without its keys; pass keys=, the {shape} they were")
-        if stored.shape != shape or stored.dtype != fmt.dtype:
-            raise _damaged(path, f"keys are {stored.dtype} {stored.shape}, not {fmt.dtype} {shape}")
+        width = shape[0], fmt.width(shape[1])
+        if stored.shape != width or stored.dtype != fmt.dtype:
+            raise _damaged(path, f"keys are {stored.dtype} {stored.shape}, not {fmt.dtype} {width}")
         return stored
     check_rows("keys", given, fmt, 2)
-    if given.shape != shape:
-        raise ShapeError(f"keys must be {shape} as in {path}, got {given.shape}")
+    if (len(given), fmt.dim_of(given)) != shape:
+        raise ShapeError(f"keys must be {shape} as in {path}, got {(len(given), fmt.dim_of(given))}")
     if checksum is not None and _checksum(np.ascontiguousarray(given)) != checksum:
         raise InputDataError(f"keys= are not the keys that {path} was built from; pass those or build again")
     return given

@@ -2,7 +2,8 @@
 
 It needs no training and no memory, and is the reference that approximate kinds are measured against. With
 codes="int8" it scores one byte per channel instead and gives only the best of those their exact scores: half the
-bytes of bfloat16 or less, and a recall of .99 and more, for one byte of memory per channel.
+bytes of bfloat16 or less, and a recall of .99 and more, for one byte of memory per channel. Keys that are stored as
+int8 are such bytes themselves: only the query is rounded, and nothing is held beside them.
 """
 
 # mypy: allow-untyped-defs
@@ -20,9 +21,17 @@ from numba import njit, prange
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, register
 from retrieval_attn.index.coded import best_codes
-from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_query, extend_codes
+from retrieval_attn.index.codes import (
+    Codes,
+    check_finite,
+    code_width,
+    codes_from_state,
+    encode_keys,
+    encode_query,
+    extend_codes,
+)
 from retrieval_attn.index.dots import TILE_QUERIES
-from retrieval_attn.index.formats import Format, check_queries, kernel_view
+from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.packed import EMPTY
 from retrieval_attn.index.pieces import KeyPieces, joined, stacked, unpack
@@ -72,7 +81,7 @@ def search_exact(keys: npt.NDArray[Any], queries: npt.NDArray[np.float32], k: in
     Rows must be contiguous, the other strides are free. Returns ids and scores (heads, m, k); the result
     does not depend on the number of threads. The caller checks shapes.
     """
-    heads, length, dim = keys.shape
+    heads, length = keys.shape[:2]
     num_queries = queries.shape[1]
     ids = np.full((heads, num_queries, k), -1, np.int32)
     scores = np.full((heads, num_queries, k), -np.inf, np.float32)
@@ -156,13 +165,19 @@ class FlatIndex(KeyIndex):
             raise ConfigError(f"codes={kind!r} must be 'none' or 'int8'")
         check_rescore(rescore)
         index = cls(keys, fmt, None, int(rescore))
-        index._codes = encode_keys(keys, fmt) if kind == "int8" else None
+        if kind == "int8":
+            index._codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
         return index
 
     @property
     def codes(self) -> Codes | None:
-        """The coded keys, rows [0, len(self)) written; None for an exact scan."""
+        """The coded keys, rows [0, len(self)) written; None for an exact scan. See `scans_stored`."""
         return self._codes
+
+    @property
+    def scans_stored(self) -> bool:
+        """Whether the stored int8 keys serve as codes; `codes` then has no rows, and what a query is coded against."""
+        return self._codes is not None and self._keys.fmt is Format.INT8
 
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
@@ -175,8 +190,10 @@ class FlatIndex(KeyIndex):
         All keys are coded anew when there are twice as many as the range was taken from, or a far larger one comes.
         """
         self._keys.check(keys)
-        if self._codes is not None:
-            fmt, length = self._keys.fmt, len(self)
+        fmt, length = self._keys.fmt, len(self)
+        if self.scans_stored:
+            _no_codes(keys, fmt, length)
+        elif self._codes is not None:
             self._codes, self._measured = extend_codes(
                 self._codes, keys, fmt, length, self._measured, lambda: self._keys.within(length)
             )
@@ -191,6 +208,8 @@ class FlatIndex(KeyIndex):
         """See KeyIndex.state."""
         if self._codes is None:
             return {"codes": "none", "rescore": self._rescore}
+        if self.scans_stored:
+            return {"codes": "int8", "rescore": self._rescore}
         codes = self._codes
         rows: dict[str, StateValue] = {"rows": codes.codes[: len(self)], "mean": codes.mean, "scale": codes.scale}
         return {"codes": "int8", "rescore": self._rescore, **rows}
@@ -201,7 +220,10 @@ class FlatIndex(KeyIndex):
         rescore = state.get("rescore")
         if state.get("codes") not in ("none", "int8") or not isinstance(rescore, int):
             raise InputDataError("the state is not one of a flat index; build the index again from its keys")
-        codes = codes_from_state(state, len(keys), keys.shape[1]) if state["codes"] == "int8" else None
+        codes = None
+        if state["codes"] == "int8":
+            stored = fmt is Format.INT8
+            codes = _no_codes(keys, fmt, 0) if stored else codes_from_state(state, len(keys), fmt.dim_of(keys))
         return cls(keys, fmt, codes, rescore)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
@@ -253,12 +275,27 @@ class FlatIndex(KeyIndex):
         if codes is None or stop < SCAN_SHARE * kept:
             return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
         coded = encode_query(queries, codes)
-        ids, scores = self._keys.best(best_codes(codes.codes, stop, coded.planes, kept), queries, k)
+        found = self._best_stored(coded.planes, stop, kept) if self.scans_stored else None
+        found = best_codes(codes.codes, stop, coded.planes, kept) if found is None else found
+        ids, scores = self._keys.best(found, queries, k)
         lost = np.isnan(coded.offset)  # not finite: every key has the same code sum
         if lost.any():
             exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
             ids[lost], scores[lost] = exact.ids, exact.scores
         return SearchResult(ids, scores, len(queries) * stop)
+
+    def _best_stored(self, planes: npt.NDArray[np.int8], stop: int, kept: int) -> npt.NDArray[np.int64]:
+        """`best_codes` over the stored keys [0, stop), in however many arrays they lie."""
+        found, first = [], 0
+        for keys in self._keys.within(stop):
+            # an id is packed as what it lacks of the largest
+            found.append(best_codes(kernel_view(keys, self._keys.fmt), len(keys), planes, kept) - first)
+            first += len(keys)
+        if len(found) == 1:
+            return found[0]
+        together = np.concatenate(found, axis=1)
+        together.partition(together.shape[1] - kept, axis=1)
+        return together[:, -kept:]
 
     def __len__(self) -> int:
         return self._keys.length
@@ -271,7 +308,15 @@ class FlatIndex(KeyIndex):
     @property
     def nbytes(self) -> int:
         """Bytes of the codes; of the caller's keys only views are held."""
-        return 0 if self._codes is None else self._codes.nbytes
+        return 0 if self._codes is None or self.scans_stored else self._codes.nbytes
+
+
+def _no_codes(keys: npt.NDArray[np.int8], fmt: Format, start: int) -> Codes:
+    """What queries are coded against where stored int8 keys serve as codes. Raises ShapeError unless all are finite."""
+    bad = ~np.isfinite(row_steps(keys))
+    check_finite((int(bad.sum()), int(bad.argmax()) if len(bad) else 0), start)
+    dim = fmt.dim_of(keys)
+    return Codes(np.empty((0, code_width(dim)), np.uint8), np.zeros(dim, np.float32), np.ones(dim, np.float32))
 
 
 def check_rescore(rescore: object) -> None:

@@ -66,7 +66,7 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
     counts = graph_build.list_counts(lists, len(keys))
     ids = graph_build.hot_first(counts, options.listed_only)
     coded = encode_keys(keys[ids], fmt)
-    shape = _shape(options, keys.shape[1])
+    shape = _shape(options, fmt.dim_of(keys))
     near = graph_build.near_of(coded.codes, _ratios(coded))
     adjacency = graph_build.make_edges(near, graph_build.relabelled(lists, ids, len(keys)), ids, shape)
     entries = graph_build.choose_entries(near, adjacency, options.entries)
@@ -125,7 +125,7 @@ def add_lists(
     ids = graph.ids[:nodes]
     near = graph_build.near_of(graph.codes[:nodes], _ratios(head.coded))
     local = graph_build.relabelled(lists, ids, len(keys))
-    adjacency = graph_build.make_edges(near, local, ids, _shape(options, keys.shape[1]), before)
+    adjacency = graph_build.make_edges(near, local, ids, _shape(options, fmt.dim_of(keys)), before)
     graph = graph._replace(adjacency=adjacency, counts=_counts(nodes, nodes, head.num_keys))
     return HeadGraph(graph, head.coded, head.minus[:0])
 

@@ -54,12 +54,12 @@ def training_lists(
     are not finite. The same at any thread count. Raises ShapeError, ConfigError.
     """
     check_rows("keys", keys, fmt, 2)
-    checked, _ = check_training(queries, None, keys.shape[1], len(keys))
+    checked, _ = check_training(queries, None, fmt.dim_of(keys), len(keys))
     assert checked is not None
     if isinstance(kk, bool) or not isinstance(kk, int | np.integer) or kk < 1:
         raise ConfigError(f"kk={kk!r} must be a whole number >= 1")
-    if len(codes.codes) < len(keys) or len(codes.mean) != keys.shape[1]:
-        raise ShapeError(f"codes of {len(keys)} keys of {keys.shape[1]} needed, got {codes.codes.shape}")
+    if len(codes.codes) < len(keys) or len(codes.mean) != fmt.dim_of(keys):
+        raise ShapeError(f"codes of {len(keys)} keys of {fmt.dim_of(keys)} needed, got {codes.codes.shape}")
     heads, each, dim = checked.shape
     lists = np.full((heads, each, int(kk)), -1, np.int32)
     if not lists.size or not len(keys):

@@ -29,7 +29,7 @@ class KeyPieces:
         """keys (n, head_dim), rows contiguous; n may be 0. Raises ShapeError."""
         check_rows("keys", keys, fmt, 2)
         self.fmt = fmt
-        self.head_dim = int(keys.shape[1])
+        self.head_dim = fmt.dim_of(keys)
         self.arrays: list[npt.NDArray[Any]] = []
         self.length = 0
         self.add(keys)
@@ -37,8 +37,10 @@ class KeyPieces:
     def check(self, keys: npt.NDArray[Any]) -> None:
         """Raise ShapeError unless keys (n, head_dim) can be added: shape, dtype, at most 2**31 - 1 together."""
         check_rows("keys", keys, self.fmt, 2)
-        if keys.shape[1] != self.head_dim:
-            raise ShapeError(f"keys must be (n, {self.head_dim}) as the index is, got {keys.shape}")
+        if self.fmt.dim_of(keys) != self.head_dim:
+            raise ShapeError(
+                f"keys must be (n, {self.head_dim}) as the index is, got {(len(keys), self.fmt.dim_of(keys))}"
+            )
         if self.length + len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self.length + len(keys)}; use two")
 

@@ -93,7 +93,7 @@ class PostingsIndex(KeyIndex):
         given = options.pop("lists", None)
         chosen = PostingOptions(**options)
         pieces = KeyPieces(keys, fmt)
-        dim = keys.shape[1]
+        dim = fmt.dim_of(keys)
         queries, given = check_training(queries, given, dim, len(keys))
         codes = encode_keys(keys, fmt)
         if len(keys) < chosen.exact_below or not len(keys):
@@ -169,10 +169,10 @@ class PostingsIndex(KeyIndex):
         """See KeyIndex.from_state."""
         try:
             options = replace(PostingOptions(), **{name: state[name] for name in _OPTIONS})  # type: ignore[arg-type]
-            lists = Lists.from_state(state, len(keys), keys.shape[1]) if "listed" in state else None
+            lists = Lists.from_state(state, len(keys), fmt.dim_of(keys)) if "listed" in state else None
         except (KeyError, ConfigError, ShapeError) as error:
             raise InputDataError(f"the state is not one of postings over such keys ({error}); build again") from error
-        return cls(KeyPieces(keys, fmt), codes_from_state(state, len(keys), keys.shape[1]), lists, options)
+        return cls(KeyPieces(keys, fmt), codes_from_state(state, len(keys), fmt.dim_of(keys)), lists, options)
 
     def __len__(self) -> int:
         return self._keys.length

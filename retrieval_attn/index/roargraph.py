@@ -92,14 +92,15 @@ class RoarGraphIndex(KeyIndex):
         check_rows("keys", keys, fmt, 2)
         if len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; use two")
-        queries, lists = check_training(queries, lists, keys.shape[1], len(keys))
+        queries, lists = check_training(queries, lists, fmt.dim_of(keys), len(keys))
         _check_finite(keys, fmt, 0)
         if len(keys) < chosen.exact_below or not len(keys):
             return cls(keys, fmt, chosen, [])
         if queries is None and lists is None:
             raise ConfigError(
                 f"roargraph needs training queries or their lists for {len(keys)} keys (from exact_below="
-                f"{chosen.exact_below} on), got neither; pass queries (heads, m, {keys.shape[1]}), or use index='flat'"
+                f"{chosen.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
+                "index='flat'"
             )
         lists = cls._lists(keys, fmt, queries, chosen) if lists is None else _drawn(lists, chosen)
         heads, each, length = lists.shape
@@ -195,8 +196,10 @@ class RoarGraphIndex(KeyIndex):
         keys that are not finite, or more than 2**31 - 1. An index that was built without a graph stays without.
         """
         check_rows("keys", keys, self._fmt, 2)
-        if keys.shape[1] != self.head_dim:
-            raise ShapeError(f"keys must be (n, {self.head_dim}) as the index is, got {keys.shape}")
+        if self._fmt.dim_of(keys) != self.head_dim:
+            raise ShapeError(
+                f"keys must be (n, {self.head_dim}) as the index is, got {(len(keys), self._fmt.dim_of(keys))}"
+            )
         if self._length + len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self._length + len(keys)}; use two")
         if not len(keys):
@@ -217,7 +220,7 @@ class RoarGraphIndex(KeyIndex):
             if joined is not None:
                 return joined
         if len(self._room) < stop:
-            room = aligned_empty((stop + stop // 4, self.head_dim), self._fmt.dtype)
+            room = aligned_empty((stop + stop // 4, keys.shape[1]), self._fmt.dtype)
             room[:start] = self._keys
             self._room = room
         self._room[start:stop] = keys
@@ -275,7 +278,7 @@ class RoarGraphIndex(KeyIndex):
         heads = []
         for i in range(int(state.get("graphs", 0))):
             own = {name.removeprefix(f"{i}."): v for name, v in state.items() if name.startswith(f"{i}.")}
-            heads.append(graph_head.graph_from_state(own, keys.shape[1], len(keys)))
+            heads.append(graph_head.graph_from_state(own, fmt.dim_of(keys), len(keys)))
         return cls(keys, fmt, GraphOptions.from_plain(plain), heads)
 
     def search_arguments(self) -> list[SearchArguments]:
@@ -294,6 +297,11 @@ class RoarGraphIndex(KeyIndex):
             )
             for head in self._heads
         ]
+
+    @property
+    def fmt(self) -> Format:
+        """Storage format of the keys."""
+        return self._fmt
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -317,7 +325,7 @@ class RoarGraphIndex(KeyIndex):
     @property
     def head_dim(self) -> int:
         """Elements of one key."""
-        return int(self._keys.shape[1])
+        return self._fmt.dim_of(self._keys)
 
     @property
     def nbytes(self) -> int:

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.extending import overload
 
-from retrieval_attn.index.codes import HAS_VNNI, _plane_address, _products, prefetch_codes
+from retrieval_attn.index.codes import HAS_VNNI, ZERO_CODE, _plane_address, _products, prefetch_codes
 from retrieval_attn.index.dots import (
     LANES,
     TILE_QUERIES,
     _row_address,
+    _scale_lanes,
     candidates,
     dot,
     intrinsic,
@@ -36,6 +38,8 @@ CODES_AHEAD = 64
 """Coded keys that are asked for ahead of a scan: the processor does so itself, but not across pages."""
 SAMPLE_STEP = 32
 """One key in so many is scored first, for a bound that few others pass."""
+BOUND_WORDS = 32
+"""int32 that a tile of 4 queries has among the bounds of a coded scan: a bound for each lane of sums, and a zero."""
 AHEAD = 8
 """Rows asked for ahead of the one that is scored again."""
 
@@ -105,16 +109,29 @@ def _codes_codegen(num_keys: int) -> Any:
         rows = [_row_address(context, builder, codes_type, codes, key) for key in keys]
         while len(rows) < 4:
             rows.append(rows[-1])  # sums of keys that are not there: the caller leaves their bits out
-        result = _products(builder, queries, rows, width, HAS_VNNI)
+        stored = codes_type.dtype == types.int8
+        result = _products(builder, queries, rows, width, HAS_VNNI, signed=stored)
         group = builder.udiv(first, ir.Constant(_INT64, TILE_QUERIES))
         bounds_at = _row_address(context, builder, bounds_type, bounds, group)
         bound = builder.load(builder.inttoptr(bounds_at, _SUMS.as_pointer()), align=4)
+        if stored:
+            zero_at = builder.add(bounds_at, ir.Constant(_INT64, 4 * LANES))
+            zero = builder.load(builder.inttoptr(zero_at, _SUMS.as_pointer()), align=4)
+            scales = _scale_lanes(builder, rows, codes_type.dtype, width)
+            result = _ordered(builder, builder.fmul(builder.sitofp(builder.sub(result, zero), scales.type), scales))
         sums_at = _row_address(context, builder, sums_type, sums, step)
         builder.store(result, builder.inttoptr(sums_at, _SUMS.as_pointer()), align=4)
         above = builder.icmp_signed(">", result, bound)
         return builder.zext(builder.bitcast(above, ir.IntType(LANES)), _INT64)
 
     return codegen
+
+
+def _ordered(builder: Any, scores: Any) -> Any:
+    """Emit int32 that order as the float32 in the lanes do, as `packed.pack_score` has it."""
+    bits = builder.bitcast(scores, _SUMS)
+    low = ir.Constant(_SUMS, [0x7FFFFFFF] * LANES)
+    return builder.xor(bits, builder.and_(builder.ashr(bits, ir.Constant(_SUMS, [31] * LANES)), low))
 
 
 def _codes_signature(planes: Any, codes: Any, bounds: Any, sums: Any) -> Any:
@@ -125,6 +142,7 @@ def _codes_signature(planes: Any, codes: Any, bounds: Any, sums: Any) -> Any:
 def _sums_4x4(typingctx, planes, first, codes, row, stride, width, bounds, sums, step):
     """sums[step, 4 * i + j] = codes[row + j * stride] . planes[first + i, 0] for i, j < 4, int32.
 
+    int8 keys: times the key's step, as int32 that order like it. `width`: of the rows of codes or keys.
     Bit 4 * i + j of the result: it is above bounds[first // 4, 4 * i + j].
     """
     return _codes_signature(planes, codes, bounds, sums), _codes_codegen(4)
@@ -140,11 +158,12 @@ def _sums_4x1(typingctx, planes, first, codes, row, stride, width, bounds, sums,
 def scan_codes(codes, planes, num_queries, start, stop, kept, pool, counts, bounds, sums):
     """Sums of codes[start:stop] for all queries; leave the `kept` best of each, unordered, in pool[query, :kept].
 
-    codes (n, width) uint8; planes (multiple of 4, 1, width) int8, of which num_queries are real; pool (num_queries,
-    capacity) int64 of candidates packed by their int32 sum, capacity > kept or more than stop - start; unused
-    entries become EMPTY. Of equal sums the lower id is kept. Scratch: counts (num_queries,) int64, bounds (queries /
-    4, 16) int32, sums (4, 16) int32.
+    codes (n, width) uint8, or int8 keys (n, head_dim) as stored, all finite; planes (multiple of 4, 1, width) int8, of
+    which num_queries are real, zero beyond head_dim; pool (num_queries, capacity) int64 of candidates packed by their
+    int32 sum, capacity > kept or more than stop - start; unused entries become EMPTY. Of equal sums the lower id is
+    kept. Scratch: counts (num_queries,) int64, bounds (queries / 4, BOUND_WORDS) int32, sums (4, 16) int32.
     """
+    _set_zeros(codes, planes, bounds)
     _sample_bounds(codes, planes, num_queries, start, stop, kept, pool, counts, bounds, sums)
     _scan_range(codes, planes, num_queries, start, stop, kept, pool.shape[1], pool, counts, bounds, sums)
     misled = False  # a bound from the sample that too few keys are above
@@ -157,6 +176,26 @@ def scan_codes(codes, planes, num_queries, start, stop, kept, pool, counts, boun
     if misled:
         _scan_range(codes, planes, num_queries, start, stop, kept, pool.shape[1], pool, counts, bounds, sums)
     _pad(pool, counts, num_queries, kept)
+
+
+def _set_zeros(codes, planes, bounds):
+    """Note the sums that int8 keys of zeros would have, which are to be taken off: 128 is added to their numbers."""
+
+
+@overload(_set_zeros)
+def _choose_zeros(codes, planes, bounds):
+    if codes.dtype != types.int8:
+        return lambda codes, planes, bounds: None
+
+    def note(codes, planes, bounds):
+        for query in range(planes.shape[0]):
+            total = 0
+            for j in range(codes.shape[1]):
+                total += planes[query, 0, j]
+            for j in range(4):
+                bounds[query // 4, LANES + query % 4 * 4 + j] = ZERO_CODE * total
+
+    return note
 
 
 @njit(nogil=True, cache=True)

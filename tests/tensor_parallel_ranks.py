@@ -3,9 +3,9 @@
 `torchrun --nproc-per-node 2 tests/tensor_parallel_ranks.py FOLDER` runs it as users do. Without torchrun it becomes
 two ranks by itself, after one import for both: starting Python twice is most of the time of a CPU test.
 
-FOLDER holds cases.json, a list of {"model": folder, "ids": [...], "prompt": tokens, "config": {...}}, optionally with
-"question" and "text" (then the folder has a tokenizer), and "command" (words of the command line). Each rank writes
-FOLDER/rank<r>.pt, or FOLDER/rank<r>.error.
+FOLDER holds cases.json, a list of one of these: {"model": folder, "config": {...}} with "ids", "prompt" (how many of
+them), "chunks" and "indexes", or with "text" and "question"; or {"command": words of the command line}. Each rank
+writes FOLDER/rank<r>.pt, or FOLDER/rank<r>.error.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def answers_of(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     ids = torch.tensor([case["ids"]], device=input_device(model))
     prompt = ids[:, : case["prompt"]]
     found: dict[str, Any] = {"logits": {}, "tokens": {}}
-    for chunk in (4096, 37):
+    for chunk in case["chunks"]:
         config = ra.Config(**{**case["config"], "top_k": "all", "prefill_chunk": chunk})
         ra.enable(model, config)
         cache = ra.RetrievalCache(model, config)
@@ -132,10 +132,10 @@ def answers_of(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     found["host_heads"] = [layer.hosts[0].read(0, 1)[0].shape[0] for layer in retrieving]
     found["host_bytes"] = cache.host_nbytes
     found["layer_devices"] = [str(layer.window._key.device) for layer in retrieving]  # type: ignore[union-attr]
-    for index in ("flat", "roargraph"):
+    for index in case["indexes"]:
         config = ra.Config(**{**case["config"], "index": index})
         ra.enable(model, config)
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "do_sample": False}
         out = model.generate(prompt, custom_generate=ra.generate, **options)
         found["tokens"][index] = out[0, prompt.shape[1] :].tolist()
     ra.disable(model)

@@ -25,7 +25,7 @@ TINY: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 6, "decode
 BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "top_k": 50, "index": "flat"}
 NEEDLE = "The special magic Bergen number is: 7391846."
 QUESTION = "What is the special magic Bergen number?"
-PROMPT, NEW = 150, 6
+PROMPT, NEW = 150, 3
 
 
 class Both:
@@ -59,10 +59,13 @@ def make_cases(folder: Path, needle_model: Path) -> dict[str, dict[str, Any]]:
         # the vocabulary is split too, and must be even
         build_model(name, vocab_size=98).save_pretrained(folder / name)
         cases[name] = {"model": str(folder / name), "ids": ids, "prompt": PROMPT, "config": TINY}
+        # the whole of it for one model, the rest of them once in chunks and by graph
+        first = name == MODELS[0]
+        cases[name].update(chunks=[4096, 37] if first else [37], indexes=["flat", "roargraph"][not first :])
     cases["bundled"] = {
         "model": str(needle_model),
         "config": BUNDLED,
-        "text": text_with_needle(6000),
+        "text": text_with_needle(3000),
         "question": QUESTION,
     }
     return cases
@@ -110,7 +113,7 @@ def test_greedy_tokens_equal_one_process(both: dict[str, Both], name: str) -> No
     found = both[name]
     for rank in found.ranks:
         assert rank["tokens"] == found.one["tokens"]
-    assert all(len(tokens) == 8 for tokens in found.one["tokens"].values())
+    assert all(len(tokens) == 5 for tokens in found.one["tokens"].values())
 
 
 @pytest.mark.parametrize("name", MODELS)

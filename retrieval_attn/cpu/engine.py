@@ -20,7 +20,7 @@ from retrieval_attn.cpu.attend import check_score_options
 from retrieval_attn.cpu.attend_task import attend_task
 from retrieval_attn.cpu.index_words import IndexWords
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
-from retrieval_attn.cpu.search_tasks import coded_task, graph_task, scan_task
+from retrieval_attn.cpu.search_tasks import coded_task, graph_task, scan_task, sketch_task
 from retrieval_attn.cpu.step import callback_address, compile_step, run_step, task_address
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.base import KeyIndex
@@ -30,6 +30,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 from retrieval_attn.index.roargraph import RoarGraphIndex
 from retrieval_attn.index.scan import BOUND_WORDS
+from retrieval_attn.index.sketch import SketchIndex
 
 PART_TOKENS = 2048
 """Fewest tokens of an exact scan that are worth a task of their own."""
@@ -67,13 +68,13 @@ class Piece(NamedTuple):
 
 
 def has_compiled_search(index: KeyIndex) -> bool:
-    """Whether a step can search this index: an exact one, which a scan replaces, or a graph.
+    """Whether a step can search this index: an exact one, which a scan replaces, a sketch or a graph.
 
     Where a graph with a range (`beta`) is too small to be one, its own search has to cut what a scan finds.
     """
     if type(index) is RoarGraphIndex:
         return index.options.beta is None or bool(index.search_arguments())
-    return type(index) is FlatIndex
+    return type(index) in (FlatIndex, SketchIndex)
 
 
 class StepCost(NamedTuple):
@@ -246,6 +247,7 @@ class LayerStep:
             words.VISITED_AT: graphs.visited * 8,
             words.FRESH_AT: graphs.fresh * 4,
             words.SURVIVORS_AT: graphs.fresh * 8,
+            words.NUMBERS_AT: graphs.numbers * 8,
         }
         stride = 0
         for word, nbytes in layout.items():
@@ -420,21 +422,22 @@ def _tables(
             table[entry, words.ENTRY_PIECES] = len(own)
             for piece in own:
                 keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
-                graph = codes = 0
+                graph = codes = sketch = 0
                 if piece.indexes is not None and piece.low == piece.index_first:
                     described = piece.indexes[head], piece.index_first, piece.high - piece.index_first
-                    graph, codes = graphs.graph(*described), graphs.codes(*described)
+                    graph, codes, sketch = (find(*described) for find in (graphs.graph, graphs.codes, graphs.sketch))
                 if graph:
                     tasks += [(-1, entry, (entry, len(pieces), query, queries, lists)) for query in range(queries)]
                     lists, count = lists + 1, count + queries
                 else:
-                    parts = wanted.parts_of(piece, CODED_TOKENS if codes else PART_TOKENS)
+                    parts = wanted.parts_of(piece, CODED_TOKENS if codes or sketch else PART_TOKENS)
                     for part in range(parts):
                         # all heads' first parts first: what they find lets later parts drop most of their keys
                         tasks.append((part, entry, (entry, len(pieces), part, parts, lists)))
                         lists, count = lists + 1, count + 1
-                search = graph_task(fmt) if graph else coded_task(fmt) if codes else scan_task(fmt)
-                pieces.append((search, keys, values, piece.low, piece.high, piece.first, graph or codes))
+                task = graph_task if graph else coded_task if codes else sketch_task if sketch else scan_task
+                found = graph or codes or sketch
+                pieces.append((task(fmt), keys, values, piece.low, piece.high, piece.first, found))
             table[entry, words.ENTRY_LISTS], table[entry, words.ENTRY_TASKS] = lists, count
     ordered = [task for _, _, task in sorted(tasks)]
     shaped = np.array(ordered, np.int64).reshape(len(ordered), words.TASK_WORDS)

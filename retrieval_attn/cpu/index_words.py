@@ -13,6 +13,7 @@ from retrieval_attn.index.flat import SCAN_SHARE as CODES_SHARE
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.roargraph import SCAN_SHARE, SEEDS, RoarGraphIndex, SearchArguments, room_for
+from retrieval_attn.index.sketch import SketchIndex
 
 
 class IndexWords:
@@ -21,7 +22,7 @@ class IndexWords:
     def __init__(self, queries: int, padded: int, top_k: int) -> None:
         self._queries, self._padded, self._top_k = queries, padded, top_k
         self.kept_alive: list[Any] = []
-        self.pool = self.visited = self.fresh = self.planes = self.kept = 1
+        self.pool = self.visited = self.fresh = self.planes = self.kept = self.numbers = 1
 
     def codes(self, index: KeyIndex, first: int, visible: int) -> int:
         """Address of the row of an index with codes; 0 if it has none, or a scan of the keys is the better search."""
@@ -40,6 +41,27 @@ class IndexWords:
         self.kept = max(self.kept, kept)
         self.planes = max(self.planes, self._padded * codes.shape[1])
         self.kept_alive += [row, index.codes]
+        return int(row.ctypes.data)
+
+    def sketch(self, index: KeyIndex, first: int, visible: int) -> int:
+        """Address of the row of a sketch; 0 if it is none, or a scan of the keys is the better search."""
+        if type(index) is not SketchIndex:
+            return 0
+        kept = index.rescore_count(self._top_k)
+        if visible < CODES_SHARE * kept:
+            return 0
+        arguments = index.search_arguments()
+        coded, side = arguments
+        row = np.zeros(words.GRAPH_WORDS, np.int64)
+        for word, array in ((words.CODES, coded.blocks), (words.STEP_SIZES, coded.step), (words.QUERY_SIDE, side)):
+            row[word] = array.ctypes.data
+        row[words.CODE_ROWS], row[words.CODE_WIDTH] = coded.blocks.shape
+        row[words.RANK], row[words.WIDE] = len(side), coded.wide
+        row[words.GRAPH_FIRST], row[words.KEPT] = first, kept
+        self.kept = max(self.kept, kept)
+        self.planes = max(self.planes, self._padded * len(side))
+        self.numbers = max(self.numbers, len(side))
+        self.kept_alive += [row, arguments]
         return int(row.ctypes.data)
 
     def graph(self, index: KeyIndex, first: int, visible: int) -> int:

@@ -19,6 +19,8 @@ from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max
 from retrieval_attn.cpu.gather import bytes_of_row
 from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
 from retrieval_attn.cpu.stored_rows import rows_at
+from retrieval_attn.index.block_scan import encode_block_queries, scan_blocks
+from retrieval_attn.index.blocks import BLOCK, PAIR
 from retrieval_attn.index.codes import encode_query_rows
 from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot
 from retrieval_attn.index.formats import Format
@@ -213,6 +215,46 @@ def _scan_coded(descriptor, number, worker, like):
     return np.int64(0)
 
 
+@njit(nogil=True, cache=True)
+def _scan_sketch(descriptor, number, worker, like):
+    """Scan of the sketch of one part of a piece for all queries of its entry; exact scores come when all are in."""
+    step, task, piece, lists = _task_of(descriptor, number)
+    entry, queries, top_k, dim = task[at.TASK_ENTRY], step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
+    padded = step[at.PADDED]
+    row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
+    rank, wide, kept, origin = row[at.RANK], row[at.WIDE], row[at.KEPT], row[at.GRAPH_FIRST]
+    length = piece[at.HIGH] - origin  # a sketch is searched from its first key on
+    pairs = (length + PAIR - 1) // PAIR
+    start = pairs * task[at.TASK_PART] // task[at.TASK_PARTS] * PAIR
+    stop = min(pairs * (task[at.TASK_PART] + 1) // task[at.TASK_PARTS] * PAIR, length)
+    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    blocks = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], row[at.CODE_WIDTH]), np.uint8)
+    tiles = floats_at(step[at.TILES_AT] + entry * padded * dim * 4, padded, dim)
+    planes = carray(at_address(scratch + step[at.PLANES_AT]), (padded, rank), np.int8)
+    steps = floats_at(scratch + step[at.STEPS_AT], 2, padded)
+    numbers = carray(at_address(scratch + step[at.NUMBERS_AT]), rank, np.float64)
+    side = floats_at(row[at.QUERY_SIDE], rank, dim)
+    encode_block_queries(tiles, side, floats_at(row[at.STEP_SIZES], 1, rank)[0], wide, planes, steps, numbers)
+    pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
+    counts = carray(at_address(scratch + step[at.COUNTS_AT]), queries, np.int64)
+    bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), padded, np.float32)
+    scores = floats_at(scratch + step[at.TILE_AT], 8, BLOCK)
+    scan_blocks(blocks, planes, wide, steps, queries, start, stop, kept, pool, counts, bounds, scores)
+    for query in range(queries):
+        found = lists[query]
+        if steps[0, query] != steps[0, query]:  # not finite: its numbers say nothing
+            keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
+            count = _scan_alone(tiles[query : query + 1], keys, start + origin, stop + origin, top_k, pool[query])
+            _hand_in(pool[query], count, top_k, piece[at.FIRST], step, entry, query, found)
+            continue
+        count = min(kept, stop - start)
+        for i in range(count):
+            found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
+        found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
+    count_cost(step, worker, (stop - start) * queries, (stop - start) * row[at.CODE_WIDTH] // BLOCK)
+    return np.int64(0)
+
+
 # One function per storage format: the type of the array decides how its elements are read.
 
 
@@ -296,5 +338,33 @@ def graph_task(fmt: Format) -> int:
         Format.BFLOAT16: _graph_bfloat16,
         Format.FLOAT16: _graph_float16,
         Format.INT8: _graph_int8,
+    }
+    return address_of(made[fmt], TASK_SIGNATURE)
+
+
+def _sketch_float32(descriptor, task, worker):
+    return _scan_sketch(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.float32))
+
+
+def _sketch_bfloat16(descriptor, task, worker):
+    return _scan_sketch(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.uint16))
+
+
+def _sketch_float16(descriptor, task, worker):
+    return _scan_sketch(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int16))
+
+
+def _sketch_int8(descriptor, task, worker):
+    return _scan_sketch(descriptor, task, worker, carray(at_address(descriptor), (1, 1), np.int8))
+
+
+@functools.cache
+def sketch_task(fmt: Format) -> int:
+    """Address of the function that scans a sketch of keys in `fmt`; compiled, or loaded, on first use."""
+    made = {
+        Format.FLOAT32: _sketch_float32,
+        Format.BFLOAT16: _sketch_bfloat16,
+        Format.FLOAT16: _sketch_float16,
+        Format.INT8: _sketch_int8,
     }
     return address_of(made[fmt], TASK_SIGNATURE)

@@ -89,7 +89,8 @@ from retrieval_attn.index.packed import EMPTY
     JOINED_AT,  # int64 (JOINED,)
     JOINED,
     NANOSECONDS,  # wall clock of the last run
-) = range(52)
+    NUMBERS_AT,  # float64 (most numbers of a sketch,)
+) = range(53)
 WORDS = 64
 
 # A row of the table of entries.
@@ -126,8 +127,11 @@ TASK_WORDS = 5
     SEEDS,
     GRAPHS,
     KEPT,  # of a coded scan: keys that are scored again
-) = range(22)
-GRAPH_WORDS = 24
+    QUERY_SIDE,  # of a sketch: float32 (RANK, HEAD_DIM)
+    RANK,
+    WIDE,  # how many of RANK numbers have 8 bits
+) = range(25)
+GRAPH_WORDS = 32
 # A list begins with how many packed candidates follow, in any order, and the row of the piece that they belong to if
 # they are packed by the sums of their codes (-1: by their scores).
 LIST_COUNT, LIST_PIECE = range(2)

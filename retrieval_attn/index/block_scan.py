@@ -19,7 +19,16 @@ from numba.core import cgutils
 
 from retrieval_attn.index.blocks import BLOCK, NARROW_STEP, PAIR, VECTOR, WIDE_STEP, KeyBlocks
 from retrieval_attn.index.codes import HAS_VNNI, add_products
-from retrieval_attn.index.dots import TILE_QUERIES, _offset, _row_address, _shuffled, _spread, intrinsic, lowest_bit
+from retrieval_attn.index.dots import (
+    TILE_QUERIES,
+    _offset,
+    _row_address,
+    _shuffled,
+    _spread,
+    dot,
+    intrinsic,
+    lowest_bit,
+)
 from retrieval_attn.index.packed import EMPTY, keep_best, pack_score, score_of
 from retrieval_attn.index.threads import kernel_threads
 
@@ -188,13 +197,10 @@ def encode_block_queries(queries, query_side, step, wide, planes, steps, numbers
     of a key is steps[0] times the sum over its 8-bit numbers plus steps[1] times that over its 4-bit ones, but for a
     constant of the query. A query that is not finite gets NaN for its steps.
     """
-    rank, dim = query_side.shape
+    rank = len(query_side)
     for i in range(len(queries)):
         for j in range(rank):
-            total = 0.0
-            for d in range(dim):
-                total += np.float64(query_side[j, d]) * np.float64(queries[i, d])
-            numbers[j] = total * np.float64(step[j])
+            numbers[j] = np.float64(dot(queries, i, query_side, j)) * np.float64(step[j])
         for part in range(2):
             low, high = (0, wide) if part == 0 else (wide, rank)
             largest = 0.0

@@ -144,18 +144,24 @@ def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[Synthetic
 
 
 @pytest.mark.parametrize("n, top_k", [(1, 20), (3, 1)])
-def test_coded_scan_finds_what_the_index_finds(heads: list[SyntheticHead], n: int, top_k: int) -> None:
+@pytest.mark.parametrize(
+    "kind, options", [("flat", {"codes": "int8", "rescore": 2}), ("sketch", {"key_bytes": 12, "rescore": 2})]
+)
+def test_coded_scan_finds_what_the_index_finds(
+    heads: list[SyntheticHead], n: int, top_k: int, kind: str, options: dict[str, Any]
+) -> None:
     """The same keys get an exact score, however many parts the codes are scanned in."""
     queries = np.concatenate([head.decode for head in heads])[:, :n]
+    train = np.concatenate([head.train_rotated for head in heads])
     keys = from_float32(np.stack([head.keys for head in heads]), BF16)
     values = normal(np.random.default_rng(5), keys.shape, BF16)
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "CODED_TOKENS", 300)
-            path = HostPath(2, DIM, DIM, BF16, index_options={"codes": "int8", "rescore": 2}, pool=pool)
+            path = HostPath(2, DIM, DIM, BF16, index_kind=kind, index_options=options, pool=pool)
             path.append(keys, values)
-            path.build_index(SINKS, TOKENS - 500)
+            path.build_index(SINKS, TOKENS - 500, train)
             assert path._step_pieces(SINKS, TOKENS) is not None
             results += [path.attend(queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
             assert results[-1].keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)

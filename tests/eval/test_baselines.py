@@ -228,6 +228,20 @@ def test_no_token_through_the_method_is_no_measurement() -> None:
     assert replies["after"].stats["tokens_attended_per_step"] > 0
 
 
+def test_a_budget_per_layer_reaches_the_layers() -> None:
+    """top_k on average, falling in equal steps; what is measured follows, and a share cannot be divided."""
+    options = {"sink": 4, "window": 8, "top_k": 40, "beta": 20}
+    method: Any = make_method("flat", random_model(), tokenizer(), **options)
+    layers = [layer for layer in method._new_context().cache.layers if hasattr(layer, "window")]
+    given = [layer.config.top_k for layer in layers]
+    assert given[0] == 78 and given[-1] == 2 and sum(given) == 40 * len(given) and method.options["beta"] == 20
+    even = make_method("flat", random_model(), tokenizer(), **{k: v for k, v in options.items() if k != "beta"})
+    seen = [m.answers(prompt(), ("after",), 3)["after"] for m in (method, even)]
+    assert seen[0].stats["tokens_attended_per_step"] == pytest.approx(seen[1].stats["tokens_attended_per_step"])
+    with pytest.raises(ConfigError, match="top_k as a whole number"):
+        make_method("flat", random_model(), tokenizer(), top_k="all", beta=20)
+
+
 def test_the_bundled_model_finds_its_needle(needle_model_path: Path) -> None:
     """Trained weights, one shared reading: pages by the query find the number, sinks and window cannot."""
     from transformers import AutoModelForCausalLM

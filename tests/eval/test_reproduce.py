@@ -13,7 +13,6 @@ import pytest
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.reproduce import EXPERIMENTS, command, compare
 from retrieval_attn.eval.reproduce.experiments import Size, Step
-from retrieval_attn.eval.reproduce.needle_grid import NeedleGrid, heatmap
 from retrieval_attn.eval.reproduce.paper import CLAIMS, SLIPS, TABLES
 
 
@@ -80,43 +79,45 @@ def test_every_experiment_of_the_list_is_there() -> None:
 
 
 @cache
-def parser_of(name: str) -> argparse.ArgumentParser | None:
-    """Parser of a command, None if this version does not have it."""
-    from retrieval_attn.cli import COMMANDS, build_parser
+def parser() -> argparse.ArgumentParser:
+    from retrieval_attn.cli import build_parser
 
-    return build_parser() if name in COMMANDS else None
+    return build_parser()
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("name", [name for name, known in EXPERIMENTS.items() if known.missing is None])
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
-    """A renamed flag or method would otherwise show after hours, on a GPU."""
-    from retrieval_attn.eval.suite.arguments import Options, add_arguments
+    """A renamed flag, method or option would otherwise show after hours, on a GPU."""
+    from retrieval_attn.eval import bench_methods, needle_options
+    from retrieval_attn.eval.suite.arguments import Options
     from retrieval_attn.eval.suite.runner import POSITIONS
     from tests.eval.toy_suite import ToySuite
 
-    for step in EXPERIMENTS[name].steps(Size(full)):
-        words = list(step.words)
-        if step.module is None and (parser := parser_of(words[0])) is not None:
-            parser.parse_args([*words, "--output-dir", "x"])
-        if step.module is not None or words[0] in ("ruler", "infinitebench"):
-            shared = argparse.ArgumentParser()
-            add_arguments(shared)
-            args, _ = shared.parse_known_args(words)
+    steps = EXPERIMENTS[name].steps(Size(full))
+    assert steps and len({step.folder for step in steps}) == len(steps)
+    for step in steps:
+        args = parser().parse_args([*step.words, "--output-dir", "x"])
+        if step.words[0] in ("ruler", "infinitebench"):
             args.tasks = "all"
             assert set(Options.of(args, ToySuite()).positions) <= set(POSITIONS)
+        elif step.words[0] == "needle":
+            options = needle_options.Options.of(args)
+            assert options.lengths[-1] == (
+                (1 << 17 if name != "figure8" else 1024000) if full or args.preset == "figure8" else 4096
+            )
+            if "snapkv" in options.methods:
+                assert options.others["snapkv"] == {"budget": 2048 if full else 256}
+        elif step.words[:2] == ("bench", "decode"):
+            assert {spec.name for spec in bench_methods.parse(args.methods)} > {"static", "roargraph"}
 
 
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_print_shows_commands_and_the_papers_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs nothing anywhere; what this version cannot do ends as bad input, with the numbers shown all the same."""
-    if EXPERIMENTS[name].missing is None:
-        assert command.run(parse(name, "--print")) == 0
-    else:
-        with pytest.raises(ConfigError, match="only the paper's numbers are shown"):
-            command.run(parse(name, "--print"))
+    """Runs nothing anywhere."""
+    assert command.run(parse(name, "--print")) == 0
     shown = capsys.readouterr().out
-    assert ("$ retrieval-attn" in shown or "$ python -m" in shown) == (EXPERIMENTS[name].missing is None)
+    assert "$ retrieval-attn" in shown
     assert "appendix" in shown or "section" in shown
     assert "- (" not in shown  # no empty column of ours
 
@@ -135,7 +136,7 @@ def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(ConfigError, match="'table7' is unknown; choose list or one of table2, table3"):
         command.run(parse("table7"))
     assert command.run(parse("list")) == 0
-    assert "table10   Table 10: budget per layer  [not in this version]" in capsys.readouterr().out
+    assert "table8    Table 8: decode latency on an A100, and from 100K to 1M  [needs a GPU]" in capsys.readouterr().out
 
 
 def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
@@ -209,16 +210,51 @@ def test_stand_ins_are_not_put_beside_the_papers_questions(tmp_path: Path) -> No
     assert (shown["S1"], shown["QA1-synth"], shown["Q1"]) == ("100.0 ±1.0 (100)", "50.0 ±1.0 (-)", "- (58.5)")
 
 
+def decoded(method: str, ms: float | None, status: str = "ok", **parts: float) -> dict[str, Any]:
+    median = None if ms is None else {"median": ms}
+    return {"method": method, "context": 4096, "status": status, "ms": median, "search": None, "attend": None, **parts}
+
+
 def test_latency_beside_tables_4_and_5(tmp_path: Path) -> None:
-    """Milliseconds become the table's seconds; the rest of a token is what sinks and window alone take."""
-    for name, took in (("flat", 9.0), ("ivf", 5.0), ("retrieval", 3.0)):
-        times = {"full": {"median": 7.0}, "retrieval": {"median": took}, "static": {"median": 2.0}, "context": 4096}
-        write(tmp_path / name, "speed.json", {"rows": [times]})
+    """Milliseconds become the table's seconds, full attention is its fastest way, what was not timed says why."""
+    rows = [
+        decoded("full-resident", None, "does not fit"), decoded("full-eager", 7.0), decoded("static", 2.0),
+        decoded("flat", None, "does not fit"), decoded("ivf:nprobe=9", 5.0),
+        decoded("roargraph", 3.0, search=1.0, attend=0.5),
+    ]  # fmt: skip
+    write(tmp_path / "decode", "decode.json", {"rows": rows})
     steps = EXPERIMENTS["table4"].steps(Size(False))
     text = compare.comparison("table4", EXPERIMENTS["table4"], tmp_path, steps, "Llama-3-8B")
-    assert "| flat | - | 0.0090 (0.14) |" in text and "| full | - | 0.0070 (OOM) |" in text
+    assert "| full | - | 0.0070 (OOM) |" in text and "| flat | - | OOM (0.14) |" in text
+    assert "| ivf | - | 0.0050 (" in text and "| streaming_llm | - | 0.0020 (" in text
     text = compare.comparison("table5", EXPERIMENTS["table5"], tmp_path, steps, "Llama-3-8B")
-    assert "| retrieval | - | 0.0010 (0.064) | 0.0020 with others (0.081) | - (0.043) | 0.0030 (0.188) |" in text
+    assert "| retrieval | - | 0.0010 (0.064) | 0.0005 on the host (0.081) | 0.0015 (0.043) | 0.0030 (0.188) |" in text
+
+
+def test_table_10_has_a_row_of_its_own_for_budgets_per_layer(tmp_path: Path) -> None:
+    write(
+        tmp_path / "run", "summary.json", {"cells": [cell("full", "passkey", 1.0), cell("retrieval", "passkey", 0.5)]}
+    )
+    write(tmp_path / "run-by-layer", "summary.json", {"cells": [cell("retrieval", "passkey", 0.75)]})
+    steps = EXPERIMENTS["table10"].steps(Size(False))
+    text = compare.comparison("table10", EXPERIMENTS["table10"], tmp_path, steps, "Llama-3-8B")
+    assert "| retrieval | - | - (100) | 50.0 ±1.0 (100) |" in text
+    assert "| retrieval, budget per layer | - | - (100) | 75.0 ±1.0 (100) |" in text
+
+
+def test_table_11_joins_accuracy_and_latency(tmp_path: Path) -> None:
+    write(
+        tmp_path / "run",
+        "summary.json",
+        {"cells": [cell("quest", "kv_retrieval", 0.5), cell("full", "kv_retrieval", 1.0)]},
+    )
+    write(tmp_path / "decode", "decode.json", {"rows": [decoded("full-eager", 7.0), decoded("roargraph", 3.0)]})
+    steps = EXPERIMENTS["table11"].steps(Size(False))
+    text = compare.comparison("table11", EXPERIMENTS["table11"], tmp_path, steps, "Llama-3-8B")
+    assert (
+        "| full | - | 100.0 ±1.0 (35) | 0.0070 (248) |" in text and "| quest | - | 50.0 ±1.0 (13) | - (1.36) |" in text
+    )
+    assert "| retrieval | - | - (23.5) | 0.0030 (1.62) |" in text
 
 
 def test_studies_beside_the_figures(tmp_path: Path) -> None:
@@ -237,26 +273,11 @@ def test_studies_beside_the_figures(tmp_path: Path) -> None:
     assert "section 4.4, Figure 6" in text
 
 
-# ---- the needle grid ----------------------------------------------------------------------------------
-
-
-def test_grid_prompts_are_the_needle_commands(tmp_path: Path) -> None:
-    """Same ids as `retrieval-attn needle`, one task per depth, needle at its depth, length as asked."""
-    from retrieval_attn.eval.suite.prompting import Prompts, frame
-
-    grid = NeedleGrid(None, "600", (0.0, 100.0), 2, 42)
-    assert grid.tasks() == ("depth 0", "depth 100")
-    form = frame(grid, None, "auto")
-    prompts = Prompts(form)
-    cells = {(c.depth, c.round): c for c in grid._test.cells}
-    for task, depth in (("depth 0", 0.0), ("depth 100", 100.0)):
-        made = list(grid.rows(task, 600, (0, 1), None, 42))
-        assert len({row.id for row in made}) == 2
-        for index, row in enumerate(made):
-            expected, _ = grid._test.prompt(cells[depth, index])
-            assert prompts.of(row).ids.tolist() == expected.ids.tolist()
-            assert row.answers[0] in row.context and grid.score(row, f" {row.answers[0]}") == 1.0
-            assert len(expected) == row.meta["prompt_tokens"] <= 600 - row.max_new_tokens
-    found = [cell("full", "depth 0", 1.0, 600), cell("full", "depth 100", 0.0, 600)]
-    assert "full, question inside" in heatmap(tmp_path, found, "grid")
-    assert (tmp_path / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+def test_needle_panels_are_shown_with_their_means(tmp_path: Path) -> None:
+    panel = {"title": "snapkv, question inside", "lengths": [4096], "depths": [0.0, 50.0], "scores": [[1.0], [0.5]],
+             "mean": 0.75, "n": 2}  # fmt: skip
+    write(tmp_path / "run", "summary.json", {"panels": [panel]})
+    steps = EXPERIMENTS["figure7"].steps(Size(False))
+    text = compare.comparison("figure7", EXPERIMENTS["figure7"], tmp_path, steps, "")
+    assert "snapkv, question inside: mean 75.0, n = 2" in text and "  50%  0.50" in text
+    assert "appendix A.2, Figure 7" in text

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["InfiniGen", "InfLLM", "Options", "PyramidKV", "Quest", "SnapKV", "StreamingLLM"]
+__all__ = ["InfiniGen", "InfLLM", "Options", "PyramidKV", "Quest", "SnapKV", "StreamingLLM", "pyramid"]
 
 SINK, WINDOW = 128, 512
 """The static part of RetrievalAttention (section 3.3), for the methods that have one."""
@@ -132,12 +132,23 @@ class PyramidKV(SnapKV):
         mean = self.capacity - self.observe
         if layers == 1 or tokens - self.observe < mean or tokens < 2 * mean:
             return min(self.capacity, tokens)
-        least = mean // self.beta
-        most = 2 * mean - least
-        if most >= tokens - self.observe:
-            most = tokens - self.observe
-            least = 2 * mean - most
-        return self.observe + most - layer * ((most - least) // (layers - 1))
+        return self.observe + pyramid(mean, self.beta, layer, layers, tokens - self.observe)
+
+
+def pyramid(mean: int, beta: int, layer: int, layers: int, tokens: int | None = None) -> int:
+    """What layer `layer` of `layers` gets of a budget that falls in equal whole steps and is `mean` on average.
+
+    From 2 mean - mean // beta down to mean // beta; a layer cannot have more than `tokens`, the others get the rest.
+    (PyramidKV, section 4)
+    """
+    if layers == 1:
+        return mean
+    least = mean // beta
+    most = 2 * mean - least
+    if tokens is not None and most >= tokens:
+        most = tokens
+        least = 2 * mean - most
+    return most - layer * ((most - least) // (layers - 1))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _POLICIES: dict[str, type[Options]] = {
     kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen)
 }
 _INDEXES = {"flat": "flat", "ivf": "ivf", "hnsw": "hnsw", "retrieval": "roargraph"}
-_OF_RETRIEVAL = ("append", "inside")
+_OF_RETRIEVAL = ("append", "inside", "beta")
 _COPY_BELOW_BYTES = 1 << 30
 
 METHODS: tuple[str, ...] = ("full", *_POLICIES, *_INDEXES)

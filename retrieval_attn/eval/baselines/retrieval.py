@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ class RetrievalAttention:
     Both positions share one reading of the context if the index does not learn from the queries it saw while it was
     built; otherwise "inside" reads its whole prompt anew, as a user's would (inside="prompt"; "context" shares there
     too, and the index is then not trained on the question's few queries).
+    beta: retrieved keys fall from layer to layer as PyramidKV's budgets do, top_k of them on average
+    (RetrievalAttention, appendix F); None: top_k in every layer.
     The last context stays for its next question until `release`.
     Raises UnsupportedModelError or ConfigError when made, not at the first answer.
     """
@@ -37,6 +40,7 @@ class RetrievalAttention:
         append: str = "retrieval",
         *,
         inside: str = "prompt",
+        beta: int | None = None,
         name: str = "retrieval",
     ) -> None:
         import retrieval_attn as ra
@@ -51,6 +55,9 @@ class RetrievalAttention:
         self.options: dict[str, Any] = {**config.to_dict(), "append": append, "inside": inside}
         self._model = model
         self._new_context = lambda: ra.Context(model, tokenizer, config)
+        if beta is not None:
+            self.options["beta"] = beta
+            self._new_context = lambda: _falling(ra.Context(model, tokenizer, config), config, beta)
         self._new_context()
         self._append = append
         self._config, self._inside = config, inside
@@ -104,6 +111,20 @@ class RetrievalAttention:
         begin = time.perf_counter()
         context = self._new_context().read(ids, progress=False)
         return context, time.perf_counter() - begin
+
+
+def _falling(context: Any, config: Any, beta: int) -> Any:
+    """The context, its layers with budgets of their own.  Raises ConfigError if there is no number to divide."""
+    from retrieval_attn.eval.baselines.options import pyramid
+    from retrieval_attn.layers import RetrievalLayer
+
+    for name, value in (("top_k", config.top_k), ("beta", beta)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"a budget per layer needs {name} as a whole number >= 1, got {value!r}")
+    layers = [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
+    for number, layer in enumerate(layers):
+        layer.config = replace(config, top_k=max(1, pyramid(config.top_k, beta, number, len(layers))))
+    return context
 
 
 class _Asked:

@@ -20,6 +20,8 @@ from retrieval_attn.eval.reproduce.paper import MODELS
 
 __all__ = ["add_arguments", "run"]
 
+WITH_FILES = ("table2", "table10", "table11")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn reproduce`."""
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="the paper's lengths, sample counts and budgets")
     add("--lengths", metavar="N,N", help="other lengths; as the command that is run wants them")
     add("--n", type=int, metavar="N", help="other number of samples")
-    add("--data-dir", metavar="DIR", help="InfiniteBench's files, for table2")
+    add("--data-dir", metavar="DIR", help=f"InfiniteBench's files, for {', '.join(WITH_FILES)}")
     add("--after", action="store_true", help="ask after the context is indexed instead of inside the prompt")
     add("--output-dir", metavar="DIR", help="results folder (default: results/reproduce/TABLE-SIZE-MODEL)")
     add(
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.what == "list":
         for name, known in EXPERIMENTS.items():
-            print(f"{name:9} {known.title}{'' if known.missing is None else '  [not in this version]'}")
+            print(f"{name:9} {known.title}{'  [needs a GPU]' if known.cuda else ''}")
         return 0
     name = re.sub(r"[^a-z0-9]", "", args.what.lower())
     if name not in EXPERIMENTS:
@@ -53,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[name]
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n must be at least 1, got {args.n}; give a larger number")
-    if args.data_dir and name != "table2":
-        raise ConfigError("--data-dir belongs to table2; leave it out")
+    if args.data_dir and name not in WITH_FILES:
+        raise ConfigError(f"--data-dir belongs to {', '.join(WITH_FILES)}; leave it out")
     position = "after" if args.after else "inside"
     size = Size(args.full, args.model, args.device, args.lengths, args.n, args.data_dir, position)
     steps = experiment.steps(size)
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     for step in steps:
         print(f"$ {shown(step, folder)}")
     print(flush=True)
-    if args.only_print or experiment.missing is not None:
+    if args.only_print:
         print(paper_only(name, experiment, args.paper_model) or _claim(name))
     _require(experiment, args)
     if args.only_print:
@@ -87,14 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
 def shown(step: Step, folder: Path) -> str:
     """The step as one would type it."""
-    start = ["retrieval-attn"] if step.module is None else ["python", "-m", step.module]
-    return shlex.join([*start, *step.words, "--output-dir", str(folder / step.folder)])
+    return shlex.join(["retrieval-attn", *step.words, "--output-dir", str(folder / step.folder)])
 
 
 def _require(experiment: Experiment, args: argparse.Namespace) -> None:
     """Raises ConfigError, with what is needed, for what cannot be run here."""
-    if experiment.missing is not None:
-        raise ConfigError(f"{experiment.title}: {experiment.missing}; only the paper's numbers are shown")
     if args.only_print or not (experiment.cuda or (experiment.cuda_if_full and args.full)):
         return
     import torch
@@ -107,14 +106,13 @@ def _require(experiment: Experiment, args: argparse.Namespace) -> None:
 def _execute(step: Step, folder: Path) -> int:
     """Exit code of the step, run by this Python in this folder; finished results that do not grow are kept."""
     target = folder / step.folder
-    if any((target / name).is_file() for name in ("speed.json", "study.json")):
+    if any((target / name).is_file() for name in ("decode.json", "study.json")):
         print(f"{target} holds results already; they are used as they are")
         return 0
-    module = step.module or "retrieval_attn.cli"
     root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [sys.executable, "-m", module, *step.words, "--output-dir", str(target)],
+        [sys.executable, "-m", "retrieval_attn.cli", *step.words, "--output-dir", str(target)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=False,
     ).returncode

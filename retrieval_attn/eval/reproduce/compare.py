@@ -143,26 +143,63 @@ def _lengths(folder: Path, steps: Sequence[Step]) -> Results:
     return found
 
 
-def _speed(folder: Path, steps: Sequence[Step]) -> Results:
-    """Seconds per token; full attention is that of the first step."""
-    found: Results = {}
-    for step in steps:
-        for row in _json(folder / step.folder / "speed.json")["rows"]:
-            column = length_label(row["context"])
-            found.setdefault(("full", column), f"{row['full']['median'] / 1000:.4f}")
-            found[step.folder, column] = f"{row['retrieval']['median'] / 1000:.4f}"
+def _by_layer(folder: Path, steps: Sequence[Step]) -> Results:
+    """The second step is another row: as many keys on average, another number in every layer."""
+    found = _tasks(folder, steps[:1])
+    more = _tasks(folder, steps[1:])
+    return found | {("retrieval, budget per layer", column): cell for (_, column), cell in more.items()}
+
+
+_DECODED = {"static": "streaming_llm", "roargraph": "retrieval", "flat": "flat", "ivf": "ivf"}
+"""Methods of `bench decode` by the paper's rows; sinks and window alone are what StreamingLLM decodes with."""
+_FULL = ("full-resident", "full-graph", "full-eager")
+
+
+def _decoded(folder: Path, step: Step) -> dict[tuple[str, int], tuple[float | None, Mapping[str, Any]]]:
+    """(method, context) -> seconds per token (None: not measured) and the row; full attention is its fastest way."""
+    found: dict[tuple[str, int], tuple[float | None, Mapping[str, Any]]] = {}
+    for row in _json(folder / step.folder / "decode.json")["rows"]:
+        name = row["method"].split(":")[0]
+        name = "full" if name in _FULL else _DECODED.get(name, name)
+        took = None if row["ms"] is None else float(row["ms"]["median"]) / 1000
+        known = found.get((name, row["context"]))
+        if known is None or (took is not None and (known[0] is None or took < known[0])):
+            found[name, row["context"]] = took, row
     return found
 
 
+def _shown(took: float | None, row: Mapping[str, Any]) -> str:
+    """Seconds with four digits, or why there are none."""
+    return f"{took:.4f}" if took is not None else {"does not fit": "OOM"}.get(row["status"], str(row["status"]))
+
+
+def _latency(folder: Path, steps: Sequence[Step]) -> Results:
+    """Seconds per token."""
+    found = _decoded(folder, steps[0])
+    return {(name, length_label(context)): _shown(took, row) for (name, context), (took, row) in found.items()}
+
+
 def _parts(folder: Path, steps: Sequence[Step]) -> Results:
-    """Retrieval: the whole less sinks and window alone, so attention on the host counts as retrieval."""
+    """Of the longest context: searching and attending on the host, the rest of a token, the whole."""
+    rows = _decoded(folder, steps[0])
+    longest = max(context for _, context in rows)
     found: Results = {}
-    for step in steps:
-        row = _json(folder / step.folder / "speed.json")["rows"][-1]
-        whole, rest = row["retrieval"]["median"] / 1000, row["static"]["median"] / 1000
-        found[step.folder, "Retrieval"] = f"{whole - rest:.4f}"
-        found[step.folder, "Attention"] = f"{rest:.4f} with others"
-        found[step.folder, "Total"] = f"{whole:.4f}"
+    for (name, context), (took, row) in rows.items():
+        if context == longest and name not in ("full", "offloaded"):
+            found[name, "Total"] = _shown(took, row)
+            if took is not None and row["search"] is not None and row["attend"] is not None:
+                search, attend = row["search"] / 1000, row["attend"] / 1000
+                found[name, "Retrieval"], found[name, "Attention"] = f"{search:.4f}", f"{attend:.4f} on the host"
+                found[name, "Others"] = f"{took - search - attend:.4f}"
+    return found
+
+
+def _accuracy(folder: Path, steps: Sequence[Step]) -> Results:
+    """Key-value retrieval beside seconds per token."""
+    cells, _ = _suite_cells(folder, steps[0])
+    found = {(c["method"], "Accuracy"): percent(c["score"], c["error_of_score"]) for c in cells}
+    for (name, _), (took, row) in _decoded(folder, steps[1]).items():
+        found[name, "Decoding latency"] = _shown(took, row)
     return found
 
 
@@ -203,25 +240,26 @@ def _study(folder: Path, steps: Sequence[Step]) -> str:
     return "\n".join(lines).strip()
 
 
-def _grid(folder: Path, steps: Sequence[Step]) -> str:
-    from retrieval_attn.eval.reproduce.needle_grid import heatmap
-
-    cells, summary = _suite_cells(folder, steps[0])
-    text = heatmap(folder, cells, f"Needle in a haystack: {summary['settings']['model']}")
-    return f"```\n{text}\n```\n\n{folder / 'heatmap.png'}"
-
-
 def _needle(folder: Path, steps: Sequence[Step]) -> str:
-    panels = _json(folder / steps[0].folder / "summary.json")["panels"]
-    return "\n".join(f"{panel['title']}: mean {percent(panel['mean'])}, n = {panel['n']}" for panel in panels)
+    """The panels as text, means first; the heatmap lies in the step's folder."""
+    from retrieval_attn.eval.heatmap import Panel, text_table
+
+    found = _json(folder / steps[0].folder / "summary.json")["panels"]
+    panels = [
+        Panel(p["title"], tuple(p["lengths"]), tuple(p["depths"]), tuple(map(tuple, p["scores"])), p["n"])
+        for p in found
+    ]
+    means = [f"{panel.title}: mean {percent(panel.mean)}, n = {panel.n}" for panel in panels]
+    return "\n".join([*means, "", "```", text_table(panels), "```", "", str(folder / steps[0].folder / "heatmap.png")])
 
 
 _READERS: dict[str, Callable[[Path, Sequence[Step]], Results | str]] = {
     "tasks": _tasks,
+    "layers": _by_layer,
+    "accuracy": _accuracy,
     "lengths": _lengths,
-    "speed": _speed,
+    "decode": _latency,
     "parts": _parts,
     "study": _study,
-    "grid": _grid,
     "needle": _needle,
 }

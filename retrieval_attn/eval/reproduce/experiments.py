@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from retrieval_attn.eval.infinitebench.catalogue import PAPER_TASKS
+from retrieval_attn.eval.needle_presets import PRESETS
 
 __all__ = ["EXPERIMENTS", "Experiment", "Size", "Step"]
 
@@ -30,26 +31,24 @@ class Size:
 class Step:
     """One command.  words: as typed after `retrieval-attn`; folder: where its results go, below the experiment's.
 
-    The output folder is added when it runs.  module: run this module instead of the command line.
+    The output folder is added when it runs.
     """
 
     words: tuple[str, ...]
     folder: str
-    module: str | None = None
 
 
 @dataclass(frozen=True)
 class Experiment:
     """A table or figure.  kind: how its results are read.  papers: keys of paper.TABLES beside it.
 
-    missing: why it cannot be run by this version at all; cuda: needs a GPU at any size; cuda_if_full: at the paper's.
+    cuda: needs a GPU at any size; cuda_if_full: at the paper's.
     """
 
     title: str
     kind: str
     steps: Callable[[Size], list[Step]]
     papers: tuple[str, ...] = ()
-    missing: str | None = None
     cuda: bool = False
     cuda_if_full: bool = False
     scaled: str = ""
@@ -121,19 +120,20 @@ def _table9(size: Size) -> list[Step]:
     return [Step(_suite(size, "ruler", methods, lengths, n, *_budgets(size, methods)), "run")]
 
 
-def _speed(lengths: str, scaled: str, *, cuda: bool = False) -> Callable[[Size], list[Step]]:
-    def steps(size: Size) -> list[Step]:
-        chosen = size.lengths or (lengths if size.full else scaled)
-        longest = max(int(part) for part in chosen.split(","))
-        device = size.device if size.device != "auto" else ("cuda" if size.full or cuda else "cpu")
-        found = []
-        for name, index in (("flat", "flat"), ("ivf", "ivf"), ("retrieval", "roargraph")):
-            words = ["speed", "decode", "--model", size.model or "bundled", "--device", device, "--index", index]
-            words += ["--lengths", chosen, "--read", str(longest), "--rounds", str(size.n or (5 if size.full else 2))]
-            found.append(Step((*words, "--tokens", "16" if size.full else "8"), name))
-        return found
+DECODED = ("full-resident", "full-eager", "offloaded", "static", "flat", "ivf", "roargraph")
+"""Methods of `bench decode` that stand in the paper's tables."""
 
-    return steps
+
+def _decode_step(size: Size, lengths: str, methods: tuple[str, ...] = DECODED, *more: str) -> Step:
+    words = ["bench", "decode", "--model", size.model or "bundled", "--device", size.device, "--lengths", lengths]
+    words += ["--methods", ",".join(methods), "--tokens", str(size.n or (16 if size.full else 8)), *more]
+    if not size.full:  # weak indexes of short contexts are timed too; their recall stands in the step's own table
+        words += ["--sink", "16", "--window", "64", "--top-k", "12", "--min-recall", "0"]
+    return Step(tuple(words), "decode")
+
+
+def _decode(lengths: str, scaled: str) -> Callable[[Size], list[Step]]:
+    return lambda size: [_decode_step(size, size.lengths or (lengths if size.full else scaled))]
 
 
 def _study(figures: str) -> Callable[[Size], list[Step]]:
@@ -146,25 +146,50 @@ def _study(figures: str) -> Callable[[Size], list[Step]]:
     return steps
 
 
-def _grid(methods: tuple[str, ...]) -> Callable[[Size], list[Step]]:
+def _grid(figure: str) -> Callable[[Size], list[Step]]:
     def steps(size: Size) -> list[Step]:
-        lengths, n = (FULL_LENGTHS, 3) if size.full else ("2k,4k", 1)
-        depths = "0,11,22,33,44,56,67,78,89,100" if size.full else "0,25,50,75,100"
-        words = _suite(size, "", methods, lengths, n, "--depths", depths, *_budgets(size, methods))[1:]
-        return [Step(words, "run", "retrieval_attn.eval.reproduce.needle_grid")]
+        model = ["--model", size.model] if size.model else []
+        words = ["needle", "--preset", figure, *model, "--device", size.device, "--question-position", size.position]
+        lengths = size.lengths or (None if size.full else "2k,4k")
+        words += ["--lengths", lengths] if lengths else []
+        if size.n or not size.full:
+            words += ["--rounds", str(size.n or 1)]
+        if not size.full:
+            methods = tuple(PRESETS[figure].methods.split(","))
+            words += ["--depths", "0,25,50,75,100", *_budgets(size, methods)]
+            words += ["--sink", "16", "--window", "64", "--top-k", "12"] if "retrieval" in methods else []
+        return [Step(tuple(words), "run")]
 
     return steps
 
 
-def _figure8(size: Size) -> list[Step]:
-    model = ["--model", size.model] if size.model else []
-    lengths = size.lengths or "250k,500k,750k,1000k"
-    words = ["needle", *model, "--device", size.device, "--methods", "retrieval", "--lengths", lengths]
-    return [Step((*words, "--rounds", str(size.n or 1)), "run")]
+def _table10(size: Size) -> list[Step]:
+    """The paper's tasks with top-2000 everywhere, then with as many on average, falling from layer to layer."""
+    methods = ("full", "retrieval")
+    many, beta = (2000, 20) if size.full else (256, 20)
+    if size.data_dir:
+        lengths, n, more = "", 200, ["--data-dir", size.data_dir, "--tasks", ",".join(PAPER_TASKS)]
+    else:
+        lengths, n = ("128k", 200) if size.full else ("4k", 3)
+        more = ["--tasks", GENERATED]
+    falling = ["--method-option", f"retrieval.beta={beta}"]
+    return [
+        Step(_suite(size, "infinitebench", methods, lengths, n, *more, *_budgets(size, methods, many)), "run"),
+        Step(
+            _suite(size, "infinitebench", methods[1:], lengths, n, *more, *_budgets(size, methods[1:], many), *falling),
+            "run-by-layer",
+        ),
+    ]
 
 
-def _none(size: Size) -> list[Step]:
-    return []
+def _table11(size: Size) -> list[Step]:
+    methods = ("full", "streaming_llm", "quest", "flat", "retrieval")
+    lengths, n = ("128k", 200) if size.full else ("4k", 3)
+    task = ["--tasks", "kv_retrieval"]
+    if size.data_dir:
+        lengths, task = "", ["--data-dir", size.data_dir, *task]
+    decode = _decode_step(size, size.lengths or ("128k" if size.full else "4k"))
+    return [Step(_suite(size, "infinitebench", methods, lengths, n, *task, *_budgets(size, methods)), "run"), decode]
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -185,8 +210,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "table4": Experiment(
         "Table 4: decode latency",
-        "speed",
-        _speed("4096,8192,16384,32768,65536,131072", "2048,4096"),
+        "decode",
+        _decode("4k,8k,16k,32k,64k,128k", "2k,4k"),
         ("table4",),
         cuda_if_full=True,
         scaled="2K and 4K on the CPU instead of 4K to 128K on a GPU",
@@ -194,15 +219,15 @@ EXPERIMENTS: dict[str, Experiment] = {
     "table5": Experiment(
         "Table 5: parts of a decoded token",
         "parts",
-        _speed("131072", "4096"),
+        _decode("128k", "4k"),
         ("table5",),
         cuda_if_full=True,
         scaled="4K on the CPU instead of 128K on a GPU",
     ),
     "table8": Experiment(
         "Table 8: decode latency on an A100, and from 100K to 1M",
-        "speed",
-        _speed("100000,200000,500000,1000000", "131072", cuda=True),
+        "decode",
+        _decode("100000,200000,500000,1000000", "128k"),
         ("table8a", "table8b"),
         cuda=True,
         scaled="128K instead of 100K to 1M",
@@ -216,17 +241,19 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "table10": Experiment(
         "Table 10: budget per layer",
-        "tasks",
-        _none,
+        "layers",
+        _table10,
         ("table10",),
-        missing="needs a number of retrieved keys per layer; Config.top_k is one number for all layers",
+        scaled="4K instead of 128K, 3 samples instead of 200, 256 keys instead of 2,000; Code.D, En.QA and En.MC need"
+        " --data-dir",
     ),
     "table11": Experiment(
-        "Table 11: a 70B model over eight GPUs",
-        "tasks",
-        _none,
+        "Table 11: key-value retrieval and decode latency of a large model",
+        "accuracy",
+        _table11,
         ("table11",),
-        missing="needs a model divided over eight GPUs by layers, which no command of this version does",
+        scaled="the bundled model on one device instead of Llama-3-70B over eight GPUs, 4K instead of 128K, 3 samples"
+        " instead of 200, budgets an eighth; quest has no latency here",
     ),
     "figure2": Experiment(
         "Figure 2: attention held by 1,000 keys",
@@ -242,8 +269,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "figure5": Experiment(
         "Figure 5: needle grid",
-        "grid",
-        _grid(("full", "retrieval")),
+        "needle",
+        _grid("figure5"),
         scaled="2K and 4K at 5 depths instead of 4K to 128K at 10, budgets an eighth",
     ),
     "figure6": Experiment(
@@ -254,14 +281,14 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "figure7": Experiment(
         "Figure 7: needle grid of the other methods",
-        "grid",
-        _grid(("streaming_llm", "snapkv", "infllm", "flat", "ivf")),
+        "needle",
+        _grid("figure7"),
         scaled="2K and 4K at 5 depths instead of 4K to 128K at 10, budgets an eighth",
     ),
     "figure8": Experiment(
         "Figure 8: needles from 250K to 1M",
         "needle",
-        _figure8,
+        lambda size: _grid("figure8")(replace(size, full=True)),
         cuda=True,
         scaled="nothing: 250K to 1M at any rate",
     ),

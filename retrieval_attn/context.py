@@ -29,7 +29,7 @@ from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu import prepare
 from retrieval_attn.decode import Generated, forward, positions, run
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.index.auto import GRAPH_FROM
+from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.placement import input_device
 from retrieval_attn.switch import enabled_config, using_retrieval
@@ -226,7 +226,7 @@ class Context:
     def _prepare(self, tokens: int) -> None:
         """Compile now what the first token would wait for."""
         kind, options = self.config.index, dict(self.config.index_options)
-        if kind == "auto" and tokens < GRAPH_FROM:
+        if kind == "auto" and tokens < SKETCH_FROM:
             kind, options = "flat", {"codes": "int8"}
         prepare(host_format(self.config.host_dtype, self.model.dtype), kind, options)
 

@@ -25,7 +25,7 @@ from retrieval_attn.cpu.attend import (
 from retrieval_attn.cpu.engine import LayerStep, Piece
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
-from retrieval_attn.cpu.search_tasks import coded_task, graph_task
+from retrieval_attn.cpu.search_tasks import coded_task, graph_task, sketch_task
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import base
@@ -462,6 +462,8 @@ def prepare(fmt: Format, kind: str = "flat", options: Mapping[str, Any] | None =
         graph_task(fmt)
     if kind == "auto" or options.get("codes") == "int8":
         coded_task(fmt)
-    if kind not in ("flat", "roargraph", "auto"):
+    if kind in ("sketch", "auto"):
+        sketch_task(fmt)
+    if kind not in ("flat", "sketch", "roargraph", "auto"):
         attend_apart(path, queries, 0, 2, 1, 1.0, None, None)
     return time.perf_counter() - began

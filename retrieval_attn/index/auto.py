@@ -1,8 +1,8 @@
 """`auto`: the index that fits the keys. A scan where it is as fast as a graph, else the graph if it finds enough.
 
-Where a scan stops being the faster one is measured once per machine (`crossover`). Whether the graph finds
-enough is measured for every head: some training queries are held out, and the graph must find what a scan
-finds for them (DESIGN section 6: recall is measured at build time and the kind picked per head).
+Where a scan stops being the faster one is measured once per machine (`crossover`). Whether a graph finds enough, or a
+sketch that is scanned, is measured for every head: some training queries are held out, and the index must find what an
+exact scan finds for them (DESIGN section 6: recall is measured at build time and the kind picked per head).
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from retrieval_attn.index.crossover import crossover
 from retrieval_attn.index.flat import FlatIndex, search_exact
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.roargraph import RoarGraphIndex
+from retrieval_attn.index.sketch import SketchIndex
 
 EXACT_BELOW = 4096
 """So few keys are scanned as they are stored: codes would save nothing."""
-GRAPH_FROM = 16384
-"""Fewer keys are scanned on any machine: measuring where a graph wins would cost more than it could give."""
+SKETCH_FROM = 16384
+"""Fewer keys are scanned by codes of all their elements on any machine: what a sketch or a graph saves is less than
+what it costs to score more keys again, and to measure."""
+SKETCH_LEAST = 0.95
+"""Least recall of a sketch that is scanned in place of codes of all elements."""
 HELD_OUT = 16
 """Queries of each query head that the graph is judged by; they are not trained on."""
 JUDGED_K = 100
@@ -30,7 +34,7 @@ JUDGED_K = 100
 
 @register
 class AutoIndex(KeyIndex):
-    """Not an index itself (and abstract): `build` returns a `flat` or a `roargraph` one, whose `note` says why.
+    """Not an index itself (and abstract): `build` returns a `flat`, `sketch` or `roargraph` one, whose `note` says why.
 
     Options: recall, the least share of the exact best 100 that a graph must find for held-out queries (default
     .9); scan_below, fewer keys than this are scanned (default: measured on this machine, once).
@@ -38,7 +42,7 @@ class AutoIndex(KeyIndex):
 
     kind: ClassVar[str] = "auto"
     trains: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"recall", "scan_below", "seed"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"recall", "scan_below", "seed", "lists"})
 
     @classmethod
     def build(
@@ -52,38 +56,61 @@ class AutoIndex(KeyIndex):
         if below is not None and (isinstance(below, bool) or not isinstance(below, int) or below < 0):
             raise ConfigError(f"scan_below={below!r} must be a whole number >= 0, or None to measure it")
         check_rows("keys", keys, fmt, 2)
-        queries, _ = check_training(queries, None, fmt.dim_of(keys), len(keys))
+        queries, lists = check_training(queries, options.pop("lists", None), fmt.dim_of(keys), len(keys))
         if queries is None or queries.shape[1] < 4 * HELD_OUT:
-            return _scan(keys, fmt, f"flat: {len(keys):,} keys and no queries to train on")
+            return _flat(keys, fmt, f"{len(keys):,} keys and no queries to train on")
         if len(keys) < EXACT_BELOW:
-            return _scan(keys, fmt, f"flat: only {len(keys):,} keys")
+            return _flat(keys, fmt, f"only {len(keys):,} keys")
         if below is None:
-            below = crossover(fmt.dim_of(keys)) if len(keys) >= GRAPH_FROM else GRAPH_FROM
+            below = crossover(fmt.dim_of(keys)) if len(keys) >= SKETCH_FROM else SKETCH_FROM
+        if len(keys) < min(below, SKETCH_FROM):
+            return _flat(keys, fmt, f"{len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here")
+        held = _HeldOut(keys, fmt, queries)
         if len(keys) < below:
-            return _scan(keys, fmt, f"flat: {len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here")
-        held = np.linspace(0, queries.shape[1] - 1, HELD_OUT).astype(np.int64)
-        graph = RoarGraphIndex.build(keys, fmt, np.delete(queries, held, axis=1), **options)
-        recall, share = _judge(graph, keys, fmt, queries[:, held])
+            why = f"{len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here"
+            return _scan(keys, fmt, held, why)
+        if lists is not None:
+            options["lists"] = np.delete(lists, held.places, axis=1)
+        graph = RoarGraphIndex.build(keys, fmt, held.others, **options)
+        recall, share = held.judge(graph)
         told = f"held-out recall@{JUDGED_K} {recall:.2f}, {100 * share:.1f} % of {len(keys):,} keys scored"
         if recall < least:
-            return _scan(keys, fmt, f"flat: the graph's {told}, below {least}")
+            return _scan(keys, fmt, held, f"the graph's {told}, below {least}")
         graph.note = f"roargraph: {told}"
         return graph
 
 
-def _scan(keys: npt.NDArray[Any], fmt: Format, note: str) -> FlatIndex:
+class _HeldOut:
+    """Training queries that an index is judged by, and the others, which it trains on."""
+
+    def __init__(self, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32]) -> None:
+        """queries: (query heads, m, head_dim), m at least HELD_OUT."""
+        self.places = np.linspace(0, queries.shape[1] - 1, HELD_OUT).astype(np.int64)
+        self.others = np.delete(queries, self.places, axis=1)
+        self._asked = np.ascontiguousarray(queries[:, self.places].reshape(-1, queries.shape[-1]))
+        self._k = min(JUDGED_K, len(keys))
+        self._exact = search_exact(keys[None], self._asked[None], self._k, fmt).ids[0]
+
+    def judge(self, index: KeyIndex) -> tuple[float, float]:
+        """Recall of the index for the held-out queries, and the share of keys that it scored."""
+        found = index.search(self._asked, self._k)
+        hits = sum(len(np.intersect1d(a, b)) for a, b in zip(found.ids, self._exact, strict=True))
+        return hits / self._exact.size, found.keys_scanned / (len(self._asked) * len(index))
+
+
+def _scan(keys: npt.NDArray[Any], fmt: Format, held: _HeldOut, why: str) -> KeyIndex:
+    """A sketch if it finds enough, else a scan of all elements' codes."""
+    if len(keys) < SKETCH_FROM:
+        return _flat(keys, fmt, why)
+    sketch = SketchIndex.build(keys, fmt, held.others)
+    recall, _ = held.judge(sketch)
+    if recall < SKETCH_LEAST:
+        return _flat(keys, fmt, f"{why}; a sketch finds {recall:.2f} of the best {JUDGED_K}")
+    sketch.note = f"sketch: {why}; held-out recall@{JUDGED_K} {recall:.2f}"
+    return sketch
+
+
+def _flat(keys: npt.NDArray[Any], fmt: Format, why: str) -> FlatIndex:
     index = FlatIndex.build(keys, fmt, None, codes="none" if len(keys) < EXACT_BELOW else "int8")
-    index.note = note
+    index.note = f"flat: {why}"
     return index
-
-
-def _judge(
-    graph: RoarGraphIndex, keys: npt.NDArray[Any], fmt: Format, held: npt.NDArray[np.float32]
-) -> tuple[float, float]:
-    """Recall of the graph for held-out queries (query heads, m, head_dim), and the share of keys that it scored."""
-    flat = np.ascontiguousarray(held.reshape(-1, held.shape[-1]))
-    k = min(JUDGED_K, len(keys))
-    exact = search_exact(keys[None], flat[None], k, fmt)
-    found = graph.search(flat, k)
-    hits = sum(len(np.intersect1d(a, b)) for a, b in zip(found.ids, exact.ids[0], strict=True))
-    return hits / (k * len(flat)), found.keys_scanned / (len(flat) * len(keys))

@@ -1,7 +1,7 @@
 """How many keys one scan may have before a graph search is faster, measured once per machine.
 
 A scan costs the same per key; a graph search costs about the same at every length, because it scores a number of
-keys and not a share of them. So one length of each is measured, and the rest is a division.
+keys and not a share of them. So the price of a key and that of a graph search are measured, and the rest is a division.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPEATS = 5
 COLD = 2.0
 """A head is searched once per token, its graph cold in the caches; the same search repeated is about twice as fast.
 A scan streams, and is as fast cold as warm."""
-VERSION = 1
+VERSION = 2
 """Raised when what is measured changes."""
 
 
@@ -41,7 +41,7 @@ def cache_file() -> Path:
 
 @functools.cache
 def crossover(head_dim: int) -> int:
-    """Keys from which on a graph search for the best 100 is faster than an int8 scan, for keys of `head_dim`.
+    """Keys from which on a graph search for the best 100 is faster than the scan of a sketch, for keys of `head_dim`.
 
     Measured on the first call (a few seconds, told in the log) and kept in `cache_file()`; a file that cannot be
     read or written is measured anew by the next process, with a line in the log.
@@ -64,12 +64,16 @@ def crossover(head_dim: int) -> int:
 def _measure(head_dim: int) -> int:
     head = synthetic_head(KEYS, head_dim=head_dim, train=1024, decode=16)
     keys = from_float32(head.keys, Format.BFLOAT16)
-    scan = create("flat", keys, fmt=Format.BFLOAT16, codes="int8")
+    scan = create("sketch", keys, fmt=Format.BFLOAT16, queries=head.train_rotated)
     graph = create("roargraph", keys, fmt=Format.BFLOAT16, queries=head.train_rotated, exact_below=0)
     # many heads in one call, as in decode, so that the price of a call is not measured
     heads = head.decode.shape[1]
     groups = np.ascontiguousarray(head.decode.transpose(1, 0, 2))
-    scan_seconds = _seconds(lambda: type(scan).search_heads([scan] * heads, groups, 100))
+    half, whole = (
+        _seconds(functools.partial(type(scan).search_heads, [scan] * heads, groups, 100, limit=limit))
+        for limit in (KEYS // 2, KEYS)
+    )
+    scan_seconds = 2 * max(whole - half, 1e-9)  # what keys cost, not what a call does
     graph_seconds = _seconds(lambda: graph.search(groups.reshape(-1, head_dim), 100)) * COLD
     return int(KEYS * graph_seconds / scan_seconds)
 

@@ -253,9 +253,8 @@ class SketchIndex(KeyIndex):
             arrays[name] = array
         blocks = aligned_empty((rows + rows % 2, width), np.uint8)
         blocks[:rows] = arrays["blocks"]
-        own = KeyBlocks(blocks, *(np.array(arrays[name]) for name in ("mean", "step", "reach")), wide)
-        sides = (np.array(arrays[name]) for name in ("query_side", "key_side"))
-        return cls(KeyPieces(keys, fmt), own, *sides, rescore)
+        mean, step, reach, query_side, key_side = (np.array(arrays[name]) for name in list(expected)[1:])
+        return cls(KeyPieces(keys, fmt), KeyBlocks(blocks, mean, step, reach, wide), query_side, key_side, rescore)
 
     def __len__(self) -> int:
         return self._keys.length

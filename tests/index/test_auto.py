@@ -48,6 +48,20 @@ def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead) -> None
     assert sum(len(np.intersect1d(a, b)) for a, b in zip(ids, best, strict=True)) >= 0.99 * best.size
 
 
+def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a graph is slower or finds too little; codes of all elements where the sketch finds too little as well."""
+    monkeypatch.setattr(auto, "SKETCH_FROM", KEYS)
+    for options, why in (
+        ({"scan_below": KEYS + 1}, "up to 8,193 here"),
+        ({"scan_below": 0, "recall": 1.0}, "below 1.0"),
+    ):
+        index = built(head, **options)
+        assert index.kind == "sketch" and why in index.note and "held-out recall@100" in index.note
+    monkeypatch.setattr(auto, "SKETCH_LEAST", 1.01)
+    index = built(head, scan_below=KEYS + 1)
+    assert index.kind == "flat" and "a sketch finds" in index.note
+
+
 def test_without_queries_everything_is_scanned(head: SyntheticHead) -> None:
     keys = from_float32(head.keys, Format.BFLOAT16)
     assert create("auto", keys, fmt=Format.BFLOAT16).note == "flat: 8,192 keys and no queries to train on"

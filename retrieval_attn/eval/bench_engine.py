@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add = parser.add_argument
     add("--tokens", default="32768,131072", metavar="N,N", help="keys per head (default: %(default)s)")
-    add("--kinds", default="flat,roargraph", help="kinds of index with a compiled search (default: %(default)s)")
+    add("--kinds", default="flat,flat-int8,sketch,roargraph", help="kinds of index (default: %(default)s)")
     add("--threads", default="", metavar="N,N", help="threads to try (default: 1, 2, 4, 8, all but one, all)")
     add("--kv-heads", type=int, default=8, help="key-value heads of the layer (default: %(default)s)")
     add("--group", type=int, default=4, help="query heads of each (default: %(default)s)")
@@ -294,7 +294,8 @@ def measure_steps(args: argparse.Namespace, tokens: int, threads: Sequence[int])
                 args.head_dim,
                 args.head_dim,
                 Format.BFLOAT16,
-                index_kind=kind,
+                index_kind="flat" if kind == "flat-int8" else kind,
+                index_options={"codes": "int8"} if kind == "flat-int8" else None,
                 reserve_tokens=tokens,
                 pool=pool,
             )

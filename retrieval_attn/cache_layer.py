@@ -27,10 +27,15 @@ class LayerStats:
     """What one layer did since the cache was made. Seconds are wall clock, bytes are host memory read.
 
     host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
+    copy_seconds, index_seconds: copying keys to the host and building indexes (beside a GPU: in threads, while it
+    computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill waiting for the host.
     mass, mass_count: sum and number of the shares of attention that were measured (`Config.mass_heads`).
     """
 
     index_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    lists_seconds: float = 0.0
+    wait_seconds: float = 0.0
     host_seconds: float = 0.0
     search_seconds: float = 0.0
     attend_seconds: float = 0.0
@@ -140,6 +145,23 @@ class CacheLayer(CacheLayerMixin):
     def end_pass(self) -> None:
         """All tokens of the pass have arrived."""
         raise NotImplementedError
+
+    def finish_index(self) -> None:
+        """Wait for keys that are still on their way to the host or into an index; the base class sends none."""
+
+    def check_index(self) -> None:
+        """Raise what has gone wrong so far with keys on their way, without waiting."""
+
+    def abandon(self) -> None:
+        """Stop sending keys to the host soon, without waiting: reading was interrupted."""
+
+    def mark(self) -> object:
+        """What `restore` needs to undo the chunks that follow; None where that cannot be done."""
+        return None
+
+    def restore(self, mark: object) -> bool:
+        """Be as when `mark` was made, so that the tokens since then may come again. False: it is too late."""
+        return False
 
     def attend(
         self,

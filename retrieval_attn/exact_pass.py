@@ -61,6 +61,30 @@ class ExactPass:
             lse[one, :, here] = part.lse
         return Partial(out, lse)
 
+    def keys_of(self, row: int) -> Tensor:
+        """All real keys of a row, past and new: (kv_heads, tokens, head_dim) on the device. May be a view."""
+        assert self.key is not None
+        new = self.key[row][:, self._real(row, 0, self.filled)]
+        past = self._past[row]
+        return new if past is None else torch.cat([past[0][0].to(new.dtype), new], dim=1)
+
+    def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` real new tokens of a row: keys and values (kv_heads, count, dim)."""
+        assert self.key is not None and self.value is not None
+        if self.valid is None:
+            return self.key[row, :, :count], self.value[row, :, :count]
+        first = self.valid[row].nonzero().squeeze(1)[:count].to(self.key.device)
+        return self.key[row][:, first], self.value[row][:, first]
+
+    def mark(self) -> object:
+        """What `restore` needs to forget the chunks that follow."""
+        return self.filled, self.valid
+
+    def restore(self, mark: object) -> None:
+        """As it was when `mark` was made: rows beyond it are written again by the next chunk."""
+        assert isinstance(mark, tuple)
+        self.filled, self.valid = mark
+
     def _store(self, key: Tensor, value: Tensor, start: int) -> None:
         count = key.shape[2]
         if start == 0 and count == self.total:

@@ -9,9 +9,7 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +23,11 @@ from retrieval_attn.exact_pass import ExactPass
 from retrieval_attn.gpu.merge import Partial, merge
 from retrieval_attn.gpu.window import WindowCache
 from retrieval_attn.hooks import MaskSpec
+from retrieval_attn.host_work import HostWork, make_room
 from retrieval_attn.index.base import check_kind
 from retrieval_attn.padding import count_real, join
 from retrieval_attn.training_queries import TrainingQueries
-from retrieval_attn.transfer import host_format, to_device, to_host, to_queries
-
-_Job = tuple[HostPath, int, int, "np.ndarray[Any, Any] | None"]
-"""A path, the range to index, and queries to train on."""
+from retrieval_attn.transfer import host_format, to_device, to_queries
 
 _Asked = tuple[HostPath, list[int], "np.ndarray[Any, Any]", tuple[int, int]]
 """A path, the rows that share it, their queries (q_heads, rows * count, head_dim), the range of tokens."""
@@ -57,7 +53,7 @@ class RetrievalLayer(CacheLayer):
         self._model = None if model is None else weakref.ref(model)
         self._trains = check_kind(config.index, dict(config.index_options)).trains
         self._sample: TrainingQueries | None = None
-        self._building: Future[None] | None = None
+        self._work: HostWork | None = None
         self.hosts: list[HostPath] = []
         self.host_columns = 0  # columns [0, host_columns) are on the host; the tail may be ahead of it
         self.tail_start = 0  # columns [tail_start, columns) are in the window's tail
@@ -67,7 +63,8 @@ class RetrievalLayer(CacheLayer):
         self._expect_total: int | None = None
 
     def reset(self) -> None:
-        self.finish_index()
+        self.abandon()
+        self._work = None
         super().reset()
         self._sample = None
         self.hosts = []
@@ -113,8 +110,7 @@ class RetrievalLayer(CacheLayer):
         if self.window is None:
             self._start(key, value)
         total = self._expect_total if self._expect_total is not None else key.shape[2]
-        append_exactly = self.config.exact_append and total > self.config.decode_tokens
-        if self._pass is None and self.columns > 0 and not append_exactly:
+        if self._pass is None and self.columns > 0 and not self._appends_exactly(total):
             return self._decode(query, key, value, spec, scale, softcap)
         if self._pass is None:
             self._pass = self._open_pass(total)
@@ -151,9 +147,14 @@ class RetrievalLayer(CacheLayer):
 
     # -- prefill and exact append -------------------------------------------------------------------
 
+    def _appends_exactly(self, total: int) -> bool:
+        """Whether so many tokens after others attend to all of them exactly."""
+        return self.config.exact_append and total > self.config.decode_tokens
+
     def _open_pass(self, total: int) -> ExactPass:
         """Bring this layer's past to its device: the pass attends to it exactly, one layer at a time."""
         assert self.window is not None
+        self.stats.wait_seconds += make_room(self.window.tail()[0].device)
         if self.columns > self.host_columns:
             self._flush()
         tail_key, tail_value = self.window.tail()
@@ -174,7 +175,8 @@ class RetrievalLayer(CacheLayer):
             raise CacheMismatchError(f"A pass announced {done.total} tokens and brought {done.filled}.")
         first_tokens = self.columns == 0
         self.valid = join(self.valid, self.columns, done.valid, done.total, self.window.batch)
-        self._append_to_hosts(done.key, done.value, done.valid)
+        work = self._work = self._host_work(done.key, done.value, done.valid)
+        work.start_copy()
         self.columns += done.total
         self.host_columns = self.columns
         recent = min(done.total, self.config.window)
@@ -183,54 +185,21 @@ class RetrievalLayer(CacheLayer):
         window_valid = None if done.valid is None else done.valid[:, span].to(done.key.device)
         self.window.append(done.key[:, :, span], done.value[:, :, span], window_valid)
         self._move_tail_start(done if first_tokens else None)
-        self._index(done, first_tokens)
-
-    def _index(self, done: ExactPass, first_tokens: bool) -> None:
-        """Build the index of each path, or extend it when the pass brought less than it already covers."""
-        jobs: list[_Job] = []
         for row, host in _distinct_rows(self.hosts):
             start, stop = self._sinks[row], self._middle[row]
             if stop <= start:
                 continue
             if not first_tokens and 2 * host.indexed_tokens >= stop - start:
-                jobs.append((host, start, stop, None))
+                work.extend(host, stop)
             else:
-                jobs.append((host, start, stop, self._training_queries(row, done)))
+                work.index(host, start, stop, self._training_queries(row, done), functools.partial(done.keys_of, row))
         self._sample = None
-        if not jobs:
-            return
-        # beside a GPU the host builds while the next layers compute; on the CPU both want the same cores
-        if done.key is not None and done.key.device.type == "cuda":
-            self._building = _builder().submit(self._build, jobs, first_tokens)
-        else:
-            self._build(jobs, first_tokens)
+        work.start_build()
 
-    def _training_queries(self, row: int, done: ExactPass) -> np.ndarray[Any, Any] | None:
-        module = None if self._owner is None else self._owner()
-        if self._sample is None or module is None:
-            return None
-        model = None if self._model is None else self._model()
-        return self._sample.finish(model, module, row, None if done.valid is None else done.valid[row])
-
-    def _build(self, jobs: Sequence[_Job], first_tokens: bool) -> None:
-        started = time.perf_counter()
-        for host, start, stop, queries in jobs:
-            if queries is None and not first_tokens and host.indexed_tokens:
-                host.extend_index(stop)
-            else:
-                host.build_index(start, stop, queries)
-        self.stats.index_seconds += time.perf_counter() - started
-
-    def finish_index(self) -> None:
-        """Indexes that are still being built must be ready before anything else happens to the layer."""
-        if self._building is not None:
-            building, self._building = self._building, None
-            building.result()
-
-    def _append_to_hosts(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        """Append new columns (batch, kv_heads, new, dim) to each row's path; shared paths split first."""
+    def _host_work(self, key: Tensor, value: Tensor, valid: Tensor | None) -> HostWork:
+        """New columns (batch, kv_heads, new, dim) that are to go to each row's path; shared paths split first."""
+        work = HostWork(self._number, self.fmt, self.config.threads, self.stats, (key, value))
         owned: set[int] = set()
-        key_host, value_host = to_host(key, self.fmt), to_host(value, self.fmt)
         for row, host in enumerate(self.hosts):
             if self.hosts.count(host) > 1 and id(host) not in owned:
                 host = self.hosts[row] = host.fork()
@@ -238,11 +207,57 @@ class RetrievalLayer(CacheLayer):
             if len(host) == 0:
                 # address space only; memory is taken as tokens come
                 host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM)
-            if valid is None:
-                host.append(key_host[row], value_host[row])
-            else:
-                real = valid[row].numpy()
-                host.append(key_host[row][:, real], value_host[row][:, real])
+            work.append(row, host, None if valid is None else valid[row].numpy())
+        return work
+
+    def _training_queries(self, row: int, done: ExactPass) -> Tensor | None:
+        module = None if self._owner is None else self._owner()
+        if self._sample is None or module is None:
+            return None
+        model = None if self._model is None else self._model()
+        return self._sample.on_device(model, module, row, None if done.valid is None else done.valid[row])
+
+    def finish_index(self) -> None:
+        """Keys that are still being copied or indexed must be ready before anything else happens to the layer.
+
+        Raises what went wrong with them, with the layer named.
+        """
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.finish()
+            except BaseException:
+                self._work = work  # what failed, or was interrupted, is not forgotten
+                raise
+
+    def check_index(self) -> None:
+        """Raise what has gone wrong so far with keys that are being copied or indexed, without waiting."""
+        if self._work is not None:
+            self._work.check()
+
+    def abandon(self) -> None:
+        """Stop copying and indexing soon, without waiting: reading was interrupted, and the cache is of no more use."""
+        if self._work is not None:
+            self._work.abandon()
+
+    def mark(self) -> object:
+        if self._pass is None:
+            decodes = self.columns > 0 and not self._appends_exactly(self._expect_total or 0)
+            return None if decodes else _Mark(self.columns)
+        sampled = 0 if self._sample is None else self._sample.mark()
+        return _Mark(self.columns, self._pass.mark(), sampled)
+
+    def restore(self, mark: object) -> bool:
+        if not isinstance(mark, _Mark) or self.columns != mark.columns:
+            return False
+        self._pending = None
+        if self._pass is not None and mark.filled is not None:
+            self._pass.restore(mark.filled)
+            if self._sample is not None:
+                self._sample.restore(mark.sampled)
+        else:
+            self._pass = self._sample = None
+        return True
 
     def _move_tail_start(self, first: ExactPass | None) -> None:
         """Recompute what the tail starts at, the sinks, and the range that retrieval covers, per row."""
@@ -258,11 +273,12 @@ class RetrievalLayer(CacheLayer):
         tail_key, tail_value = self.window.tail()
         keys, values = [], []
         for row, count in enumerate(wanted):
-            if first is not None and first.valid is None:
+            if first is not None:
                 # straight from the model: no rounding even when the host stores a smaller dtype
-                assert first.key is not None and first.value is not None
-                key, value = first.key[row, :, :count], first.value[row, :, :count]
+                key, value = first.first_of(row, count)
             else:
+                if self._work is not None:
+                    self._work.finish_copy()
                 key_host, value_host = self.hosts[row].read(0, count)
                 key, value = (
                     to_device(key_host, self.fmt, tail_key),
@@ -277,6 +293,11 @@ class RetrievalLayer(CacheLayer):
         self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
 
     # -- decode -------------------------------------------------------------------------------------
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Per row, the tokens of its host path that retrieval covers: those between sinks and tail."""
+        return list(zip(self._sinks, self._middle, strict=True))
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
@@ -362,7 +383,7 @@ class RetrievalLayer(CacheLayer):
             return
         key, value = self.window.tail()
         valid = None if self.valid is None else self.valid[:, self.host_columns : self.columns]
-        self._append_to_hosts(key[:, :, -behind:], value[:, :, -behind:], valid)
+        self._host_work(key[:, :, -behind:], value[:, :, -behind:], valid).copy_now()
         self.host_columns = self.columns
 
     def _spill(self) -> None:
@@ -443,10 +464,12 @@ class RetrievalLayer(CacheLayer):
         self._move_tail_start(None)
 
 
-@functools.cache
-def _builder() -> ThreadPoolExecutor:
-    """The one thread that builds indexes beside a GPU; its kernels use as many cores as they are given."""
-    return ThreadPoolExecutor(1, "retrieval_attn-index")
+class _Mark(NamedTuple):
+    """How far a layer is: columns stored, and what of a pass under way was filled (None: there is none), sampled."""
+
+    columns: int
+    filled: object = None
+    sampled: int = 0
 
 
 def _distinct(hosts: list[HostPath]) -> list[HostPath]:

@@ -4,11 +4,15 @@ One ordinary forward of an unmodified model then needs one layer's keys and one 
 device, and layer l is complete (and can be indexed) after l/L of the work. Exact: a chunk attends to the
 layer's past and to itself. transformers' own `prefill_chunk_size` is chunk-major and, in 5.17, wrong with a
 non-empty cache; it is not used.
+
+Where a chunk does not fit the device's memory its layer is put back to where it was, and it and all that follow are
+halved. Keys leave for the host while later layers compute (`host_work.py`); `finish_prefill` waits for the last index.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +23,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache_layer import CacheLayer
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.hooks import MaskSpec
+from retrieval_attn.host_room import require_host_room
+from retrieval_attn.host_work import drain
+from retrieval_attn.sizes import host_memory_bytes
 
+log = logging.getLogger(__name__)
+
+LEAST_CHUNK = 256
+"""Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
 _ORIGINAL = "_retrieval_attn_original_forward"
 
 
@@ -72,7 +83,7 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"chunk must be an integer >= 1 token, got {chunk!r}; 8192 is a good start.")
     unwrap_layers(model)
-    stream = _Stream()
+    stream = _Stream(model, chunk)
     for layer, index in decoder_layers(model):
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
     for norm in final_norms(model):
@@ -122,8 +133,40 @@ class _Stream:
     before it and nobody else holds it: not the caller's embeddings, and not what a forward hook recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        self.chunk = chunk  # tokens; halved where memory does not suffice
+        self._model = weakref.ref(model)
         self._latest: weakref.ref[Tensor] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model whose layers are wrapped."""
+        return self._model()
+
+    def shrink(self, size: int, layer: int) -> bool:
+        """A chunk of `size` tokens did not fit: go on with half of it. False if it was as small as it gets."""
+        if size <= LEAST_CHUNK:
+            return False
+        self.chunk = max(LEAST_CHUNK, size // 2)
+        log.warning(
+            "layer %d: out of device memory with a chunk of %d tokens; prefill goes on with chunks of %d",
+            layer,
+            size,
+            self.chunk,
+        )
+        return True
+
+    def shortage(self, cache: Any, layer: int, tokens: int, batch: int, device: torch.device) -> str:
+        """The arithmetic of what a pass over `tokens` tokens needs, as far as it is known for this model."""
+        from retrieval_attn.memory_plan import plan
+
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
+        config = cache.config.replace(prefill_chunk=min(self.chunk, tokens))
+        context = cache.layers[layer].get_seq_length() + tokens
+        try:
+            return str(plan(self.model.config, context=context, gpu_memory=total, batch=batch, config=config))
+        except RetrievalAttentionError as error:
+            return f"(no arithmetic for this model: {error})"
 
     def may_overwrite(self, hidden_states: Tensor) -> bool:
         """Whether `hidden_states` is dead once it has been read."""
@@ -151,35 +194,133 @@ class _ChunkedLayer:
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
         tokens = hidden_states.shape[1]
         # Linear-attention layers carry state from token to token in their own way: never split those.
-        if tokens <= self.chunk or not isinstance(layer, CacheLayer):
+        if tokens <= min(self._stream.chunk, LEAST_CHUNK) or not isinstance(layer, CacheLayer):
             result = self._original(hidden_states, *args, **kwargs)
         else:
-            layer.begin_pass(tokens)
-            result = self._walk(hidden_states, args, kwargs)
-            layer.end_pass()
+            result = self._read(cache, layer, hidden_states, args, kwargs)
         if cache.on_layer is not None:
             cache.on_layer()
         return result
 
-    def _walk(self, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read(
+        self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if layer is next(item for item in cache.layers if isinstance(item, CacheLayer)):
+            model = self._stream.model
+            require_host_room(model.config, cache.config, hidden_states.shape[1], hidden_states.shape[0])
+        for other in cache.layers:
+            if isinstance(other, CacheLayer):
+                other.check_index()  # an index that failed five layers ago need not wait for the last layer
+        try:
+            layer.begin_pass(hidden_states.shape[1])
+            result = self._walk(cache, layer, hidden_states, args, kwargs)
+            layer.end_pass()
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: leave no threads behind that build what nobody will ask
+            abandon(cache)
+            raise
+        return result
+
+    def _walk(
+        self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         tokens = hidden_states.shape[1]
         whole = hidden_states if self._stream.may_overwrite(hidden_states) else None
         rest: tuple[Any, ...] | None = None
-        for start in range(0, tokens, self.chunk):
-            stop = min(start + self.chunk, tokens)
+        start = 0
+        while start < tokens:
+            stop = min(start + self._stream.chunk, tokens)
+            mark = layer.mark()
+            part = self._fitting(hidden_states, start, stop, whole, args, kwargs)
+            if part is None:
+                self._step_back(cache, layer, mark, hidden_states, stop - start)
+                continue
+            whole, rest = part
+            start = stop
+        assert whole is not None
+        self._stream.passed(whole, self._layer, seen=bool(kwargs.get("output_hidden_states")))
+        return whole if rest is None else (whole, *rest)
+
+    def _fitting(
+        self,
+        hidden_states: Tensor,
+        start: int,
+        stop: int,
+        whole: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, tuple[Any, ...] | None] | None:
+        """The output with tokens [start, stop) filled in, and what else the layer returned; None: out of memory.
+
+        Nothing is written to `whole`, which may be the input, before all of the chunk is there.
+        """
+        tokens = hidden_states.shape[1]
+        try:
             part = self._original(
                 hidden_states[:, start:stop],
                 *(_cut(item, start, stop, tokens) for item in args),
                 **{name: _cut(item, start, stop, tokens) for name, item in kwargs.items()},
             )
             out = part[0] if isinstance(part, tuple) else part
+            rest = part[1:] if isinstance(part, tuple) else None
+            if stop - start == tokens:
+                return out, rest
             if whole is None or out.dtype != whole.dtype or out.device != whole.device:
                 whole = out.new_empty(out.shape[0], tokens, *out.shape[2:])
-            whole[:, start:stop] = out
-            rest = part[1:] if isinstance(part, tuple) else None
-        assert whole is not None
-        self._stream.passed(whole, self._layer, seen=bool(kwargs.get("output_hidden_states")))
-        return whole if rest is None else (whole, *rest)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return None  # the error, and with it what the layer had in its hands, is gone once this returns
+        whole[:, start:stop] = out
+        return whole, rest
+
+    def _step_back(self, cache: Any, layer: CacheLayer, mark: object, hidden_states: Tensor, size: int) -> None:
+        """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
+        tokens, device = hidden_states.shape[1], hidden_states.device
+        needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"
+        drain(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if mark is None or not layer.restore(mark):
+            cure = "this layer cannot repeat a chunk. Make a new cache and read with a smaller prefill_chunk"
+        elif self._stream.shrink(size, self._index):
+            return
+        else:
+            cure = "chunks do not get smaller. Read less at once, quantise the weights or take a larger GPU"
+        arithmetic = self._stream.shortage(cache, self._index, tokens, hidden_states.shape[0], device)
+        raise MemoryPlanError(f"{needed}, and {cure}; this cache cannot be used any more.\n{arithmetic}")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device ran out of memory, in torch's allocator or in a library that asked for a workspace."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+
+
+def finish_prefill(cache: Any, on_layer: Callable[[], object] | None = None) -> None:
+    """Wait until the keys of all layers of a RetrievalCache are on the host and indexed; on_layer after each.
+
+    Reading returns before the last indexes are built, and the first question waits for them: call this to wait now.
+    Raises what went wrong, with the layer named. Interrupted (Ctrl-C), it leaves no threads behind.
+    """
+    try:
+        for layer in cache.layers:
+            if isinstance(layer, CacheLayer):
+                layer.finish_index()
+            if on_layer is not None:
+                on_layer()
+    except Exception:
+        raise
+    except BaseException:
+        abandon(cache)
+        raise
+
+
+def abandon(cache: Any) -> None:
+    """Stop copying and indexing for this cache soon, without waiting. It cannot be used any more."""
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayer):
+            layer.abandon()
 
 
 class _ChunkedNorm:
@@ -190,11 +331,12 @@ class _ChunkedNorm:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else 0
-        if tokens <= self.chunk or torch.is_grad_enabled():
+        chunk = min(self.chunk, self._stream.chunk)
+        if tokens <= chunk or torch.is_grad_enabled():
             return self._original(hidden_states, *args, **kwargs)
         whole = hidden_states if self._stream.may_overwrite(hidden_states) else torch.empty_like(hidden_states)
-        for start in range(0, tokens, self.chunk):
-            stop = min(start + self.chunk, tokens)
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
             whole[:, start:stop] = self._original(hidden_states[:, start:stop], *args, **kwargs)
         return whole
 

@@ -46,6 +46,27 @@ class SlidingLayer(CacheLayer):
     def end_pass(self) -> None:
         """See `begin_pass`."""
 
+    def mark(self) -> object:
+        if self.record_past:
+            return None
+        kept = None
+        if self.window is not None:
+            key, value = self.window.tail()
+            kept = key.clone(), value.clone(), self.window.valid
+        return self.columns, self.valid, kept
+
+    def restore(self, mark: object) -> bool:
+        if not isinstance(mark, tuple):
+            return False
+        self.columns, self.valid, kept = mark
+        self._pending = None
+        if kept is None:
+            self.window = None
+        elif self.window is not None:
+            self.window.truncate(self.window.tail_len)
+            self.window.append(*kept)
+        return True
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:

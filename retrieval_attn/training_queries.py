@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from retrieval_attn.rotation import Rotation
 
 log = logging.getLogger(__name__)
 
+HEADS_AT_ONCE = 8
 SPAN = 1024
 """Positions after the end of the context that the sample is spread over: a question and its answer."""
 
@@ -30,10 +32,8 @@ class TrainingQueries:
     """Queries of up to `count` of `total` new columns, for every row and query head of one layer."""
 
     def __init__(self, total: int, count: int, seed: int = 0) -> None:
-        self._columns = train_positions(total, count, seed)
-        rng = np.random.default_rng(seed)
-        # evenly in the logarithm: recall at 2 % of the keys scored was .817, against .778 for evenly in the offset
-        self._offsets = np.exp(rng.uniform(0, np.log(SPAN), len(self._columns))).astype(np.int64)
+        self._columns, self._offsets = _drawn(total, count, seed)
+        self._drawn_by = total, count, seed
         self._total = total
         self._taken: list[Tensor] = []
 
@@ -41,37 +41,70 @@ class TrainingQueries:
         """Keep the sampled ones of query (batch, q_heads, new, head_dim), the columns from `start` on."""
         low, high = np.searchsorted(self._columns, (start, start + query.shape[2]))
         if low < high:
-            rows = torch.from_numpy(self._columns[low:high] - start).to(query.device)
-            self._taken.append(query.detach()[:, :, rows].float())
+            columns, _ = _drawn_on(*self._drawn_by, query.device)
+            self._taken.append(query.detach()[:, :, columns[low:high] - start])
+
+    def mark(self) -> int:
+        """What `restore` needs to forget the chunks that follow."""
+        return len(self._taken)
+
+    def restore(self, mark: int) -> None:
+        """Forget what was taken since `mark`."""
+        del self._taken[mark:]
 
     def finish(
         self, model: nn.Module | None, module: nn.Module, row: int, valid: Tensor | None
     ) -> np.ndarray[Any, Any]:
+        """`on_device` as a host array."""
+        return np.ascontiguousarray(self.on_device(model, module, row, valid).cpu().numpy())
+
+    def on_device(self, model: nn.Module | None, module: nn.Module, row: int, valid: Tensor | None) -> Tensor:
         """The sample of one row, moved to where decoding happens: (q_heads, m, head_dim) float32.
 
         valid: (columns,) CPU bool, real tokens of the row, or None. A model without rotary embedding, or with one
         that cannot be undone, gives its queries as they are. `take` must have seen all columns.
         """
-        columns = torch.from_numpy(self._columns)
         queries = torch.cat([piece[row] for piece in self._taken], dim=1)
-        offsets = torch.from_numpy(self._offsets)
+        columns, offsets = _drawn_on(*self._drawn_by, queries.device)
         if valid is not None:
-            real = valid[columns]
-            columns, offsets, queries = columns[real], offsets[real], queries[:, real.to(queries.device)]
-        moved = self._moved(model, module, queries, columns.to(queries.device), offsets.to(queries.device))
-        return np.ascontiguousarray(moved.cpu().numpy())
-
-    def _moved(
-        self, model: nn.Module | None, module: nn.Module, queries: Tensor, columns: Tensor, offsets: Tensor
-    ) -> Tensor:
+            real = torch.from_numpy(np.flatnonzero(valid.numpy()[self._columns])).to(queries.device)
+            columns, offsets, queries = columns[real], offsets[real], queries[:, real]
         if model is None:
-            return queries
+            return queries.float()
         try:
+            rotation = Rotation.of(model, module)
             # rotations add: only the distance counts, so padded columns may stand for positions
-            return Rotation.of(model, module).move(queries, columns, self._total + offsets)
+            targets = self._total + offsets
+            checked = _checked.setdefault(model, set())
+            moved = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
+            # some heads at a time: moving takes several float32 copies
+            for some, into in zip(queries.split(HEADS_AT_ONCE), moved.split(HEADS_AT_ONCE), strict=True):
+                into.copy_(rotation.move(some.float(), columns, targets, check=type(module) not in checked))
+                checked.add(type(module))
+            return moved
         except UnsupportedModelError as error:
             _say_unmoved(type(module).__name__, str(error))
-            return queries
+            return queries.float()
+
+
+_checked: weakref.WeakKeyDictionary[nn.Module, set[type]] = weakref.WeakKeyDictionary()
+"""Attention classes of a model whose rotation was seen to be one: looking again would wait for the device."""
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(total: int, count: int, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Columns of the sample, ascending, and how far behind the context's end each query is to stand; int64."""
+    columns = train_positions(total, count, seed)
+    rng = np.random.default_rng(seed)
+    # evenly in the logarithm: recall at 2 % of the keys scored was .817, against .778 for evenly in the offset
+    return columns, np.exp(rng.uniform(0, np.log(SPAN), len(columns))).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _drawn_on(total: int, count: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same on a device: a copy per pass, not one per chunk that waits for the device."""
+    columns, offsets = _drawn(total, count, seed)
+    return torch.from_numpy(columns).to(device), torch.from_numpy(offsets).to(device)
 
 
 @functools.cache

@@ -1,0 +1,90 @@
+"""Threads that work beside a device: they start when there is work and end soon after there is none."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+IDLE_SECONDS = 0.25
+"""How long a thread waits for more. Threads are joined when Python ends, so this is what an end waits at most."""
+
+
+class Crew:
+    """At most `most` threads that do what they are given in the order it came.
+
+    Unlike those of an executor they do not stay: after an interruption, once nothing is waiting, none is left.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self.most = most
+        self._name = name
+        self._todo: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._changed = threading.Condition()
+        self._threads = self._resting = self._running = self._started = 0
+
+    @property
+    def busy(self) -> int:
+        """Pieces of work that are being done or wait."""
+        with self._changed:
+            return self._running + len(self._todo)
+
+    def submit(self, work: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Have work(*args) done by a thread. Cancelling the future helps until it has begun."""
+        return self._submit_all(work, [args])[0]
+
+    def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """[work(item) for item in items], each done by a thread; not to be called by the crew's own.
+
+        After an error what has not begun is dropped, the rest is waited for, and the first error is raised.
+        """
+        futures = self._submit_all(work, [(item,) for item in items])
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            raise
+
+    def _submit_all(self, work: Callable[..., Result], arguments: list[tuple[Any, ...]]) -> list[Future[Result]]:
+        futures: list[Future[Result]] = [Future() for _ in arguments]
+        with self._changed:
+            self._todo.extend(zip(futures, [work] * len(futures), arguments, strict=True))
+            self._changed.notify(len(futures))
+            for _ in range(min(len(self._todo) - self._resting, self.most - self._threads)):
+                self._threads += 1
+                self._started += 1
+                threading.Thread(target=self._work, name=f"{self._name}-{self._started}").start()
+        return futures
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._todo:
+                    self._resting += 1
+                    self._changed.wait_for(lambda: bool(self._todo), IDLE_SECONDS)
+                    self._resting -= 1
+                    if not self._todo:
+                        self._threads -= 1
+                        return
+                future, work, args = self._todo.popleft()
+                self._running += 1
+            self._do(future, work, args)
+            del future, work, args  # what they hold must not live until the next piece of work comes
+            with self._changed:
+                self._running -= 1
+
+    @staticmethod
+    def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)

@@ -1,0 +1,125 @@
+"""A ring of pinned host memory that tensors pass on their way from a device into ordinary host memory.
+
+The store's pages are not pinned (it would pin the whole context), and copies from a device into unpinned memory are
+slow and wait. So each piece goes to a pinned buffer by the device's copy engine, on a stream of its own, and from
+there into the store by the calling thread, while the next pieces are under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 32 << 20
+BUFFERS = 3
+_ALIGNED = 64
+
+Piece = tuple[Sequence[Tensor], Callable[..., None]]
+"""Tensors that fit a buffer together, and who takes them as NumPy arrays (16-bit floats as their bits, uint16)."""
+
+
+class Staging:
+    """The ring of one device. `bring` is for one thread at a time.
+
+    For tensors that are on the CPU already it does the same without streams.
+    """
+
+    def __init__(self, device: torch.device, size: int = BUFFER_BYTES, count: int = BUFFERS) -> None:
+        """size: bytes of a buffer. Where pinned memory is refused the buffers are ordinary memory; it is said once."""
+        self.size = size
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._turn = threading.Lock()
+        self._buffers = [_pinned(size) for _ in range(count)]
+
+    def bring(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None) -> None:
+        """Copy each piece to the host and hand it to its taker, in order; returns when the last was taken.
+
+        ready: what the device must have done before (None: nothing is pending). The tensors must stay as they are
+        until this returns; then the device has read them and any stream may write over them. The arrays a taker gets
+        are overwritten afterwards. Pieces are drawn from the iterable while this module's stream is current.
+        """
+        with self._turn, self._streaming(ready):
+            under_way: deque[tuple[list[np.ndarray], torch.cuda.Event | None, Callable[..., None]]] = deque()
+            for number, (tensors, taker) in enumerate(pieces):
+                if len(under_way) == len(self._buffers):
+                    _hand_over(*under_way.popleft())
+                arrays = self._send(tensors, self._buffers[number % len(self._buffers)])
+                under_way.append((arrays, self._sent(), taker))
+            while under_way:
+                _hand_over(*under_way.popleft())
+
+    @contextlib.contextmanager
+    def _streaming(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()  # after an error too: nothing may still read the tensors
+
+    def _send(self, tensors: Sequence[Tensor], buffer: Tensor) -> list[np.ndarray]:
+        arrays = []
+        offset = 0
+        for tensor in tensors:
+            into = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            offset += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+            if tensor.is_contiguous() or tensor.ndim < 2:
+                into.copy_(tensor, non_blocking=True)
+            else:  # a copy engine takes runs of memory: one per head, instead of a gathered copy on the device
+                for one, source in zip(into, tensor, strict=True):
+                    one.copy_(source, non_blocking=True)
+            bits = into.view(torch.uint16) if into.dtype in (torch.bfloat16, torch.float16) else into
+            arrays.append(bits.numpy())
+        return arrays
+
+    def _sent(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+
+def room(tensors: Sequence[Tensor]) -> int:
+    """Bytes of a buffer that these take."""
+    return sum(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)
+
+
+@functools.cache
+def staging(device: torch.device) -> Staging:
+    """The ring of `device` that everything shares."""
+    return Staging(device)
+
+
+def _hand_over(arrays: list[np.ndarray], sent: torch.cuda.Event | None, taker: Callable[..., None]) -> None:
+    if sent is not None:
+        sent.synchronize()
+    taker(*arrays)
+
+
+def _pinned(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        _say_refused(str(error).splitlines()[0])
+        return torch.empty(size, dtype=torch.uint8)
+
+
+@functools.cache
+def _say_refused(reason: str) -> None:
+    log.warning("pinned memory was refused (%s): keys and values are copied through ordinary memory, slower", reason)

@@ -1,0 +1,471 @@
+"""Prefill beside a device: bytes on the host, threads, errors, memory that does not suffice."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn import host_room, host_work, prefill
+from retrieval_attn.background import Crew
+from retrieval_attn.cpu.formats import Format
+from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, ShapeError
+from retrieval_attn.gpu.knn import nearest_keys
+from retrieval_attn.index.roargraph import RoarGraphIndex
+from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.prefill import finish_prefill
+from retrieval_attn.staging import Staging
+from tests.tiny_models import random_ids, tiny_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+GRAPH = {"exact_below": 0, "beam": 64, "list_k": 16}
+CONFIG = ra.Config(sink=4, window=16, spill=8, index="roargraph", index_options=GRAPH, train_queries=64)
+
+
+@pytest.fixture
+def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What happens beside a GPU, on any device: copies and index builds in threads, lists by torch."""
+    monkeypatch.setattr(host_work, "beside", lambda device: True)
+    yield
+    assert not workers(), "threads are left"
+
+
+def workers(patience: float = 10.0) -> list[str]:
+    """Threads of this package that are still there after so many seconds."""
+    until = time.monotonic() + patience
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("retrieval_attn-")]
+        if not names or time.monotonic() > until:
+            return names
+        time.sleep(0.02)
+
+
+def read(
+    config: ra.Config, ids: torch.Tensor, chunk: int, mask: torch.Tensor | None = None, device: str = "cpu"
+) -> Any:
+    """A cache that has read ids, layer by layer."""
+    import copy
+
+    model: Any = tiny_model("llama") if device == "cpu" else copy.deepcopy(tiny_model("llama")).to(device)
+    ra.enable(model, config, prefill_chunk=chunk)
+    try:
+        cache = ra.RetrievalCache(model, config)
+        with torch.no_grad():
+            model(ids.to(device), past_key_values=cache, attention_mask=None if mask is None else mask.to(device))
+        return cache
+    finally:
+        ra.disable(model)
+
+
+def held(cache: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Keys and values on the host, of every layer and row."""
+    return [path.read(0, len(path)) for layer in cache.layers for path in layer.hosts]
+
+
+def graphs(cache: Any) -> list[np.ndarray]:
+    """Edges of every head's graph."""
+    indexes = [index for layer in cache.layers for path in layer.hosts for index in path.segments[0].indexes]
+    assert indexes and all(isinstance(index, RoarGraphIndex) for index in indexes)
+    return [head.graph.adjacency for index in indexes for head in index._heads]
+
+
+# -- copies and builds in threads --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_dtype", ["auto", "bfloat16", "int8"])
+@pytest.mark.parametrize("chunk", [64, 4096], ids=["chunks", "one-shot"])
+def test_threads_leave_the_same_bytes(
+    chunk: int, host_dtype: str, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, values and graphs equal those of a prefill without threads; pieces far smaller than a chunk."""
+    config = CONFIG.replace(host_dtype=host_dtype)
+    ids = random_ids(2, 200)
+    mask = torch.ones_like(ids)
+    mask[1, :90] = 0
+    monkeypatch.setattr(host_work, "staging", lambda device: Staging(device, 20_000, 2))
+    beside = read(config, ids, chunk, mask)
+    finish_prefill(beside)
+    monkeypatch.setattr(host_work, "beside", lambda device: False)
+    plain = read(config, ids, chunk, mask)
+    for mine, other in zip(held(beside), held(plain), strict=True):
+        np.testing.assert_array_equal(mine[0], other[0])
+        np.testing.assert_array_equal(mine[1], other[1])
+    assert beside.stats().copy_seconds > 0 and beside.stats().index_seconds > 0
+    assert len(graphs(beside)) == len(graphs(plain))
+
+
+def test_lists_from_the_device_are_used(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is built from exactly the lists that torch made, of the path's own keys; fails with other ids."""
+    asked = []
+
+    def spying(queries: torch.Tensor, keys: torch.Tensor, kk: int) -> torch.Tensor:
+        lists = nearest_keys(queries, keys, kk)
+        asked.append((keys, lists))
+        return lists
+
+    monkeypatch.setattr(host_work, "nearest_keys", spying)
+    config = CONFIG.replace(host_dtype="float32")
+    cache = read(config, random_ids(1, 400), 128)
+    finish_prefill(cache)
+    assert len(asked) == len(cache.layers)
+    for layer, (keys, lists) in zip(cache.layers, asked, strict=True):
+        path = layer.hosts[0]
+        stop = 400 - config.window
+        stored = path.read(config.sink, stop)[0]
+        np.testing.assert_array_equal(keys.numpy(), stored)
+        for head, index in enumerate(path.segments[0].indexes):
+            group = lists.shape[0] // len(stored)
+            mine = lists[head * group : (head + 1) * group].numpy()
+            built = RoarGraphIndex.build(stored[head], Format.FLOAT32, None, lists=mine, **GRAPH)
+            np.testing.assert_array_equal(index._heads[0].graph.adjacency, built._heads[0].graph.adjacency)
+
+
+@pytest.mark.parametrize("kind", ["auto", "flat", "sketch"])
+def test_kinds_without_lists_are_built_in_threads_too(kind: str, threaded: None) -> None:
+    cache = read(CONFIG.replace(index=kind, index_options={}), random_ids(1, 300), 128)
+    finish_prefill(cache)
+    assert sum(cache.index_kinds().values()) == len(cache.layers) * 2
+
+
+def test_a_follow_up_turn_waits_for_what_is_under_way(threaded: None) -> None:
+    """Two turns through threads hold the same bytes as through none, sinks from the host included."""
+    import unittest.mock
+
+    ids = random_ids(1, 420)
+    model = tiny_model("llama")
+
+    def two_turns() -> Any:
+        ra.enable(model, CONFIG.replace(sink=40), prefill_chunk=64)
+        cache = ra.RetrievalCache(model, CONFIG.replace(sink=40))
+        with torch.no_grad():
+            for part in ids.split([30, 390], dim=1):
+                logits = model(part, past_key_values=cache).logits[:, -1]
+            logits = model(ids[:, :1], past_key_values=cache).logits[:, -1]
+        ra.disable(model)
+        return cache, logits
+
+    beside, mine = two_turns()
+    with unittest.mock.patch.object(host_work, "beside", lambda device: False):
+        plain, other = two_turns()
+    for one, two in zip(held(beside), held(plain), strict=True):
+        np.testing.assert_array_equal(one[0], two[0])
+    assert (mine - other).abs().max() < 1e-4
+
+
+def test_an_error_names_its_layer_and_comes_at_the_next_layer(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are not finite in layer 0: prefill stops there, and every later question says why."""
+    model = tiny_model("llama")
+    ra.enable(model, CONFIG, prefill_chunk=64)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    saved = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight[0, 0] = float("inf")
+            cache = ra.RetrievalCache(model, CONFIG)
+            with pytest.raises(ShapeError, match=r"Layer \d: keys must be finite"):
+                model(random_ids(1, 300), past_key_values=cache)
+                finish_prefill(cache)
+            with pytest.raises(ShapeError, match=r"Layer \d: "):
+                cache.stats()
+        cache.reset()
+        assert cache.get_seq_length() == 0
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)
+        ra.disable(model)
+
+
+def test_an_interrupted_prefill_leaves_no_threads(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in layer 1 while heads of layer 0 are built: what waits is dropped, and the cache says so."""
+    begun = threading.Event()
+    release = threading.Event()
+    built = []
+    original = RoarGraphIndex.build.__func__
+
+    def slow(cls: Any, *args: Any, **options: Any) -> Any:
+        begun.set()
+        release.wait(10)
+        built.append(1)
+        return original(cls, *args, **options)
+
+    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(slow))
+    model = tiny_model("llama")
+    second = model.model.layers[1].mlp
+
+    def interrupted(*args: Any) -> None:
+        begun.wait(10)
+        raise KeyboardInterrupt
+
+    hook = second.register_forward_pre_hook(interrupted)
+    ra.enable(model, CONFIG, prefill_chunk=64)
+    cache = ra.RetrievalCache(model, CONFIG)
+    try:
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(random_ids(1, 300), past_key_values=cache)
+        release.set()
+        assert not workers()
+        assert len(built) <= 2, "heads that had not begun were built after the interruption"
+        with pytest.raises(CacheMismatchError, match="interrupted"):
+            finish_prefill(cache)
+    finally:
+        release.set()
+        hook.remove()
+        ra.disable(model)
+
+
+def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for no waiting layer, layer 1 opens its pass only after layer 0 is indexed."""
+    monkeypatch.setattr(host_work, "BACKLOG", 0)
+    order: list[str] = []
+    original = RoarGraphIndex.build.__func__
+
+    def noting(cls: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        index = original(cls, *args, **options)
+        order.append("built")
+        return index
+
+    opened = RetrievalLayer._open_pass
+
+    def opening(self: RetrievalLayer, total: int) -> Any:
+        done = opened(self, total)
+        order.append("opened")
+        return done
+
+    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noting))
+    monkeypatch.setattr(RetrievalLayer, "_open_pass", opening)
+    cache = read(CONFIG, random_ids(1, 300), 128)
+    finish_prefill(cache)
+    assert order[:4] == ["opened", "built", "built", "opened"]
+    assert cache.stats().wait_seconds > 0
+
+
+def test_finish_prefill_tells_each_layer(threaded: None) -> None:
+    seen = []
+    cache = read(CONFIG, random_ids(1, 300), 128)
+    finish_prefill(cache, lambda: seen.append(1))
+    assert len(seen) == len(cache.layers)
+
+
+# -- the ring and the crew ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_staging_brings_every_piece_once_and_in_order(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    """More pieces than buffers, strided tensors, two dtypes; without pinned memory it says so."""
+    ring = Staging(torch.device(device), size=4096, count=3)
+    source = torch.randn(4, 100, 8, device=device)
+    half = source.transpose(0, 1).bfloat16()
+    got: list[tuple[np.ndarray, np.ndarray]] = []
+    ready = None
+    if device == "cuda":
+        ready = torch.cuda.Event()
+        ready.record()
+    pieces = [
+        ((source[:, i : i + 10], half[i : i + 10]), lambda a, b: got.append((a.copy(), b.copy())))
+        for i in range(0, 100, 10)
+    ]
+    ring.bring(iter(pieces), ready)
+    np.testing.assert_array_equal(np.concatenate([a for a, _ in got], axis=1), source.cpu().numpy())
+    np.testing.assert_array_equal(np.concatenate([b for _, b in got]), half.cpu().view(torch.uint16).numpy())
+    if device == "cuda":
+        assert all(buffer.is_pinned() for buffer in ring._buffers)
+
+
+def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrieval_attn import staging
+
+    real = torch.empty
+
+    def refusing(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: cannot pin")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    staging._say_refused.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        rings = [Staging(torch.device("cpu"), 64, 2) for _ in range(2)]
+    assert sum("pinned memory was refused" in record.message for record in caplog.records) == 1
+    got: list[list[int]] = []
+    rings[0].bring([([torch.arange(4)], lambda array: got.append(array.tolist()))], None)
+    assert got == [[0, 1, 2, 3]]
+
+
+def test_a_crew_works_at_once_keeps_order_and_goes_home() -> None:
+    crew = Crew(3, "retrieval_attn-test")
+    together = threading.Barrier(3)
+
+    def work(number: int) -> int:
+        if number < 3:
+            together.wait(10)  # breaks unless three run at the same time
+        return number * number
+
+    assert crew.map(work, range(10)) == [number * number for number in range(10)]
+    with pytest.raises(ZeroDivisionError):
+        crew.map(lambda number: 1 // number, [1, 0, 2])
+    assert crew.submit(lambda: 7).result(10) == 7
+    assert not workers() and crew.busy == 0
+
+
+# -- memory that does not suffice ---------------------------------------------------------------------
+
+
+class Short:
+    """A module's forward that runs out of memory for more than `most` tokens, or at its nth call."""
+
+    def __init__(self, module: torch.nn.Module, most: int) -> None:
+        self.forward, self.most, self.refused, self.sizes = module.forward, most, 0, []
+        module.forward = self  # type: ignore[assignment]
+        self._module = module
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        hidden = args[0] if args else options["hidden_states"]
+        if hidden.shape[1] > self.most:
+            self.refused += 1
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        self.sizes.append(hidden.shape[1])
+        return self.forward(*args, **options)
+
+    def remove(self) -> None:
+        del self._module.forward
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "LEAST_CHUNK", 16)
+
+
+@pytest.mark.parametrize("where", ["mlp", "self_attn"], ids=["after attention", "before attention"])
+@pytest.mark.parametrize(("name", "number"), [("llama", 1), ("gemma3", 0), ("gemma3", 1)])
+def test_a_chunk_that_does_not_fit_is_halved(
+    name: str, number: int, where: str, small_chunks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Same logits and host bytes as with room enough, in full and sliding layers; fails without restoring."""
+    config = ra.Config(sink=4, window=16, spill=8, top_k="all")
+    model = tiny_model(name)
+    ids = random_ids(1, 300)
+
+    def logits() -> tuple[torch.Tensor, Any]:
+        cache = ra.RetrievalCache(model, config)
+        with torch.no_grad():
+            whole = model(ids, past_key_values=cache).logits
+            return torch.cat([whole, model(ids[:, :1], past_key_values=cache).logits], dim=1), cache
+
+    ra.enable(model, config, prefill_chunk=128)
+    try:
+        expected, plain = logits()
+        layers = [layer for layer, _ in prefill.decoder_layers(model)]
+        short = Short(getattr(layers[number], where), 40)
+        try:
+            with caplog.at_level(logging.WARNING):
+                got, cache = logits()
+        finally:
+            short.remove()
+    finally:
+        ra.disable(model)
+    assert (got - expected).abs().max() < 1e-5
+    assert short.refused == 2 and max(short.sizes) == 32
+    halved = [record.message for record in caplog.records if "out of device memory" in record.message]
+    assert (
+        len(halved) == 2
+        and f"layer {number}" in halved[0]
+        and "chunks of 64" in halved[0]
+        and "chunks of 32" in halved[1]
+    )
+
+
+def test_a_prompt_of_one_chunk_is_halved_too(small_chunks: None) -> None:
+    model = tiny_model("llama")
+    ra.enable(model, CONFIG, prefill_chunk=4096)
+    short = Short(model.model.layers[0].mlp, 100)
+    try:
+        cache = ra.RetrievalCache(model, CONFIG)
+        with torch.no_grad():
+            model(random_ids(1, 300), past_key_values=cache)
+        assert short.refused == 2 and short.sizes == [75, 75, 75, 75]
+        assert cache.get_seq_length() == 300
+    finally:
+        short.remove()
+        ra.disable(model)
+
+
+def test_too_little_for_the_least_chunk_is_an_error_with_the_arithmetic(small_chunks: None) -> None:
+    model = tiny_model("llama")
+    ra.enable(model, CONFIG, prefill_chunk=64)
+    short = Short(model.model.layers[1].mlp, 1)
+    try:
+        with pytest.raises(MemoryPlanError, match=r"Layer 1: .*chunk of 16 of 300 tokens") as caught, torch.no_grad():
+            model(random_ids(1, 300), past_key_values=ra.RetrievalCache(model, CONFIG))
+        assert "prefill: one chunk" in str(caught.value) and "larger GPU" in str(caught.value)
+    finally:
+        short.remove()
+        ra.disable(model)
+
+
+def test_tokens_that_go_through_retrieval_are_not_repeated(small_chunks: None) -> None:
+    """Appended through the index, a layer's window has changed by the time memory runs out: an error, no wrong text."""
+    config = CONFIG.replace(exact_append=False)
+    model = tiny_model("llama")
+    ra.enable(model, config, prefill_chunk=64)
+    cache = ra.RetrievalCache(model, config)
+    try:
+        with torch.no_grad():
+            model(random_ids(1, 200), past_key_values=cache)
+            short = Short(model.model.layers[0].mlp, 10)
+            try:
+                with pytest.raises(MemoryPlanError, match="cannot repeat"):
+                    model(random_ids(1, 50), past_key_values=cache)
+            finally:
+                short.remove()
+    finally:
+        ra.disable(model)
+
+
+def test_other_errors_are_left_alone(small_chunks: None) -> None:
+    model = tiny_model("llama")
+    ra.enable(model, CONFIG, prefill_chunk=64)
+    mlp = model.model.layers[0].mlp
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("shape mismatch")
+
+    hook = mlp.register_forward_pre_hook(broken)
+    try:
+        with pytest.raises(RuntimeError, match="shape mismatch"), torch.no_grad():
+            model(random_ids(1, 300), past_key_values=ra.RetrievalCache(model, CONFIG))
+    finally:
+        hook.remove()
+        ra.disable(model)
+
+
+def test_too_little_host_memory_is_said_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ra.enable(model, CONFIG, prefill_chunk=64)
+    cache = ra.RetrievalCache(model, CONFIG)
+    computed = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *args: computed.append(1))
+    monkeypatch.setenv(host_room.VARIABLE, "100KiB")
+    try:
+        needed = pytest.raises(MemoryPlanError, match=r"1 x 300 tokens needs .* of host memory, 100.0 KiB is free")
+        with needed, torch.no_grad():
+            model(random_ids(1, 300), past_key_values=cache)
+        assert not computed and cache.get_seq_length() == 0
+        monkeypatch.setenv(host_room.VARIABLE, "1GiB")
+        with torch.no_grad():
+            model(random_ids(1, 300), past_key_values=cache)
+        assert cache.get_seq_length() == 300
+    finally:
+        hook.remove()
+        ra.disable(model)
+
+
+def test_free_host_memory_is_less_than_all_of_it() -> None:
+    assert 0 < host_room.available_host_bytes() <= host_room.host_memory_bytes()

@@ -32,7 +32,7 @@ def options_of(kind: str) -> dict[str, Any]:
 
 
 def build(kind: str, keys: Keys, fmt: Format = Format.FLOAT32, group: int = 2, seed: int = 0) -> KeyIndex:
-    train = np.random.default_rng(seed + 1).standard_normal((group, 40, keys.shape[1]), dtype=np.float32)
+    train = np.random.default_rng(seed + 1).standard_normal((group, 40, fmt.dim_of(keys)), dtype=np.float32)
     return create(kind, keys, fmt=fmt, queries=train, **options_of(kind))
 
 

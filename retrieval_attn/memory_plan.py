@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retrieval_attn.config import HOST_DTYPES, Config, resolve
+from retrieval_attn.device_split import SPLITS, part_of
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.host_size import HostSize
 from retrieval_attn.model_shape import ModelShape, model_shape
@@ -67,6 +68,7 @@ class Plan:
     decode_bytes: GPU memory while generating, which does not depend on the context.
     largest_chunk: largest prefill chunk that fits, 0 if none does. largest_context: most tokens per sequence
     that fit both memories with the planned chunk (not bounded by the model's positions).
+    gpus, split: how many GPUs share the model, and how; what is said of a GPU holds for the one that holds most.
     """
 
     shape: ModelShape
@@ -84,6 +86,8 @@ class Plan:
     full_attention: FullAttention
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
+    gpus: int = 1
+    split: str = "layers"
 
     @property
     def fits(self) -> bool:
@@ -138,13 +142,16 @@ def plan(
     batch: int = 1,
     dtype: Any = None,
     config: Config | Mapping[str, Any] | None = None,
+    gpus: int = 1,
+    split: str = "layers",
 ) -> Plan:
-    """What `batch` sequences of `context` tokens need on the GPU and on the host, and what fits.
+    """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
 
     Loads no weights.
     model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
     gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV;
-    None is the config's. config: retrieval options (`Config` or a mapping).
+    None is the config's. config: retrieval options (`Config` or a mapping). gpus, split: how many GPUs of `gpu_memory`
+    each share the model, by "layers" (device_map) or "heads" (tensor parallel, a process for each).
     Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not
     raised.
     """
@@ -154,8 +161,9 @@ def plan(
     options = resolve(config, {})
     device_limit = parse_bytes(gpu_memory, "gpu_memory")
     host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
-    arithmetic = _Arithmetic(model_shape(model_or_config_or_path, dtype), options, context, batch)
-    shape = arithmetic.shape
+    shape = model_shape(model_or_config_or_path, dtype)
+    processes = gpus if split == "heads" else 1
+    arithmetic = _Arithmetic(shape, options, context, batch, part_of(shape, gpus, split), processes)
     device, host = arithmetic.device(), arithmetic.host()
     return Plan(
         shape=shape,
@@ -173,17 +181,24 @@ def plan(
         full_attention=(full := arithmetic.full_attention(device_limit)),
         reasons=arithmetic.reasons(device, host, device_limit, host_limit),
         advice=arithmetic.advice(full, device_limit),
+        gpus=gpus,
+        split=split,
     )
 
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """The formulas for one model, one set of options, one context length and batch."""
+    """The formulas for one model, one set of options, one context length and batch.
+
+    part: what the GPU that holds most has of the model; processes: that share the host's memory.
+    """
 
     shape: ModelShape
     options: Config
     context: int
     batch: int
+    part: ModelShape
+    processes: int
 
     @property
     def chunk(self) -> int:
@@ -197,7 +212,7 @@ class _Arithmetic:
         them.
         Attention: query and output in the model's dtype and two float32 partials that are being merged.
         """
-        shape = self.shape
+        shape = self.part
         residual = 3 * shape.hidden * shape.dtype_bytes
         mlp = 3 * shape.mlp_width * shape.dtype_bytes
         heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
@@ -207,7 +222,7 @@ class _Arithmetic:
     @property
     def context_token_bytes(self) -> int:
         """Device bytes per token of context in prefill: hidden state, one layer's KV, cosines and sines."""
-        shape = self.shape
+        shape = self.part
         rope = 2 * shape.key_dim * shape.dtype_bytes
         return self.batch * (shape.hidden * shape.dtype_bytes + shape.kv_layer_bytes) + rope
 
@@ -217,12 +232,17 @@ class _Arithmetic:
 
     @property
     def window_bytes(self) -> int:
-        return self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
+        return self._window(self.part)
 
     @property
     def sliding_bytes(self) -> int:
-        tokens = min(self.shape.sliding_window, self.context)
-        return self.batch * self.shape.sliding_layers * tokens * self.shape.kv_layer_bytes
+        return self._sliding(self.part)
+
+    def _window(self, shape: ModelShape) -> int:
+        return self.batch * shape.full_layers * self.window_tokens * shape.kv_layer_bytes
+
+    def _sliding(self, shape: ModelShape) -> int:
+        return self.batch * shape.sliding_layers * min(shape.sliding_window, self.context) * shape.kv_layer_bytes
 
     @property
     def logits_bytes(self) -> int:
@@ -233,7 +253,7 @@ class _Arithmetic:
         return HostSize(self.shape, self.options, self.batch)
 
     def device(self) -> tuple[Item, ...]:
-        shape, n = self.shape, self.context
+        shape, n = self.part, self.context
         kv = self.batch * n * shape.kv_layer_bytes
         hidden = self.batch * n * shape.hidden * shape.dtype_bytes
         items = [
@@ -264,11 +284,11 @@ class _Arithmetic:
         return (
             Item("keys and values", n * size.token_bytes, stored),
             Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_size()[2]}"),
-            Item("process and staging", HOST_RESERVE, "assumed"),
+            Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
 
     def decode_bytes(self) -> int:
-        fixed = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
+        fixed = self.part.weight_bytes + self.window_bytes + self.sliding_bytes
         return fixed + self.logits_bytes + DEVICE_RESERVE
 
     def largest_chunk(self, device_limit: int) -> int:
@@ -280,21 +300,24 @@ class _Arithmetic:
         chunk = self.options.prefill_chunk
         free = device_limit - self.decode_bytes() - chunk * self.chunk_token_bytes
         tokens = free // self.context_token_bytes
-        held = self.host_size.most_tokens(host_limit - HOST_RESERVE)
+        held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE)
         return max(tokens if held is None else min(tokens, held), 0)
 
     def full_attention(self, device_limit: int) -> FullAttention:
-        shape, n = self.shape, self.context
-        layers_kv = self.batch * n * shape.full_layers
+        part, n = self.part, self.context
+        tokens_kv = self.batch * n * part.full_layers
         rest = self.sliding_bytes + self.logits_bytes + DEVICE_RESERVE + self.chunk * self.chunk_token_bytes
-        plain = shape.weight_bytes + layers_kv * shape.kv_layer_bytes + rest
-        quantized_weights = min(shape.weight_bytes, round(shape.parameters * Q4_BITS / 8))
-        quantized = quantized_weights + round(layers_kv * shape.kv_elements * Q8_BITS / 8) + rest
-        weights_read = shape.weight_bytes * shape.active_parameters // shape.parameters
-        device_read = weights_read + self.sliding_bytes
-        floor = (device_read + layers_kv * shape.kv_layer_bytes) / DEVICE_BANDWIDTH
+        plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
+        share = part.weight_bytes / self.shape.weight_bytes
+        quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
+        quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
+        # GPUs that share heads read at once, those that share layers in turn
+        reader = part if self.processes > 1 else self.shape
+        weights_read = reader.weight_bytes * reader.active_parameters // reader.parameters
+        device_read = weights_read + self._sliding(reader)
+        floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
         host_read = self._host_read()
-        ours = (device_read + self.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
+        ours = (device_read + self._window(reader)) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
         return FullAttention(
             fits=plain <= device_limit,
             fits_quantized=quantized <= device_limit,
@@ -326,13 +349,14 @@ class _Arithmetic:
         peak, held = sum(item.bytes for item in device), sum(item.bytes for item in host)
         if peak > device_limit:
             chunk = self.largest_chunk(device_limit)
+            each = "" if self.part is self.shape else " on the fullest GPU"
             cure = (
                 f"use prefill_chunk={chunk}"
                 if chunk
                 else "shorten the context, quantise the weights or take a larger GPU"
             )
             reasons.append(
-                f"prefill needs {show_bytes(peak)} of GPU memory, {show_bytes(device_limit)} were given: {cure}"
+                f"prefill needs {show_bytes(peak)} of GPU memory{each}, {show_bytes(device_limit)} were given: {cure}"
             )
         if held > host_limit:
             reasons.append(
@@ -381,6 +405,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
     )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of that size (default: %(default)s)")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default="layers",
+        help="how several GPUs share the model: device_map or tensor parallel (default: %(default)s)",
+    )
     parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
     parser.add_argument(
         "--dtype",
@@ -421,6 +452,8 @@ def run(args: argparse.Namespace) -> int:
         host_memory=None if args.host_memory == "auto" else args.host_memory,
         batch=args.batch,
         dtype=args.dtype,
+        gpus=args.gpus,
+        split=args.split,
         config=Config(
             prefill_chunk=args.prefill_chunk,
             sink=args.sink,

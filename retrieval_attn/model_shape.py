@@ -30,6 +30,8 @@ class ModelShape:
     active_parameters: read per generated token: without the input embedding and the experts that are not
     visited.
     mlp_width: widest MLP activation per token: intermediate size, or of all experts that one token visits.
+    embedding_parameters: of the input embedding; head_parameters: of the output's, 0 where it is the same table.
+    ranks_split_heads: whether transformers' tensor parallel gives every rank its own key-value heads.
     """
 
     name: str
@@ -52,6 +54,9 @@ class ModelShape:
     value_dim: int
     vocab: int
     max_positions: int | None
+    embedding_parameters: int
+    head_parameters: int
+    ranks_split_heads: bool
 
     @property
     def kv_elements(self) -> int:
@@ -147,6 +152,7 @@ def _shape(
     sliding = sum(kind_of in ("sliding_attention", "chunked_attention") for kind_of in types)
     q_heads = text.num_attention_heads
     key_dim = getattr(text, "head_dim", None) or text.hidden_size // q_heads
+    embedding, head = _tables(model, text)
     return ModelShape(
         name=name,
         model_type=text.model_type,
@@ -168,15 +174,30 @@ def _shape(
         value_dim=getattr(text, "v_head_dim", None) or key_dim,
         vocab=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
+        embedding_parameters=embedding,
+        head_parameters=head,
+        ranks_split_heads=_ranks_split_heads(text),
     )
+
+
+def _tables(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[int, int]:
+    """Parameters of the input embedding, and of the output's unless it is the same table."""
+    table: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = head is not None and (head.weight is table.weight or text.tie_word_embeddings)
+    return table.weight.numel(), 0 if tied or head is None else head.weight.numel()
+
+
+def _ranks_split_heads(text: PreTrainedConfig) -> bool:
+    """By transformers' tensor parallel plan: some models have none, some (Phi-3) gather all heads on every rank."""
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    return all(plan.get(f"layers.*.self_attn.{name}") == "colwise" for name in ("q_proj", "k_proj", "v_proj"))
 
 
 def _active(model: PreTrainedModel, text: PreTrainedConfig, parameters: int) -> int:
     """Parameters that one generated token reads."""
-    table: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    tied = head is not None and (head.weight is table.weight or text.tie_word_embeddings)
-    active = parameters - (0 if tied else table.weight.numel())
+    table, head = _tables(model, text)
+    active = parameters - (table if head else 0)
     visited = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if visited and experts:

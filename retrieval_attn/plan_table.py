@@ -24,7 +24,7 @@ def table(plan: Plan) -> str:
         f"{sequences}{plan.context:,} tokens of context; KV {show_bytes(plan.kv_bytes_per_token)} per token, "
         f"{show_bytes(plan.batch * plan.context * plan.kv_bytes_per_token)} in all",
         "",
-        *_section("GPU, at the peak of prefill", plan.device, plan.device_bytes, plan.gpu_memory),
+        *_section(f"{_gpu(plan)}, at the peak of prefill", plan.device, plan.device_bytes, plan.gpu_memory),
         f"  {'while generating':<30}{show_bytes(plan.decode_bytes):>12}",
         "",
         *_section("Host", plan.host, plan.host_bytes, plan.host_memory),
@@ -40,6 +40,10 @@ def table(plan: Plan) -> str:
     for text in plan.advice:
         lines += ["", *textwrap.wrap(text, WIDTH)]
     return "\n".join(lines)
+
+
+def _gpu(plan: Plan) -> str:
+    return "GPU" if plan.gpus == 1 else f"Fullest of {plan.gpus} GPUs that share {plan.split}"
 
 
 def _section(title: str, items: tuple[Item, ...], total: int, limit: int) -> list[str]:

@@ -1,0 +1,101 @@
+"""The plan for several GPUs: hand sums for Llama-3-8B, and what cannot be split."""
+
+from __future__ import annotations
+
+import pytest
+
+import retrieval_attn as ra
+from retrieval_attn.device_split import part_of
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.memory_plan import DEVICE_RESERVE, HOST_RESERVE, plan
+from retrieval_attn.model_shape import ModelShape, model_shape
+from tests.tiny_models import config_of, tiny_model
+
+TABLE = 128256 * 4096 * 2
+
+
+@pytest.fixture(scope="module")
+def shape() -> ModelShape:
+    """Llama-3-8B in bfloat16: 32 layers, 32 query and 8 key-value heads, two tables of 128,256 rows."""
+    return model_shape(
+        config_of(
+            "llama",
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            dtype="bfloat16",
+        )
+    )
+
+
+def test_one_gpu_has_all(shape: ModelShape) -> None:
+    assert part_of(shape, 1, "layers") is shape
+    assert part_of(shape, 1, "heads") is shape
+
+
+def test_layers_are_whole_and_one_gpu_has_a_table(shape: ModelShape) -> None:
+    """A layer is 218,112,000 parameters; 3 GPUs of 32 layers: 11 of them."""
+    part = part_of(shape, 3, "layers")
+    assert part.layers == part.full_layers == 11
+    assert part.weight_bytes == pytest.approx(11 * 218_112_000 * 2 + TABLE, abs=3000)  # the final norm is spread
+    assert part.kv_layer_bytes == shape.kv_layer_bytes
+
+
+def test_heads_are_divided_and_the_embedding_is_not(shape: ModelShape) -> None:
+    part = part_of(shape, 2, "heads")
+    assert (part.layers, part.q_heads, part.kv_heads, part.mlp_width) == (32, 16, 4, 7168)
+    assert part.weight_bytes == TABLE + (shape.weight_bytes - TABLE) // 2
+    assert part.hidden == shape.hidden
+
+
+def test_two_gpus_hold_what_one_cannot(shape: ModelShape) -> None:
+    """16 GiB cards: one is too small for the weights alone, two are enough either way."""
+    config = config_of("llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, dtype="bfloat16")
+    config.update({"num_hidden_layers": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072})
+    one = plan(config, gpu_memory="16GiB", host_memory="1TiB")
+    assert not one.fits
+    for split, processes in (("layers", 1), ("heads", 2)):
+        two = plan(config, gpu_memory="16GiB", host_memory="1TiB", gpus=2, split=split)
+        assert two.fits, two.reasons
+        assert two.device_bytes < one.device_bytes
+        assert two.host_bytes - one.host_bytes == (processes - 1) * HOST_RESERVE
+        assert two.largest_context > 131072
+        assert f"2 GPUs that share {split}" in str(two)
+        assert "fullest GPU" in plan(config, gpu_memory="4GiB", host_memory="1TiB", gpus=2, split=split).reasons[0]
+        kv = next(item.bytes for item in two.device if item.name == "prefill: KV of one layer")
+        assert kv == 131072 * 4096 // (2 if split == "heads" else 1)
+        assert two.decode_bytes > two.device[0].bytes + DEVICE_RESERVE
+
+
+def test_heads_read_at_once_and_layers_in_turn(shape: ModelShape) -> None:
+    one = plan(tiny_model("llama"))
+    layers, heads = (plan(tiny_model("llama"), gpus=2, split=split) for split in ("layers", "heads"))
+    assert layers.full_attention.floor_ms == one.full_attention.floor_ms
+    assert heads.full_attention.floor_ms < one.full_attention.floor_ms
+
+
+@pytest.mark.parametrize(
+    ("gpus", "split", "words"),
+    [
+        (0, "layers", ">= 1"),
+        (True, "heads", ">= 1"),
+        (2, "experts", "layers, heads"),
+        (33, "layers", "gpus=32"),
+        (3, "heads", "32 query and 8 key-value heads"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(shape: ModelShape, gpus: int, split: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        part_of(shape, gpus, split)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_oss"])
+def test_models_whose_ranks_would_hold_all_heads(name: str) -> None:
+    """Phi-3's plan gathers the heads, GPT-OSS has none for attention: every rank would keep every key."""
+    with pytest.raises(ConfigError, match="all heads"):
+        plan(tiny_model(name), gpus=2, split="heads")
+    assert ra.plan(tiny_model(name), gpus=2).gpus == 2

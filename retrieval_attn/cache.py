@@ -123,6 +123,7 @@ class RetrievalCache(Cache):
         """Sum over layers of what happened since the cache (or its fork) was made."""
         total = LayerStats()
         for layer in self._own_layers():
+            layer.settle()
             if isinstance(layer, RetrievalLayer):
                 layer.finish_index()
             total.add(layer.stats)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,25 @@ class LayerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+class GraphHook(Protocol):
+    """A layer's place in a captured decode step (`graph_decode.py`), while a cache is bound to it."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether a step is being recorded: attention then goes through `attend`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Record, in place of `CacheLayer.attend`, the attention of one new token per row."""
+
+    def settle(self) -> None:
+        """Tell the cache's layers of the tokens that replays have appended behind their backs."""
+
+    def leave(self) -> None:
+        """`settle`, and look at the cache anew before the next replay: something else is about to change it."""
+
+
 class CacheLayer(CacheLayerMixin):
     """What both kinds of layer share: the handle protocol, the owner, columns and padding."""
 
@@ -64,6 +83,7 @@ class CacheLayer(CacheLayerMixin):
         self.valid: Tensor | None = None  # (batch, columns) CPU bool; None = no padding anywhere
         self.stats = LayerStats()
         self.window: WindowCache | None = None
+        self.graph: GraphHook | None = None  # set while a captured graph decodes with this cache
         self._pending: tuple[Tensor, Tensor] | None = None
         self._owner: weakref.ref[nn.Module] | None = None
 
@@ -89,10 +109,22 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
         return KVView(self, key_states), KVView(self, value_states)
 
+    def settle(self) -> None:
+        """Catch up with tokens that a captured graph has appended; `columns` and `window` are then right."""
+        if self.graph is not None:
+            self.graph.settle()
+
+    def leave_graph(self) -> None:
+        """`settle` before a change that a captured graph does not know of."""
+        if self.graph is not None and not self.graph.recording:
+            self.graph.leave()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.settle()
         return self.columns + query_length, 0
 
     def get_seq_length(self) -> int:
+        self.settle()
         return self.columns
 
     def get_max_length(self) -> int:
@@ -103,19 +135,23 @@ class CacheLayer(CacheLayerMixin):
         return -1 if self.window is None else self.window.batch
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.leave_graph()
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.leave_graph()
         if self.window is not None:
             self._select(torch.arange(self.window.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
+        self.leave_graph()
         self._select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many."""
+        self.leave_graph()
         given = int(tokens_to_remove)  # assisted decoding passes a tensor
         count = self.columns - min(given, self.columns) if given > 0 else -given
         if count > self.columns:
@@ -125,6 +161,7 @@ class CacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every token; the layer can then be filled again, by any batch."""
+        self.leave_graph()
         self.columns = 0
         self.valid = None
         self.window = None
@@ -178,7 +215,10 @@ class CacheLayer(CacheLayerMixin):
         Returns (batch, q_heads, new, value_dim) float32. Raises CacheMismatchError when the cache belongs to
         another model or has seen other tokens than the mask says.
         """
+        self.leave_graph()
         key, value = self._take(module, query, spec)
+        if self.graph is not None and self.graph.recording:
+            return self.graph.attend(query, key, value, scale, softcap, sink_logits)
         part = self._attend(query, key, value, spec, scale, softcap)
         if sink_logits is not None:
             part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])

@@ -2,15 +2,18 @@
 
 Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions
 explicitly, so that padded rows and rows whose padding lies in the middle continue where they stopped.
+On a GPU the forwards of generated tokens are replays of one graph (`graph_decode.py`), where the model allows it.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +21,14 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache import RetrievalCache
-from retrieval_attn.placement import agreed
+from retrieval_attn.config import GraphMode
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.placement import agreed, input_device
+
+if TYPE_CHECKING:
+    from retrieval_attn.graph_decode import GraphDecoder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,6 +82,84 @@ def forward(
     return logits[:, -1].float()
 
 
+class Steps:
+    """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
+
+    replays: how many were.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, graph: GraphMode | None = None) -> None:
+        """graph: as `Config.graph`; None: what the cache's options say. Nothing is captured before the first step."""
+        self._model, self._cache = model, cache
+        self._wanted = cache.config.graph if graph is None else graph
+        self._decoder: GraphDecoder | None = None
+        self._open = self._wanted is not False
+        self.replays = 0
+
+    def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (batch, vocabulary) float32 after token (batch,) at position (batch,). mask: as `forward` takes it.
+
+        They may be overwritten by the next step, before which the caller reads something that was computed from them,
+        and calls `confirm`. Raises CaptureError if a graph was demanded and cannot be.
+        """
+        if self._open and self._decoder is None:
+            self._acquire()
+        if self._decoder is not None:
+            try:
+                logits = self._decoder.step(token, position)
+            except CaptureError as error:
+                self._fail(str(error))
+            else:
+                self.replays += 1
+                return logits
+        return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=position[:, None])
+
+    def confirm(self) -> None:
+        """The last step is over. Raises BackendError if a host search in it failed, with the layer named."""
+        if self._decoder is not None:
+            self._decoder.confirm()
+
+    def close(self) -> None:
+        """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
+        if self._decoder is not None:
+            from retrieval_attn.graph_decode import give_back
+
+            decoder, self._decoder = self._decoder, None
+            give_back(self._model, decoder)
+
+    def _acquire(self) -> None:
+        from retrieval_attn.graph_decode import acquire, runtime_for
+
+        try:
+            runtime = runtime_for(self._model, emulate=self._wanted == "emulate")
+            if runtime is None:
+                if self._wanted == "auto":
+                    self._open = False  # on a CPU a graph gains nothing: nothing to tell
+                    return
+                raise CaptureError(f"the model runs on {input_device(self._model)}, a graph needs a CUDA device")
+            self._decoder = acquire(self._model, self._cache, runtime)
+        except (CaptureError, BackendError) as error:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        """Go on eagerly, said once for a model and reason; or raise, where a graph was demanded."""
+        self._open = False
+        if self._decoder is not None:
+            from retrieval_attn.graph_decode import give_back
+
+            decoder, self._decoder = self._decoder, None
+            give_back(self._model, decoder)
+        if self._wanted != "auto":
+            raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
+        told = _told.setdefault(self._model, set())
+        if reason not in told:
+            told.add(reason)
+            logger.warning("decoding eagerly, without a CUDA graph: %s", reason)
+
+
+_told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+
+
 @torch.no_grad()
 def run(
     model: PreTrainedModel,
@@ -89,41 +177,52 @@ def run(
     generator: torch.Generator | None = None,
     keep_scores: bool = False,
     keep_logits: bool = False,
+    graph: GraphMode | None = None,
 ) -> Generated:
     """Generate until every row meets a criterion.
 
     sequences: (batch, columns) ids so far (what processors and criteria see). logits: (batch, vocabulary) of
     the next token. mask: (batch, cached columns) bool or None. position: (batch,) of the last real token.
     on_token gets the new id of every row, pad for rows that stopped. The last token is not fed back: the
-    cache then holds one column less than `sequences`, as transformers leaves it.
+    cache then holds one column less than `sequences`, as transformers leaves it. graph: see `Config.graph`; None: what
+    the cache's options say. Raises BackendError if the host's search failed, CaptureError for graph=True without one.
     """
     started = time.perf_counter()
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
-    while True:
-        scores: Tensor = processors(sequences, logits)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
-        if keep_scores:
-            result.scores.append(scores)
-        if keep_logits:
-            result.logits.append(logits)
-        if do_sample:
-            probabilities = torch.softmax(scores, dim=-1)
-            chosen = agreed(torch.multinomial(probabilities, 1, generator=generator).squeeze(1), model)
-        else:
-            chosen = scores.argmax(dim=-1)
-        chosen = torch.where(running, chosen, pad_id)
-        sequences = torch.cat([sequences, chosen[:, None]], dim=1)
-        result.new_tokens += 1
-        if on_token is not None:
-            on_token(chosen.tolist())
-        running = running & ~criteria(sequences, None)
-        if not bool(running.any()):
-            break
-        position = position + 1
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
-        logits = forward(model, cache, chosen[:, None], mask=mask, position_ids=position[:, None])
+    steps = Steps(model, cache, graph)
+    try:
+        while True:
+            # processors may return, or write to, what they are given, which the next replay overwrites
+            own = logits.clone() if processors or keep_scores or keep_logits else logits
+            scores: Tensor = processors(sequences, own)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
+            if keep_scores:
+                result.scores.append(scores)
+            if keep_logits:
+                result.logits.append(logits.clone() if processors else own)
+            if do_sample:
+                probabilities = torch.softmax(scores, dim=-1)
+                chosen = agreed(torch.multinomial(probabilities, 1, generator=generator).squeeze(1), model)
+            else:
+                chosen = scores.argmax(dim=-1)
+            chosen = torch.where(running, chosen, pad_id)
+            sequences = torch.cat([sequences, chosen[:, None]], dim=1)
+            running = running & ~criteria(sequences, None)
+            # the one place where the CPU waits for the device
+            told = torch.cat([chosen, running.any().to(chosen.dtype)[None]]).tolist()
+            steps.confirm()
+            result.new_tokens += 1
+            if on_token is not None:
+                on_token(told[:batch])
+            if not told[batch]:
+                break
+            position = position + 1
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+            logits = steps.step(chosen, position, mask)
+    finally:
+        steps.close()
     result.sequences = sequences
     result.decode_seconds = time.perf_counter() - started
     return result

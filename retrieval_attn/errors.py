@@ -7,6 +7,7 @@
     ├── UnsupportedMaskError   an attention mask that is not causal plus padding
     ├── ContextLengthError     more tokens than the model has positions for                  (also ValueError)
     ├── CacheMismatchError     a cache used with another model, batch or token sequence
+    ├── CaptureError           a decode step that cannot be recorded as one graph, with its reason
     ├── BackendError           no attention backend can serve a shape, dtype or device
     ├── MemoryPlanError        a plan that does not fit the memory it was given
     ├── InputDataError         a user's file or text that is missing, empty or malformed     (also ValueError)
@@ -44,6 +45,10 @@ class ContextLengthError(RetrievalAttentionError, ValueError):
 
 class CacheMismatchError(RetrievalAttentionError):
     """A cache used with another model, another batch size or tokens it has not seen."""
+
+
+class CaptureError(RetrievalAttentionError):
+    """A decode step that cannot be recorded as one graph; the message carries the reason."""
 
 
 class BackendError(RetrievalAttentionError):

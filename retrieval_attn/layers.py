@@ -127,7 +127,7 @@ class RetrievalLayer(CacheLayer):
     def _start(self, key: Tensor, value: Tensor) -> None:
         """First tokens ever: shapes, dtypes and device are known now."""
         self.fmt = host_format(self.config.host_dtype, key.dtype)
-        self.window = WindowCache(key, value, self.config.window + self.config.spill)
+        self.window = WindowCache(key, value, self.config.window + self.config.spill, self.config.sink)
         rows, kv_heads = key.shape[:2]
         self.hosts = [self._new_host(kv_heads, key.shape[3], value.shape[3]) for _ in range(rows)]
         self._sinks = [0] * rows
@@ -307,7 +307,7 @@ class RetrievalLayer(CacheLayer):
         count = key.shape[2]
         valid = self._new_columns(spec, count, self.valid)
         if self.window.room < count:
-            self._spill()
+            self.spill()
         self.window.append(key, value, None if valid is None else valid.to(key.device))
         self.valid = join(self.valid, self.columns, valid, count, key.shape[0])
         self.columns += count
@@ -386,7 +386,7 @@ class RetrievalLayer(CacheLayer):
         self._host_work(key[:, :, -behind:], value[:, :, -behind:], valid).copy_now()
         self.host_columns = self.columns
 
-    def _spill(self) -> None:
+    def spill(self) -> None:
         """The tail is full: everything beyond the window moves to the host."""
         assert self.window is not None
         self._flush()
@@ -410,8 +410,10 @@ class RetrievalLayer(CacheLayer):
     def fork(self) -> RetrievalLayer:
         """An independent continuation that shares all host memory and index with this layer."""
         self.finish_index()
+        self.settle()
         other = RetrievalLayer(self.config)
         other.__dict__.update(self.__dict__)
+        other.graph = None
         other.stats = LayerStats()
         other.window = None if self.window is None else self.window.clone()
         copies = {id(host): host.fork() for host in _distinct(self.hosts)}
@@ -458,7 +460,7 @@ class RetrievalLayer(CacheLayer):
             keys.append(key)
             values.append(value)
         valid = None if self.valid is None else self.valid[:, start:].to(tail_key.device)
-        self.window = WindowCache(tail_key, tail_value, self.config.window + self.config.spill)
+        self.window = WindowCache(tail_key, tail_value, self.config.window + self.config.spill, self.config.sink)
         self.window.append(torch.stack(keys), torch.stack(values), valid)
         self._sinks = [0] * len(self.hosts)
         self._move_tail_start(None)

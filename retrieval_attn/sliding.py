@@ -72,7 +72,7 @@ class SlidingLayer(CacheLayer):
     ) -> Partial:
         count = key.shape[2]
         if self.window is None:
-            self.window = WindowCache(key, value, self._keep + count)
+            self.window = WindowCache(key, value, self.keep + count)
         valid = self._new_columns(spec, count, self.valid)
         self.window.append(key, value, None if valid is None else valid.to(key.device))
         self.valid = join(self.valid, self.columns, valid, count, key.shape[0])
@@ -83,8 +83,13 @@ class SlidingLayer(CacheLayer):
         else:
             part = self._attend_band(query, reach, scale, softcap)
         if not self.record_past:
-            self.window.drop_oldest(max(0, self.window.tail_len - self._keep))
+            self.spill()
         return part
+
+    def spill(self) -> None:
+        """Forget what no later query sees, but for what crops may need."""
+        assert self.window is not None
+        self.window.drop_oldest(max(0, self.window.tail_len - self.keep))
 
     def _attend_band(self, query: Tensor, reach: int, scale: float, softcap: float | None) -> Partial:
         """A long chunk in blocks of `reach` queries, each against the at most 2 * reach keys it can see."""
@@ -108,7 +113,8 @@ class SlidingLayer(CacheLayer):
         return Partial(torch.cat([part.out for part in parts], dim=2), torch.cat([part.lse for part in parts], dim=2))
 
     @property
-    def _keep(self) -> int:
+    def keep(self) -> int:
+        """Tokens that are kept."""
         return self.sliding_window - 1 + CROP_ROOM
 
     @property
@@ -125,8 +131,10 @@ class SlidingLayer(CacheLayer):
 
     def fork(self) -> SlidingLayer:
         """An independent copy (constant size)."""
+        self.settle()
         other = SlidingLayer(self.config, self.sliding_window)
         other.__dict__.update(self.__dict__)
+        other.graph = None
         other.stats = LayerStats()
         other.window = None if self.window is None else self.window.clone()
         return other
@@ -145,4 +153,4 @@ class SlidingLayer(CacheLayer):
         self.columns -= count
         if self.valid is not None:
             self.valid = self.valid[:, : self.columns]
-        self.window.drop_oldest(max(0, self.window.tail_len - self._keep))
+        self.spill()

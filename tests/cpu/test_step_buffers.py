@@ -44,6 +44,7 @@ def buffers_for(pool: Pool, rows: int) -> StepBuffers:
         np.full(flat * VALUE_DIM, np.nan, np.float32),
         np.full(flat, np.nan, np.float32),
         np.zeros(pool.workers * words.METER_WORDS, np.int64),
+        np.zeros(words.WORDS, np.int64),
     )
 
 
@@ -68,7 +69,7 @@ def test_results_land_in_the_given_buffers_across_plans(pool: Pool) -> None:
             np.testing.assert_array_equal(buffers.out.reshape(len(paths), Q_HEADS, n, VALUE_DIM)[row], part.out)
             np.testing.assert_array_equal(buffers.lse.reshape(len(paths), Q_HEADS, n)[row], part.lse)
         assert step.address == address
-        assert step.cost(1.0).keys_scanned > 0 and step._words[words.NANOSECONDS] > 0
+        assert step.cost(1.0).keys_scanned > 0 and buffers.descriptor[words.NANOSECONDS] > 0
 
 
 def test_forgetting_lets_go_of_the_keys(pool: Pool) -> None:

@@ -1,0 +1,399 @@
+"""The decode step of an unmodified model as one graph: no Python between two tokens, the host's search inside it.
+
+A `GraphDecoder` records one forward of the model over static inputs; each layer's attention is replaced, while it
+records, by what `graph_layers.py` records. A replay then computes the next token's logits. The graph is captured once and
+serves every cache of the same shape: caches are bound to it in turn. Between replays, where a layer's window is full, its
+oldest tokens move to the host as in eager decoding.
+
+Models whose step cannot be recorded are found by a named check (`refusal`) or by the capture's failure; they decode
+eagerly. DESIGN section 5.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache import RetrievalCache
+from retrieval_attn.cpu import step as words
+from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.errors import CaptureError, RetrievalAttentionError
+from retrieval_attn.gpu.decode_kernels import advance
+from retrieval_attn.gpu.emulate import EmulatedRuntime
+from retrieval_attn.gpu.graph import WARM_UPS, Runtime, cuda_runtime
+from retrieval_attn.graph_layers import GraphLayer
+from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.padding import join
+from retrieval_attn.placement import devices, input_device, is_hooked, tensor_ranks
+from retrieval_attn.sliding import SlidingLayer
+
+KEPT_DECODERS = 2
+"""Decoders that a model keeps for later caches, each with its window buffers and graphs; the oldest goes."""
+
+
+def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
+    """Why this model's step cannot be recorded with this cache, as far as can be told without trying; or None."""
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in (RetrievalLayer, SlidingLayer):
+            return f"layer {number} is a {type(layer).__name__}, whose state lives outside the step's buffers"
+        if layer.window is None:
+            return "the cache holds no tokens yet"
+        if isinstance(layer, SlidingLayer) and layer.record_past:
+            return "a sliding layer records its past for assisted decoding"
+    if not cache.layers:
+        return "the cache has no layers"
+    if cache.config.top_k == "all":
+        return 'top_k="all" attends to every key on the host, the reference mode'
+    if cache.config.mass_heads:
+        return "mass_heads measures attention on the CPU at every step"
+    places = devices(model)
+    if len(places) > 1:
+        return f"the model's layers run on {', '.join(map(str, places))}"
+    if is_hooked(model):
+        return "accelerate moves tensors or weights while the model runs (device_map)"
+    if tensor_ranks(model) > 1:
+        return "the model's heads are split over several processes"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} takes no position_ids: it counts tokens on the CPU"
+    text = model.config.get_text_config(decoder=True)
+    changing = sorted(_rope_types(text.to_dict()) & {"dynamic", "longrope"})
+    if changing:
+        return f"rotary embedding of type {changing[0]} looks at the position on the CPU"
+    return _hooked(model)
+
+
+def _rope_types(options: Any) -> set[str]:
+    if not isinstance(options, dict):
+        return set()
+    own = {str(options[name]) for name in ("rope_type", "type") if isinstance(options.get(name), str)}
+    return own.union(*(_rope_types(value) for value in options.values()))
+
+
+def _hooked(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        # transformers' own stay in place after a call that asked for hidden states, and do nothing otherwise
+        if any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
+            return f"{name or 'the model'} has a forward hook, which a graph would not call"
+    return None
+
+
+def _layers(cache: RetrievalCache) -> list[Any]:
+    return list(cache.layers)
+
+
+class GraphDecoder:
+    """See the module. For one cache at a time; `acquire` finds or makes one, `release` gives it back.
+
+    captures, replays: how many there were.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> None:
+        """Buffers for caches shaped as `cache`. Nothing is bound or captured yet."""
+        layers = _layers(cache)
+        key = layers[0].window.buffers[0]
+        self._model = weakref.ref(model)
+        self.signature = signature(model, cache, runtime)
+        self.runtime = runtime
+        self.pool = default_pool()
+        self.recording = self.retrieves = self.padded = False
+        self.captures = self.replays = 0
+        self._batch = key.shape[0]
+        self._token = torch.zeros(self._batch, 1, dtype=torch.int64, device=key.device)
+        self._position = torch.zeros_like(self._token)
+        self._logits: Tensor | None = None
+        self._spans = torch.zeros(len(layers), 2, dtype=torch.int32, device=key.device)
+        self._meters = np.zeros((len(layers), self.pool.workers * words.METER_WORDS), np.int64)
+        self._descriptors = np.zeros((len(layers), words.WORDS), np.int64)
+        self._slots = [
+            GraphLayer(self, number, layer, self._spans[number], self._meters[number], self._descriptors[number])
+            for number, layer in enumerate(layers)
+        ]
+        self._work = np.zeros((len(layers), words.METER_WORDS), np.int64)
+        self._nanoseconds = np.zeros(len(layers), np.int64)
+        self.capture_failure: str | None = None
+        self._graphs: dict[tuple[bool, bool], Callable[[], None]] = {}
+        self._cache: RetrievalCache | None = None
+        self._stale = self._launched = False
+        self._columns = self._room = self._unsettled = 0
+
+    def bind(self, cache: RetrievalCache) -> None:
+        """Make `cache` the one that steps continue. Raises CaptureError; the cache then is as it was."""
+        self._cache = cache
+        try:
+            self._take()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the bound cache go, with all confirmed tokens in it; a launched one that was not confirmed is lost."""
+        if self._launched:
+            self.runtime.synchronize()
+            self._launched = False
+        if self._cache is not None:
+            self.settle()
+            self._cache = None
+        for slot in self._slots:
+            slot.give_back()
+
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        """Launch the step for token (batch,) at position (batch,); returns its logits, (batch, vocabulary) float32.
+
+        The logits are the same memory at every step. Before the next one the caller waits for them, by reading what it
+        chose from them, and calls `confirm`. Raises CaptureError where the step cannot go on as a graph (the cache then
+        holds what was confirmed), ContextLengthError past the model's positions.
+        """
+        assert self._cache is not None and not self._launched
+        self._cache.require_room(1, self._columns)
+        if self._stale:
+            self._take()
+        elif self._room == 0:
+            self._spill()
+        self._token.copy_(token[:, None])
+        self._position.copy_(position[:, None])
+        kind = self.retrieves, self.padded
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture()
+        self._launched = True
+        self._graphs[kind]()
+        self.replays += 1
+        assert self._logits is not None
+        return self._logits
+
+    def confirm(self) -> None:
+        """The last step is over: count its token. Raises BackendError if a host search failed, with the layer named."""
+        if not self._launched:
+            return
+        self._launched = False
+        if self.retrieves:
+            self._raise_errors()
+            self._work += self._meters.reshape(len(self._slots), -1, words.METER_WORDS).sum(axis=1)
+            self._nanoseconds += self._descriptors[:, words.NANOSECONDS]
+        self._columns += 1
+        self._room -= 1
+        self._unsettled += 1
+
+    def settle(self) -> None:
+        """See `GraphHook`."""
+        count, self._unsettled = self._unsettled, 0
+        if not count:
+            return
+        for slot, work, nanoseconds in zip(self._slots, self._work.tolist(), self._nanoseconds.tolist(), strict=True):
+            layer = slot.layer
+            layer.valid = join(layer.valid, layer.columns, None, count, self._batch)
+            layer.columns += count
+            slot.window.note_appended(count)
+            search, attend = work[words.SEARCH_TIME], work[words.ATTEND_TIME]
+            seconds, share = nanoseconds / 1e9, search / max(1, search + attend)
+            layer.stats.host_seconds += seconds
+            layer.stats.search_seconds += seconds * share
+            layer.stats.attend_seconds += seconds * (1 - share)
+            layer.stats.keys_scanned += work[words.SCANNED]
+            layer.stats.bytes_read += work[words.BYTES]
+        self._work[:] = 0
+        self._nanoseconds[:] = 0
+
+    def leave(self) -> None:
+        """See `GraphHook`."""
+        self.settle()
+        self._stale = True
+
+    # -- inside -------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Bind the cache's layers as they are now."""
+        assert self._cache is not None
+        for layer in _layers(self._cache):
+            if isinstance(layer, RetrievalLayer):
+                layer.finish_index()
+        if signature(self._bound_model, self._cache, self.runtime) != self.signature:
+            raise CaptureError("the cache's shapes or the model's weights changed")
+        for slot, layer in zip(self._slots, _layers(self._cache), strict=True):
+            slot.take(layer)
+        self._refresh(self._slots)
+        self._stale = False
+
+    @property
+    def _bound_model(self) -> PreTrainedModel:
+        model = self._model()
+        assert model is not None
+        return model
+
+    def _spill(self) -> None:
+        """Some window is full: make room as eager decoding does."""
+        self.settle()
+        full = [slot for slot in self._slots if slot.window.room == 0]
+        for slot in full:
+            slot.layer.spill()
+        self._refresh(full)
+
+    def _refresh(self, changed: list[GraphLayer]) -> None:
+        """Windows have moved: upload where they are, and plan what the host searches now."""
+        layers = [slot.layer for slot in self._slots]
+        self._columns = layers[0].columns
+        self._room = min(slot.window.room for slot in self._slots)
+        self.padded = any(slot.window.valid is not None for slot in self._slots)
+        retrieving = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
+        self.retrieves = any(stop > start for layer in retrieving for start, stop in layer.ranges)
+        for slot in changed:
+            if self.padded:
+                slot.refresh()
+            if self.retrieves:
+                slot.plan()
+        self._upload()
+
+    def _upload(self) -> None:
+        self._spans.copy_(torch.tensor([slot.window.span for slot in self._slots], dtype=torch.int32))
+
+    def _raise_errors(self) -> None:
+        if not self._descriptors[:, words.STATUS].any():
+            return
+        self._stale = True  # the device has counted a token that does not count
+        for slot in self._slots:
+            slot.raise_error()
+
+    def _capture(self) -> Callable[[], None]:
+        """Record the step for the inputs at hand; afterwards everything is as before it."""
+        with self._recording():
+            try:
+                seen = [self._dry_run(shift) for shift in range(WARM_UPS)]
+                self._raise_errors()
+                tolerance = 1e-3 * float(seen[0].abs().max())
+                if not torch.allclose(seen[0], seen[1], rtol=0, atol=tolerance):
+                    raise CaptureError("the model computes with the number of cached tokens on the CPU")
+                self._upload()
+                replay = self.runtime.capture(self._record)
+            except CaptureError as error:
+                self.capture_failure = str(error)
+                raise
+            except RetrievalAttentionError:
+                raise
+            except Exception as error:
+                self.capture_failure = f"{type(error).__name__}: {error}"
+                raise CaptureError(self.capture_failure) from error
+            finally:
+                self.runtime.synchronize()
+                self._upload()
+        self.captures += 1
+        return replay
+
+    def _dry_run(self, shift: int) -> Tensor:
+        """Logits of a recorded pass that is run eagerly, told that the cache holds `shift` tokens fewer.
+
+        What follows from that number on the CPU would be frozen in a graph; a model that uses none gives equal logits.
+        """
+        layers = [slot.layer for slot in self._slots]
+        shift = min(shift, layers[0].columns - 1)
+        self._upload()
+        for layer in layers:
+            layer.columns -= shift
+        try:
+            self.runtime.warm_up(self._record)
+        finally:
+            for layer in layers:
+                layer.columns += shift
+                layer._pending = None
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def _record(self) -> None:
+        arguments: dict[str, Any] = {
+            "input_ids": self._token,
+            "position_ids": self._position,
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        model = self._bound_model
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            arguments["logits_to_keep"] = 1
+        logits = model(**arguments).logits[:, -1]
+        if self._logits is None:
+            self._logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        self._logits.copy_(logits)
+        advance(self._spans)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        assert self._cache is not None
+        on_layer, self._cache.on_layer = self._cache.on_layer, None
+        self.recording = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.recording = False
+            self._cache.on_layer = on_layer
+
+
+def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
+    """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads."""
+    layers = []
+    for layer in _layers(cache):
+        key, value = layer.window.buffers
+        slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
+        fmt = layer.fmt if isinstance(layer, RetrievalLayer) else None
+        layers.append((type(layer), key.shape[:2], slots, key.shape[3], value.shape[3], key.dtype, key.device, fmt))
+    weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))
+    return id(runtime), id(default_pool()), weights, tuple(layers)
+
+
+_decoders: weakref.WeakKeyDictionary[PreTrainedModel, list[GraphDecoder]] = weakref.WeakKeyDictionary()
+_failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_emulated = EmulatedRuntime()
+
+
+def runtime_for(model: PreTrainedModel, emulate: bool = False) -> Runtime | None:
+    """The runtime of the model's device, or None where there is none. Raises BackendError without host functions."""
+    if emulate:
+        return _emulated
+    device = input_device(model)
+    if device.type != "cuda":
+        return None
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def acquire(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> GraphDecoder:
+    """A decoder with `cache` bound: one that waits, or a new one. Give it back by `give_back`.
+
+    Raises CaptureError with the reason where the step cannot be recorded.
+    """
+    reason = refusal(model, cache)
+    if reason is not None:
+        raise CaptureError(reason)
+    wanted = signature(model, cache, runtime)
+    with _lock:
+        reason = _failed.setdefault(model, {}).get(wanted)
+        if reason is not None:
+            raise CaptureError(reason)
+        waiting = _decoders.setdefault(model, [])
+        decoder = next((one for one in waiting if one.signature == wanted), None)
+        if decoder is not None:
+            waiting.remove(decoder)
+    if decoder is None:
+        decoder = GraphDecoder(model, cache, runtime)
+    decoder.bind(cache)
+    return decoder
+
+
+def give_back(model: PreTrainedModel, decoder: GraphDecoder) -> None:
+    """Release the decoder's cache, and keep the decoder for the next one; or remember why it could not capture."""
+    decoder.release()
+    with _lock:
+        if decoder.capture_failure is not None:
+            _failed.setdefault(model, {})[decoder.signature] = decoder.capture_failure
+            return
+        waiting = _decoders.setdefault(model, [])
+        waiting.append(decoder)
+        del waiting[:-KEPT_DECODERS]

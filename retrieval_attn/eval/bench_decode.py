@@ -102,8 +102,12 @@ def run(args: argparse.Namespace) -> int:
             row = measure(bench, source, spec)
             print(row.line(), file=sys.stderr, flush=True)
             rows.append(row)
+            _save(folder, bench, rows, found)  # what was measured survives what comes
+        if not args.no_plot:
+            _plot(folder, bench, rows)
         del source
-    _write(folder, args, bench, rows, found)
+    print((folder / "decode.md").read_text())
+    print(f"written to {folder}")
     return 1 if any(row.status == "wrong" for row in rows) else 0
 
 
@@ -225,7 +229,7 @@ class Bench:
             train=self.args.train,
             level=self.keys,
             seed=self.args.seed,
-            threads=min(self.threads, 8),
+            threads=max(1, min(self.threads, (4 << 20) // tokens)),  # a head of a million tokens takes 2.5 GiB
         )
 
 
@@ -242,20 +246,23 @@ def lengths_of(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def _write(folder: Path, args: argparse.Namespace, bench: Bench, rows: list[Row], found: dict[str, Any]) -> None:
-    from retrieval_attn.eval.bench_decode_report import markdown, plots
-    from retrieval_attn.eval.bench_plots import save_plot
+def _save(folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any]) -> None:
+    from retrieval_attn.eval.bench_decode_report import markdown
     from retrieval_attn.eval.runs import write_atomically
 
     report = {"what": "decode", **about(bench), "keys": bench.keys, **found, "rows": [asdict(row) for row in rows]}
-    text = markdown(rows, report)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "decode.json", json.dumps(report, indent=1) + "\n")
-    write_atomically(folder / "decode.md", text)
-    if not args.no_plot:
-        save_plot(plots(rows, bench.name), folder / "decode.png")
-    print(text)
-    print(f"written to {folder}")
+    write_atomically(folder / "decode.md", markdown(rows, report))
+
+
+def _plot(folder: Path, bench: Bench, rows: list[Row]) -> None:
+    from retrieval_attn.eval.bench_decode_report import plots
+    from retrieval_attn.eval.bench_plots import save_plot
+
+    panels = plots(rows, bench.name)
+    if panels[0].lines:
+        save_plot(panels, folder / "decode.png")
 
 
 def about(bench: Bench) -> dict[str, Any]:

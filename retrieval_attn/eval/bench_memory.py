@@ -113,7 +113,8 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     import retrieval_attn as ra
     from retrieval_attn.eval.bench_host import host_peak, start_host_peak
     from retrieval_attn.eval.bench_keys import read
-    from retrieval_attn.eval.bench_methods import Retrieval, compile_for, make
+    from retrieval_attn.eval.bench_method import Retrieval, compile_for
+    from retrieval_attn.eval.bench_methods import make
     from retrieval_attn.gpu.memory import peak, start_peak
     from retrieval_attn.sizes import host_memory_bytes
 

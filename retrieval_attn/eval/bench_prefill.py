@@ -23,7 +23,7 @@ from retrieval_attn.eval.bench_index import new_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from retrieval_attn.eval.bench_methods import MethodSpec
+    from retrieval_attn.eval.bench_method import MethodSpec
 
 __all__ = ["add_arguments", "run"]
 

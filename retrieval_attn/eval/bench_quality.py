@@ -17,7 +17,7 @@ import torch
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.eval.bench_keys import Source
-from retrieval_attn.eval.bench_methods import Retrieval, forward_logits
+from retrieval_attn.eval.bench_method import Retrieval, forward_logits
 from retrieval_attn.index.formats import to_float32
 from retrieval_attn.switch import using_retrieval
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,6 @@ from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.gpu import flash_math
 from retrieval_attn.gpu.flash import attend, reason_missing
 from retrieval_attn.gpu.flash_backends import BACKENDS
-from retrieval_attn.gpu.flash_math import band
 from retrieval_attn.gpu.merge import Partial
 from retrieval_attn.gpu.reference import reference_attention
 
@@ -23,6 +23,15 @@ ON_CPU_FEW = pytest.mark.parametrize(
     [("cpu", 64), *(pytest.param("cuda", dim, marks=pytest.mark.cuda) for dim in (64, 80, 128, 256))],
 )
 SCALE = 0.2
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny products: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,9 @@ class Case:
         """The same visibility, written out for the reference."""
         if not self.causal:
             return None
-        return band(self.keys - self.queries, self.queries, self.keys, self.window, torch.device(device))
+        behind = [[self.keys - self.queries + i - t for t in range(self.keys)] for i in range(self.queries)]
+        reach = self.keys if self.window is None else self.window
+        return torch.tensor([[0 <= tokens < reach for tokens in row] for row in behind], device=device)
 
 
 CASES = (

@@ -7,6 +7,7 @@ kernels ends here: token-major layout, arguments for windows, lse shapes, and wh
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -90,8 +91,8 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any] | None, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a package's own deprecations are not this caller's
             return getattr(importlib.import_module(module), name), ""
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        return None, f"{module}.{name} cannot be imported: {error}"
+    except Exception as error:  # whatever a broken installation raises; told to whoever asks for the backend
+        return None, f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _half_refusal(call: Call, multiple: int = 8) -> str | None:
@@ -131,7 +132,7 @@ def _missing_flash_attn(device: torch.device) -> str | None:
     if function is None:
         return f"package flash-attn: {reason}"
     version = importlib.import_module("flash_attn").__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < FLASH_ATTN_SINCE:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < FLASH_ATTN_SINCE:
         return f"package flash-attn {version} is too old, needs {'.'.join(map(str, FLASH_ATTN_SINCE))}"
     return None
 
@@ -167,14 +168,15 @@ def _run_flash_attn_4(call: Call) -> Partial:
     function, _ = _function("flash_attn.cute", "flash_attn_func")
     assert function is not None
     left = None if call.window is None else call.window - 1
-    out, lse = function(
-        *call.token_major(),
-        softmax_scale=call.scale,
-        causal=call.causal,
-        window_size=(left, 0 if call.causal and left is not None else None),
-        softcap=call.softcap or 0.0,
-        return_lse=True,
-    )[:2]
+    with torch.cuda.device(call.query.device):  # compiled for, and launched on, the current device
+        out, lse = function(
+            *call.token_major(),
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size=(left, 0 if call.causal and left is not None else None),
+            softcap=call.softcap or 0.0,
+            return_lse=True,
+        )[:2]
     return Partial(out.transpose(1, 2).float(), lse.float())
 
 

@@ -32,6 +32,7 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.placement import input_device
+from retrieval_attn.prefill import finish_prefill
 from retrieval_attn.switch import enabled_config, using_retrieval
 from retrieval_attn.template import PromptTemplate
 from retrieval_attn.transfer import host_format
@@ -73,7 +74,7 @@ class Context:
         return self._cache
 
     def read(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
-        """Prefill and index `text` (or token ids, taken as they are), layer by layer. Returns self.
+        """Prefill and index `text` (or token ids, taken as they are), layer by layer. Returns self, indexes ready.
 
         A string gets the template's opening: the begin-of-sequence token and, for chat models, the start of the
         user's turn. A bar shows the layers when reading takes longer than two seconds.
@@ -168,11 +169,13 @@ class Context:
         self._cache.require_room(len(ids))
         self._prepare(len(ids))
         started = time.perf_counter()
-        with _progress(self._cache, len(ids), progress):
+        with _progress(self._cache, f"reading {len(ids):,} tokens", progress):
             start = len(self._ids)
             place = torch.arange(start, start + len(ids), device=input_device(self.model))[None]
             with torch.no_grad(), using_retrieval(self.model, self.config.prefill_chunk):
                 forward(self.model, self._cache, self._tensor([ids]), mask=None, position_ids=place)
+        with _progress(self._cache, "waiting for the last indexes", progress):
+            finish_prefill(self._cache, self._cache.on_layer)
         self._ids += ids
         self.read_seconds += time.perf_counter() - started
         self._cache.token_ids = torch.tensor([self._ids])
@@ -329,17 +332,15 @@ class _TextPieces:
 
 
 class _progress:
-    """A bar over the layers of one forward, shown only when it takes longer than two seconds."""
+    """A bar over the layers of a cache, shown only when it takes longer than two seconds."""
 
-    def __init__(self, cache: RetrievalCache, tokens: int, show: bool) -> None:
-        self._cache, self._tokens, self._show = cache, tokens, show
+    def __init__(self, cache: RetrievalCache, what: str, show: bool) -> None:
+        self._cache, self._what, self._show = cache, what, show
 
     def __enter__(self) -> None:
         if self._show:
             layers = len(self._cache.layers)
-            self._bar = tqdm(
-                total=layers, desc=f"reading {self._tokens:,} tokens", unit="layer", delay=2.0, leave=False
-            )
+            self._bar = tqdm(total=layers, desc=self._what, unit="layer", delay=2.0, leave=False)
             self._cache.on_layer = self._bar.update
 
     def __exit__(self, *error: object) -> None:

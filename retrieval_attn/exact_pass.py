@@ -1,7 +1,7 @@
 """Exact attention of new tokens over one layer: prefill, and turns that are appended exactly.
 
-A pass holds one layer's past and new keys on the device. Chunk by chunk, the queries attend to the past and
-to earlier chunks (all visible) and to their own chunk (causal); the parts merge by log-sum-exp.
+A pass holds one layer's past and new keys on the device. Chunk by chunk, the queries attend to the past (all
+visible) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ class ExactPass:
         self.valid = join(self.valid, start, valid, count, batch)
         self.filled += count
         assert self.key is not None and self.value is not None
+        key, value = self.key[:, :, : self.filled], self.value[:, :, : self.filled]
         if self.valid is None and all(past is None for past in self._past):
-            earlier = (self.key[:, :, :start], self.value[:, :, :start])
-            return _causal(query, [earlier], (key, value), scale, softcap)
+            return _causal(query, [], (key, value), scale, softcap)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
         for row in range(batch):
-            before, here = self._real(row, 0, start), self._real(row, start, self.filled)
+            here, real = self._real(row, start, self.filled), self._real(row, 0, self.filled)
             one = slice(row, row + 1)
-            earlier = (self.key[one, :, :start][:, :, before], self.value[one, :, :start][:, :, before])
             past = self._past[row]
-            own = (key[one][:, :, here], value[one][:, :, here])
-            part = _causal(query[one][:, :, here], [past, earlier] if past else [earlier], own, scale, softcap)
+            own = (key[one][:, :, real], value[one][:, :, real])
+            part = _causal(query[one][:, :, here], [past] if past else [], own, scale, softcap)
             out[one, :, here] = part.out
             lse[one, :, here] = part.lse
         return Partial(out, lse)
@@ -113,7 +112,7 @@ def _causal(
     scale: float,
     softcap: float | None,
 ) -> Partial:
-    """Queries over earlier keys (all visible) and over their own keys (causal), merged."""
+    """Queries over earlier keys (all visible) and over keys whose last are their own (causal), merged."""
     parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
     parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
     return merge(parts)

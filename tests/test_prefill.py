@@ -187,7 +187,7 @@ def test_an_interrupted_prefill_leaves_no_threads(threaded: None, monkeypatch: p
     begun = threading.Event()
     release = threading.Event()
     built = []
-    original = RoarGraphIndex.build.__func__
+    original: Any = vars(RoarGraphIndex)["build"].__func__
 
     def slow(cls: Any, *args: Any, **options: Any) -> Any:
         begun.set()
@@ -224,7 +224,7 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
     """With room for no waiting layer, layer 1 opens its pass only after layer 0 is indexed."""
     monkeypatch.setattr(host_work, "BACKLOG", 0)
     order: list[str] = []
-    original = RoarGraphIndex.build.__func__
+    original: Any = vars(RoarGraphIndex)["build"].__func__
 
     def noting(cls: Any, *args: Any, **options: Any) -> Any:
         time.sleep(0.05)
@@ -322,8 +322,9 @@ class Short:
     """A module's forward that runs out of memory for more than `most` tokens, or at its nth call."""
 
     def __init__(self, module: torch.nn.Module, most: int) -> None:
-        self.forward, self.most, self.refused, self.sizes = module.forward, most, 0, []
-        module.forward = self  # type: ignore[assignment]
+        self.forward, self.most, self.refused = module.forward, most, 0
+        self.sizes: list[int] = []
+        module.forward = self
         self._module = module
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -28,7 +28,7 @@ from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
 from retrieval_attn.cpu.host_attend import attend_apart
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
 from retrieval_attn.cpu.store import HostPath
-from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.synthetic import synthetic_head
 
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", default="32768,131072", metavar="N,N", help="keys per head (default: %(default)s)")
     add("--kinds", default="flat,flat-int8,sketch,roargraph", help="kinds of index (default: %(default)s)")
+    add("--formats", default="bfloat16", metavar="NAME,NAME", help="storage of keys and values (default: %(default)s)")
     add("--threads", default="", metavar="N,N", help="threads to try (default: 1, 2, 4, 8, all but one, all)")
     add("--kv-heads", type=int, default=8, help="key-value heads of the layer (default: %(default)s)")
     add("--group", type=int, default=4, help="query heads of each (default: %(default)s)")
@@ -148,7 +149,7 @@ def _time_attention(
         if scored:
             base = values[i % heads].ctypes.data
             for j in range(ids.shape[1]):
-                rows[j] = base + np.int64(ids[i, j]) * values.shape[2] * values.itemsize
+                rows[j] = base + np.int64(ids[i, j]) * values.strides[1]
                 scores[j] = np.float32(j % 13)
             attend_rows(values, rows, scores, ids.shape[1], np.float32(SCALE), np.float32(0), out)
         else:
@@ -167,18 +168,19 @@ def _time_attention(
         nanos[i] = nanoseconds() - began
 
 
-def measure_attention(head_dim: int) -> list[dict[str, Any]]:
-    """Microseconds per query head over k ids of bfloat16 keys and values, one thread."""
+def measure_attention(head_dim: int, fmt: Format = Format.BFLOAT16) -> list[dict[str, Any]]:
+    """Microseconds per query head over k ids of stored keys and values, one thread."""
     rng = np.random.default_rng(0)
     heads, tokens, queries = 16, 65536, 64
-    keys, values = (aligned_empty((heads, tokens, head_dim), np.uint16) for _ in range(2))
-    keys[:] = from_float32(rng.standard_normal((tokens, head_dim), dtype=np.float32), Format.BFLOAT16)
-    values[:] = keys
+    stored = [aligned_empty((heads, tokens, fmt.width(head_dim)), fmt.dtype) for _ in range(2)]
+    for array in stored:
+        array[:] = from_float32(rng.standard_normal((tokens, head_dim), dtype=np.float32), fmt)
+    keys, values = (kernel_view(array, fmt) for array in stored)
     asked = rng.standard_normal((queries, head_dim), dtype=np.float32)
     result = []
     for top_k in (100, 2000):
         rows, scores, out = np.zeros(top_k, np.int64), np.zeros(top_k, np.float32), np.zeros(head_dim, np.float32)
-        row: dict[str, Any] = {"k": top_k}
+        row: dict[str, Any] = {"format": fmt.value, "k": top_k}
         for scored in (False, True):
             name = "values only" if scored else "keys and values"
             nanos, all_nanos = np.zeros(queries, np.int64), []
@@ -224,14 +226,14 @@ def measure_torch(threads: int, spin: float) -> dict[str, float]:
     return {"torch threads": float(torch.get_num_threads()), **{k: float(np.median(v)) for k, v in rounds.items()}}
 
 
-def _layer(args: argparse.Namespace, tokens: int) -> tuple[Any, Any, Any, Any]:
+def _layer(args: argparse.Namespace, tokens: int, fmt: Format) -> tuple[Any, Any, Any, Any]:
     """Keys, values, training queries and decode queries of a layer; two heads' numbers, repeated."""
     made = [
         synthetic_head(tokens, head_dim=args.head_dim, group=args.group, train=4096, decode=DECODED, seed=seed)
         for seed in range(min(2, args.kv_heads))
     ]
     heads = [made[i % len(made)] for i in range(args.kv_heads)]
-    keys = np.stack([from_float32(head.keys, Format.BFLOAT16) for head in heads])
+    keys = np.stack([from_float32(head.keys, fmt) for head in heads])
     values = keys[::-1].copy()
     train = np.concatenate([head.train_rotated for head in heads])
     asked = np.concatenate([head.decode for head in heads])
@@ -283,9 +285,11 @@ def _in_step(path: HostPath, tokens: int, top_k: int) -> Callable[[npt.NDArray[A
     return lambda queries: path.attend(queries, 4, tokens, top_k, scale=SCALE)
 
 
-def measure_steps(args: argparse.Namespace, tokens: int, threads: Sequence[int]) -> list[dict[str, Any]]:
+def measure_steps(
+    args: argparse.Namespace, tokens: int, threads: Sequence[int], fmt: Format = Format.BFLOAT16
+) -> list[dict[str, Any]]:
     """Steps of one layer: each kind on each number of threads; the earlier way with Numba's threads first."""
-    keys, values, train, asked = _layer(args, tokens)
+    keys, values, train, asked = _layer(args, tokens, fmt)
     lses, rows = {}, []
     for kind in args.kinds.split(","):
         with Pool(max(threads), spin_microseconds=args.spin) as pool:
@@ -293,7 +297,7 @@ def measure_steps(args: argparse.Namespace, tokens: int, threads: Sequence[int])
                 args.kv_heads,
                 args.head_dim,
                 args.head_dim,
-                Format.BFLOAT16,
+                fmt,
                 index_kind="flat" if kind == "flat-int8" else kind,
                 index_options={"codes": "int8"} if kind == "flat-int8" else None,
                 reserve_tokens=tokens,
@@ -301,7 +305,8 @@ def measure_steps(args: argparse.Namespace, tokens: int, threads: Sequence[int])
             )
             path.append(keys, values)
             path.build_index(4, tokens, train)
-            shape = {"tokens": tokens, "kind": kind, "build s": round(path.index_seconds, 2)}
+            shape = {"tokens": tokens, "format": fmt.value, "kind": kind, "build s": round(path.index_seconds, 2)}
+            shape["GB"] = round((path.nbytes + path.index_nbytes) / 1e9, 3)
             first = np.ascontiguousarray(asked[:, :1])
             lses[kind] = path.attend(first, 4, tokens, args.top_k, scale=SCALE).lse
             shape["mass of the exact top k"] = round(float(np.exp(lses[kind] - lses.get("flat", lses[kind])).mean()), 4)
@@ -379,12 +384,13 @@ def _cell(value: Any) -> str:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for; prints a table of each part and returns all figures."""
     threads, parts = _threads(args.threads), args.only.split(",")
+    formats = [Format.from_name(name) for name in args.formats.split(",")]
     figures: dict[str, Any] = {"machine": {"cores": _cores(), "processor": _processor(), "numba": numba.__version__}}
     if "pool" in parts:
         figures["pool"] = [measure_pool(count, args.spin) for count in threads if count > 1]
         print(f"\nJob of {EMPTY_TASKS} empty tasks, microseconds\n" + _table(figures["pool"]), flush=True)
     if "attend" in parts:
-        figures["attend"] = measure_attention(args.head_dim)
+        figures["attend"] = [row for fmt in formats for row in measure_attention(args.head_dim, fmt)]
         print("\nAttention over ids, microseconds per query head, one thread\n" + _table(figures["attend"]), flush=True)
     if "torch" in parts:
         figures["torch"] = measure_torch(max(threads), args.spin)
@@ -392,7 +398,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if "step" in parts:
         figures["step"] = []
         for tokens in (int(part) for part in args.tokens.split(",")):
-            rows = measure_steps(args, tokens, threads)
+            rows = [row for fmt in formats for row in measure_steps(args, tokens, threads, fmt)]
             figures["step"] += rows
             print(f"\nOne layer, {args.kv_heads * args.group} heads, {tokens} keys\n" + _table(rows), flush=True)
     if "soak" in parts:

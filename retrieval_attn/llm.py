@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.context import Context
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
-from retrieval_attn.loading import choose_device, choose_dtype, load
+from retrieval_attn.loading import choose_device, launched_processes, load, load_model
 from retrieval_attn.memory_plan import plan
+from retrieval_attn.placement import cuda_devices, input_device, offloads
 from retrieval_attn.sizes import parse_bytes, show_bytes
 from retrieval_attn.switch import enable
 
@@ -45,6 +41,8 @@ class LLM:
         gpu_memory: str | int | None = None,
         max_context: int | None = None,
         threads: int | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
+        tensor_parallel: bool = False,
         config: Config | None = None,
         **overrides: Any,
     ) -> None:
@@ -54,56 +52,78 @@ class LLM:
         and float32 on the CPU, where 16-bit arithmetic is slower. gpu_memory: a hard cap, e.g. "24GiB", CUDA context
         included; what the plan for `max_context` tokens (default: the model's positions) needs beyond it, or beyond
         what is free on the device, is refused before anything is loaded.
-        threads: CPU threads of search and host attention. Further keywords are fields of Config.
+        threads: CPU threads of search and host attention. device_map: layers on several GPUs, as transformers takes it
+        ("auto"). tensor_parallel: heads shared by the processes of a torchrun, one GPU each. With either, gpu_memory
+        holds for each GPU; weights that a device_map keeps on "cpu" or "disk" are not planned for. Further keywords are
+        fields of Config.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
         if threads is not None:
             overrides["threads"] = threads
         self.config = resolve(config, overrides)
         self.device = choose_device(device)
+        if tensor_parallel and self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         model_config = load(AutoConfig, name_or_path)
         limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
         if max_context is not None and limit is not None and max_context > limit:
             raise ContextLengthError(f"max_context={max_context} is beyond the model's {limit} positions; lower it.")
         self.max_context: int = max_context or limit or DEFAULT_CONTEXT
-        self._require_memory(model_config, gpu_memory, dtype)
+        self._require_memory(model_config, gpu_memory, dtype, device_map, tensor_parallel)
         self.tokenizer = load(AutoTokenizer, name_or_path)
-        chosen = choose_dtype(dtype, self.device)
-        self.model = self._loaded(name_or_path, chosen)
+        self.model = self._loaded(
+            name_or_path, device=device, dtype=dtype, device_map=device_map, tensor_parallel=tensor_parallel
+        )
+        self.device = input_device(self.model)
         enable(self.model, self.config)
 
-    def _require_memory(self, model_config: Any, gpu_memory: str | int | None, dtype: str) -> None:
-        if self.device.type == "cuda":
-            asked = None if gpu_memory is None else parse_bytes(gpu_memory, "gpu_memory")
-            memory = device_memory(self.device)
+    def _require_memory(
+        self,
+        model_config: Any,
+        gpu_memory: str | int | None,
+        dtype: str,
+        device_map: str | Mapping[str, Any] | None,
+        tensor_parallel: bool,
+    ) -> None:
+        if self.device.type != "cuda":
+            if gpu_memory is not None:
+                raise MemoryPlanError(
+                    f"gpu_memory={gpu_memory!r} was given, but the model would run on {self.device}; drop it, or use "
+                    'device="cuda" on a machine with a GPU.'
+                )
+            return
+        asked = None if gpu_memory is None else parse_bytes(gpu_memory, "gpu_memory")
+        used = [self.device] if device_map is None else cuda_devices(device_map)
+        memories = {place: device_memory(place) for place in used}
+        if used and not offloads(device_map):
+            place, memory = min(memories.items(), key=lambda item: item[1].available)
             needed = plan(
                 model_config,
                 context=self.max_context,
                 gpu_memory=memory.available if asked is None else min(asked, memory.available),
                 dtype=None if dtype == "auto" else dtype,
                 config=self.config,
+                gpus=launched_processes() if tensor_parallel else len(used),
+                split="heads" if tensor_parallel else "layers",
             )
             if not needed.fits and asked is not None and memory.available < asked:
                 raise MemoryPlanError(
                     f"gpu_memory={gpu_memory!r} was given, but this process can have {show_bytes(memory.available)} of "
-                    f"the {show_bytes(memory.total)} of {self.device}: {'; '.join(needed.reasons)}\n{needed}"
+                    f"the {show_bytes(memory.total)} of {place}: {'; '.join(needed.reasons)}\n{needed}"
                 )
             needed.require()
-            cap(self.device, asked)
-        elif gpu_memory is not None:
-            raise MemoryPlanError(
-                f"gpu_memory={gpu_memory!r} was given, but the model would run on {self.device}; drop it, or use "
-                'device="cuda" on a machine with a GPU.'
-            )
+        for place in used:
+            cap(place, asked)
 
-    def _loaded(self, name_or_path: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    def _loaded(self, name_or_path: str | Path, **options: Any) -> PreTrainedModel:
         try:
-            return load(AutoModelForCausalLM, name_or_path, dtype=dtype).to(self.device).eval()
+            model: PreTrainedModel = load_model(name_or_path, **options)
         except torch.OutOfMemoryError as error:
             raise MemoryPlanError(
                 f"The weights of {str(name_or_path)!r} did not fit the memory that the plan gave them on {self.device} "
                 f"({error}). Raise gpu_memory, end other processes there, or quantise the weights."
             ) from error
+        return model
 
     def read(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
         """Read and index a long text; ask the returned context questions."""

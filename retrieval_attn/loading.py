@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +46,56 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
             f"No model could be loaded from {str(name_or_path)!r} ({str(error).strip().splitlines()[0]}). Give a "
             "folder with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."
         ) from error
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | Mapping[str, Any] | None = None,
+    tensor_parallel: bool = False,
+    **options: Any,
+) -> Any:
+    """A causal language model in evaluation mode: on one device, or over several.
+
+    device, dtype: see `choose_device` and `choose_dtype`. device_map: whole layers on several devices, as transformers
+    takes it ("auto", "balanced", or a device for each module; needs accelerate). tensor_parallel: the heads shared by
+    the processes of a torchrun, each on the GPU of its LOCAL_RANK. options: more for from_pretrained.
+    Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun).
+    """
+    from transformers import AutoModelForCausalLM
+
+    if device_map is None and not tensor_parallel:
+        place = choose_device(device)
+        return load(AutoModelForCausalLM, name_or_path, dtype=choose_dtype(dtype, place), **options).to(place).eval()
+    if device_map is not None and tensor_parallel:
+        raise ConfigError("device_map and tensor_parallel were both given; share layers or heads, not both.")
+    if device != "auto":
+        raise ConfigError(f"device={device!r} is one device, but the model was to be spread; leave device out.")
+    if tensor_parallel:
+        options["distributed_config"] = _tensor_parallel()
+    elif importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("device_map is done by accelerate, which is not installed; `pip install accelerate`.")
+    else:
+        options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map or {})
+    chosen = choose_dtype(dtype, choose_device("auto"))
+    return load(AutoModelForCausalLM, name_or_path, dtype=chosen, **options).eval()
+
+
+def _tensor_parallel() -> Any:
+    from transformers.distributed import DistributedConfig
+
+    processes = launched_processes()
+    if processes < 2:
+        raise ConfigError(
+            "tensor_parallel needs one process for each GPU; start this program with "
+            "`torchrun --nproc-per-node N program.py` (N: number of GPUs), or give device_map for a single process."
+        )
+    return DistributedConfig(tp_plan="auto")
+
+
+def launched_processes() -> int:
+    """How many processes a launcher such as torchrun has started for this program; 1 without one."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    return int(given) if given.isdigit() and "RANK" in os.environ else 1

@@ -6,6 +6,7 @@ Nothing here moves anything: transformers and accelerate have placed the model, 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,3 +70,17 @@ def is_first_rank() -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
+
+
+def cuda_devices(device_map: str | Mapping[str, Any]) -> list[torch.device]:
+    """The CUDA devices that a device map names, in order; all of the machine's for "auto" and its like."""
+    if isinstance(device_map, str):
+        return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    named = (f"cuda:{place}" if isinstance(place, int) else str(place) for place in device_map.values())
+    numbers = {torch.device(place).index or 0 for place in named if place.startswith("cuda")}
+    return [torch.device("cuda", number) for number in sorted(numbers)]
+
+
+def offloads(device_map: str | Mapping[str, Any] | None) -> bool:
+    """Whether a device map keeps weights off the GPUs. "auto" may turn out to; that is not known beforehand."""
+    return isinstance(device_map, Mapping) and bool({"cpu", "disk"} & {str(place) for place in device_map.values()})

@@ -15,7 +15,9 @@ from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
 from retrieval_attn import placement
+from retrieval_attn.errors import ConfigError
 from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.loading import load_model
 from tests.test_tensor_parallel import BUNDLED, QUESTION, check_logits, make_cases, run_both, text_with_needle
 from tests.tiny_models import random_ids, tiny_model
 
@@ -29,9 +31,9 @@ needs_accelerate = pytest.mark.skipif(
 )
 
 
-def by_layer(first: str | int, second: str | int) -> dict[str, str | int]:
+def by_layer(first: str | int, second: str | int) -> dict[str, Any]:
     """A device map of a tiny model: embedding and one layer, then the other layer and the head."""
-    before = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
+    before: dict[str, Any] = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
     return before | dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
 
 
@@ -61,7 +63,11 @@ def ids() -> torch.Tensor:
     return random_ids(1, 154)
 
 
-MAPS = {"second layer on disk": by_layer("cpu", "disk"), "first on disk": by_layer("disk", "cpu"), "all": {"": "disk"}}
+MAPS: dict[str, dict[str, Any]] = {
+    "second layer on disk": by_layer("cpu", "disk"),
+    "first on disk": by_layer("disk", "cpu"),
+    "all": {"": "disk"},
+}
 
 
 @needs_accelerate
@@ -91,14 +97,14 @@ def test_sliding_layers_too(tmp_path: Path, ids: torch.Tensor) -> None:
 def test_a_context_of_a_model_on_disk(tmp_path: Path, needle_model_path: Path) -> None:
     """Token ids go where the embedding runs, not to the meta device where its weights seem to be."""
     tokenizer = AutoTokenizer.from_pretrained(needle_model_path)
-    text = text_with_needle(2000)
+    text = text_with_needle(700)
     answers = []
     for options in ({}, {"device_map": {"": "disk"}, "offload_folder": tmp_path}):
         model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32, **options)
         if options:
             assert model.device.type == "meta"
             assert placement.input_device(model) == CPU
-        context = ra.Context(model.eval(), tokenizer, ra.Config(**{**BUNDLED, "prefill_chunk": 200})).read(text)
+        context = ra.Context(model.eval(), tokenizer, ra.Config(**{**BUNDLED, "prefill_chunk": 100})).read(text)
         answers.append(context.ask(QUESTION, max_new_tokens=12, append="exact").text)
     assert answers[0] == answers[1]
     assert "7391846" in answers[0]
@@ -129,6 +135,43 @@ def test_first_rank(monkeypatch: pytest.MonkeyPatch, rank: str | None, first: bo
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     assert placement.is_first_rank() is first
+
+
+@pytest.mark.parametrize(
+    ("device_map", "devices", "away"),
+    [
+        ({"a": 1, "b": "cuda:0", "c": 1}, [0, 1], False),
+        ({"a": "cuda", "b": "disk"}, [0], True),
+        ({"": "cpu"}, [], True),
+        ("auto", list(range(torch.cuda.device_count())), False),
+    ],
+)
+def test_devices_that_a_map_names(device_map: Any, devices: list[int], away: bool) -> None:
+    assert placement.cuda_devices(device_map) == [torch.device("cuda", number) for number in devices]
+    assert placement.offloads(device_map) is away
+
+
+@needs_accelerate
+def test_llm_with_weights_on_disk(tmp_path: Path) -> None:
+    """The same loader for LLM; inputs go where the embedding runs."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    loaded = load_model(tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "disk")
+    assert placement.is_hooked(loaded)
+    assert placement.input_device(loaded) == CPU
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device_map": "auto", "tensor_parallel": True}, "both given"),
+        ({"device_map": "auto", "device": "cpu"}, "leave device out"),
+        ({"tensor_parallel": True}, "torchrun --nproc-per-node"),
+    ],
+)
+def test_spreading_that_cannot_be(options: dict[str, Any], words: str, needle_model_path: Path) -> None:
+    """Said before anything is loaded."""
+    with pytest.raises(ConfigError, match=words):
+        ra.LLM(needle_model_path, **options)
 
 
 # -- two GPUs -----------------------------------------------------------------------------------------

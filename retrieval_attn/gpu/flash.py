@@ -127,4 +127,6 @@ def _choose(call: Call, names: Sequence[str] | dict[str, Backend]) -> Backend:
 @lru_cache(maxsize=256)
 def _log_choice(name: str, device: str, dtype: str, head_dim: int, refusals: tuple[str, ...]) -> None:
     because = "; ".join(refusals) if refusals else "first choice"
-    logger.info("attention backend %s for %s %s head_dim %d (%s)", name, device, dtype, head_dim, because)
+    # Score matrices on a GPU are right but slow: worth a warning, not only a note.
+    level = logging.WARNING if name == "math" and device == "cuda" else logging.INFO
+    logger.log(level, "attention backend %s for %s %s head_dim %d (%s)", name, device, dtype, head_dim, because)

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; 1 if a method's answers are wrong (it has no speed then). Raises on bad input."""
+    """Measure and report; 1 if a method answers wrongly (it has no speed then) or fails. Raises on bad input."""
     from retrieval_attn.eval.bench_methods import parse
 
     check_arguments(args)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--min-recall must lie in 0 .. 1 and --seconds be > 0: {args.min_recall}, {args.seconds}")
     specs = parse(args.methods)
     folder = new_folder(args.output_dir, "bench")
-    from retrieval_attn.eval.bench_rows import measure
+    from retrieval_attn.eval.bench_rows import Row, measure
     from retrieval_attn.eval.runs import environment
 
     found = environment()
@@ -99,7 +99,12 @@ def run(args: argparse.Namespace) -> int:
     for length in lengths:
         source = bench.source(length)
         for spec in specs:
-            row = measure(bench, source, spec)
+            try:
+                row = measure(bench, source, spec)
+            except RuntimeError as error:  # a device that stopped answering: keep what there is
+                rows.append(Row(source.tokens, source.batch, spec.label, "failed", str(error).splitlines()[0][:300]))
+                _save(folder, bench, rows, found)
+                raise
             print(row.line(), file=sys.stderr, flush=True)
             rows.append(row)
             _save(folder, bench, rows, found)  # what was measured survives what comes
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         del source
     print((folder / "decode.md").read_text())
     print(f"written to {folder}")
-    return 1 if any(row.status == "wrong" for row in rows) else 0
+    return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.decode import forward
+from retrieval_attn.decode import capturable, forward
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.eval.bench_place import BLOCK, Span, place
 from retrieval_attn.index.synthetic import synthetic_heads
@@ -246,14 +246,14 @@ def _noting_place(place: Tensor) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         place.copy_(kwargs["position_ids"][0, :1]).remainder_(BANK)
 
-    return hook
+    return capturable(hook)
 
 
 def _replacing(bank: Tensor, place: Tensor) -> Any:
     def hook(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
         return bank.index_select(0, place)[0] if out.shape[1] == 1 else None
 
-    return hook
+    return capturable(hook)
 
 
 def rotate(vectors: Tensor, positions: Tensor, theta: float) -> Tensor:

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; 1 if logits disagree. Raises on bad input."""
+    """Measure and report; 1 if logits disagree or a prefill fails. Raises on bad input."""
     from retrieval_attn.eval.bench_methods import METHODS, parse
 
     check_arguments(args)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         save_plot([panel], folder / "prefill.png")
     print(text)
     print(f"written to {folder}")
-    return 1 if any(row.status == "wrong" for row in rows) else 0
+    return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
 
 
 def measure(bench: Bench, length: int, specs: Sequence[MethodSpec]) -> list[Row]:

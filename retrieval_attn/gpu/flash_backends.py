@@ -1,7 +1,8 @@
 """The attention kernels that `flash.attend` can choose from, each behind the same three questions.
 
 Is it there (`missing`)? Can it serve this call (`refuse`)? Then run it (`run`). What differs between the
-kernels ends here: token-major layout, arguments for windows, lse shapes, and what they write for no keys.
+kernels ends here: token-major layout, arguments for windows, lse shapes. All give a natural-log lse. Causal rows
+without a key never reach them: FlashAttention-2 writes +inf there, others -inf or nothing, so attend cuts them off.
 """
 
 from __future__ import annotations

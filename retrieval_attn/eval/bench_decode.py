@@ -72,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read: the model reads a text; mid or hard: synthetic; auto: read, or mid for random weights",
     )
     add("--distinct-layers", type=int, metavar="N", help="layers with synthetic keys of their own (default: all)")
+    add(
+        "--graph",
+        default="auto",
+        choices=["auto", "off", "emulate"],
+        help="retrieval's step as one CUDA graph; emulate: on a CPU, to try (default: %(default)s)",
+    )
     add("--tokens", type=int, default=32, metavar="N", help="decode steps that are timed (default: %(default)s)")
     add("--seconds", type=float, default=20.0, metavar="S", help="most time for them per method (default: %(default)s)")
     add("--min-recall", type=float, default=0.9, metavar="R", help="recall below which no speed is shown")
@@ -162,6 +168,7 @@ class Bench:
             train_queries=args.train,
             host_dtype=args.host_dtype,
             threads=args.threads or None,
+            graph=False if (graph := getattr(args, "graph", "auto")) == "off" else graph,
         )
         self.name = f"random:{args.shape}" if args.shape else args.model
         start_peak(self.device)

@@ -8,6 +8,7 @@ model rotates them to the position where it decodes. Values are normal random nu
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -228,32 +229,57 @@ class SyntheticSource(Source):
     @contextmanager
     def feeding(self) -> Iterator[None]:
         """Replace what every q_proj gives by the synthetic query of the position; capturable by a graph."""
-        device, place = self.model.device, torch.zeros(1, dtype=torch.int64, device=self.model.device)
-        hooks: list[RemovableHandle] = [self.model.register_forward_pre_hook(_noting_place(place), with_kwargs=True)]
+        feeder = _feeders.get(self.model)
+        if feeder is None or feeder.batch != self.batch:
+            feeder = _feeders[self.model] = _Feeder(self.model, self.batch, self.kv_heads * self.group * self.head_dim)
+        feeder.load([self._bank[layer % self._distinct] for layer in range(self.num_layers)])
+        hooks = feeder.register(self.model)
         try:
-            for layer, module in enumerate(attentions(self.model)):
-                # (BANK, batch, 1, q_heads * dim), before rotation
-                bank = self._bank[layer % self._distinct].permute(2, 0, 1, 3).flatten(2)[:, :, None]
-                bank = bank.to(device, self.model.dtype).contiguous()
-                hooks.append(module.q_proj.register_forward_hook(_replacing(bank, place)))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
 
+class _Feeder:
+    """The hooks that feed a model, and their buffers: the same for all contexts, as captured graphs hold both."""
+
+    def __init__(self, model: Any, batch: int, width: int) -> None:
+        self.batch = batch
+        self._place = torch.zeros(1, dtype=torch.int64, device=model.device)
+        shape = (BANK, batch, 1, width)
+        self._banks = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in attentions(model)]
+        self._hooks = [capturable(_replacing(bank, self._place)) for bank in self._banks]
+        self._note = capturable(_noting_place(self._place))
+
+    def load(self, banks: Sequence[Tensor]) -> None:
+        """Take queries (batch, q_heads, BANK, dim) of every layer, before rotation."""
+        for bank, queries in zip(self._banks, banks, strict=True):
+            bank.copy_(queries.permute(2, 0, 1, 3).flatten(2)[:, :, None])
+
+    def register(self, model: Any) -> list[RemovableHandle]:
+        """Hook `model`; remove what is returned."""
+        handles = [model.register_forward_pre_hook(self._note, with_kwargs=True)]
+        for module, hook in zip(attentions(model), self._hooks, strict=True):
+            handles.append(module.q_proj.register_forward_hook(hook))
+        return handles
+
+
+_feeders: weakref.WeakKeyDictionary[Any, _Feeder] = weakref.WeakKeyDictionary()
+
+
 def _noting_place(place: Tensor) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         place.copy_(kwargs["position_ids"][0, :1]).remainder_(BANK)
 
-    return capturable(hook)
+    return hook
 
 
 def _replacing(bank: Tensor, place: Tensor) -> Any:
     def hook(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
         return bank.index_select(0, place)[0] if out.shape[1] == 1 else None
 
-    return capturable(hook)
+    return hook
 
 
 def rotate(vectors: Tensor, positions: Tensor, theta: float) -> Tensor:

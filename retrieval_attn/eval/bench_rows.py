@@ -231,13 +231,14 @@ def _check(bench: Bench, spec: MethodSpec) -> float:
     reference is transformers' attention with its DynamicCache, over what the method attends to by its definition.
     """
     source = bench.short_source()
-    configs = [bench.config.replace(top_k="all")]
-    if issubclass(kind_of(spec), Retrieval):
-        # as many keys as there are, through the search that decoding uses
-        configs.append(bench.config.replace(top_k=source.tokens))
+    checks = [(spec, bench.config)]
+    if kind_of(spec) is Retrieval:
+        # as many keys as there are, through the search and the graph that decoding uses; and without a search
+        every = bench.config.replace(top_k=source.tokens), bench.config.replace(top_k="all", graph=False)
+        checks = [(MethodSpec("flat"), every[0]), (spec, every[1])]
     worst = 0.0
-    for number, config in enumerate(configs):
-        method = make(spec if number == 0 else _PLAIN.get(spec.name, MethodSpec("flat")), bench.model, config)
+    for checked, config in checks:
+        method = make(checked, bench.model, config)
         method.prepare(source, CHECKED_TOKENS + 2)
         with source.feeding():
             done = method.decode(CHECKED_TOKENS, keep=True)
@@ -251,7 +252,6 @@ def _check(bench: Bench, spec: MethodSpec) -> float:
     return worst
 
 
-_PLAIN = {"static": MethodSpec("static")}
 _HOST_TOLERANCE = {"int8": 5e-2, "bfloat16": 5e-2, "float16": 1e-2}
 
 

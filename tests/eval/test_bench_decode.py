@@ -205,6 +205,14 @@ def test_layers_may_share_keys(bench: Bench) -> None:
     assert torch.equal(shared.block(0, 10, 20)[0], shared.block(1, 10, 20)[0])
 
 
+def test_the_captured_step_is_measured_too(source: Any) -> None:
+    """The loop that replays one graph, emulated: two contexts of other keys, checked and replayed by the same graph."""
+    bench = Bench(arguments("unused", "--graph", "emulate"))
+    for tokens in (600, 700):
+        row = measure(bench, bench.source(tokens), parse("flat")[0])
+        assert (row.status, row.how, row.recall) == ("ok", "graph", 1.0), row.note
+
+
 def test_rotation_is_the_synthetic_one() -> None:
     """Half-split pairs, as NumPy does it."""
     vectors = np.random.default_rng(0).standard_normal((2, 5, 16)).astype(np.float32)

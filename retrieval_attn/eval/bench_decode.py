@@ -160,6 +160,8 @@ class Bench:
         self.threads = args.threads or torch.get_num_threads()
         if args.threads:
             torch.set_num_threads(args.threads)
+        graph: Any = getattr(args, "graph", "auto")
+        graph = False if graph == "off" else graph
         self.config = ra.Config(
             sink=args.sink,
             window=args.window,
@@ -168,7 +170,7 @@ class Bench:
             train_queries=args.train,
             host_dtype=args.host_dtype,
             threads=args.threads or None,
-            graph=False if (graph := getattr(args, "graph", "auto")) == "off" else graph,
+            graph=graph,
         )
         self.name = f"random:{args.shape}" if args.shape else args.model
         start_peak(self.device)

@@ -76,13 +76,14 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def _not_ampere(device: torch.device) -> str | None:
+def _no_nvidia(device: torch.device, since: int) -> str | None:
+    """Why `device` is no NVIDIA GPU of compute capability `since`.0 or newer; None when it is."""
     if device.type != "cuda":
         return f"needs a CUDA device, the tensors are on {device.type}"
-    if torch.version.hip:
-        return "needs an NVIDIA device"
+    if torch.version.hip or not torch.cuda.is_available():
+        return "needs a CUDA device, PyTorch sees none"
     major, minor = _capability(device.index)
-    return None if major >= 8 else f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
+    return None if major >= since else f"needs compute capability {since}.0 or newer, the device has {major}.{minor}"
 
 
 @cache
@@ -127,7 +128,7 @@ FLASH_ATTN_SINCE = (2, 6)  # soft-cap, and an lse that is not padded
 
 
 def _missing_flash_attn(device: torch.device) -> str | None:
-    if reason := _not_ampere(device):
+    if reason := _no_nvidia(device, 8):
         return reason
     function, reason = _function("flash_attn", "flash_attn_func")
     if function is None:
@@ -157,10 +158,8 @@ def _run_flash_attn(call: Call) -> Partial:
 
 
 def _missing_flash_attn_4(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"needs a CUDA device, the tensors are on {device.type}"
-    if torch.version.hip or _capability(device.index)[0] < 9:
-        return "needs an NVIDIA device of compute capability 9.0 or newer"
+    if reason := _no_nvidia(device, 9):
+        return reason
     function, reason = _function("flash_attn.cute", "flash_attn_func")
     return f"package flash-attn-4: {reason}" if function is None else None
 
@@ -185,7 +184,7 @@ def _run_flash_attn_4(call: Call) -> Partial:
 
 
 def _missing_torch_flash(device: torch.device) -> str | None:
-    if reason := _not_ampere(device):
+    if reason := _no_nvidia(device, 8):
         return reason
     return None if torch.backends.cuda.is_flash_attention_available() else "this PyTorch was built without it"
 
@@ -216,7 +215,7 @@ def _run_torch_flash(call: Call) -> Partial:
 
 
 def _missing_torch_cudnn(device: torch.device) -> str | None:
-    if reason := _not_ampere(device):
+    if reason := _no_nvidia(device, 8):
         return reason
     return None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN"
 
@@ -237,9 +236,7 @@ def _run_torch_cudnn(call: Call) -> Partial:
 
 
 def _missing_torch_efficient(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"needs a CUDA device, the tensors are on {device.type}"
-    return "needs an NVIDIA device" if torch.version.hip else None
+    return _no_nvidia(device, 5)
 
 
 def _refuse_torch_efficient(call: Call) -> str | None:

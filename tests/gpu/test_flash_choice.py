@@ -131,6 +131,8 @@ def test_a_missing_package_is_named() -> None:
 @pytest.mark.parametrize("name", GPU_NAMES)
 def test_device_kernels_are_missing_on_the_cpu(name: str) -> None:
     assert reason_missing(name, "cpu") == "needs a CUDA device, the tensors are on cpu"
+    if not torch.cuda.is_available():
+        assert reason_missing(name, "cuda:0") == "needs a CUDA device, PyTorch sees none"
 
 
 @pytest.mark.cuda

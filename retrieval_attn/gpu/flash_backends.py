@@ -97,14 +97,14 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any] | None, str]:
         return None, f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
 
 
-def _half_refusal(call: Call, multiple: int = 8) -> str | None:
+def _half_refusal(call: Call) -> str | None:
     """What every half-precision kernel with one head size up to 256 asks of dtype and head size."""
     if call.query.dtype not in HALF:
         return f"needs bfloat16 or float16, got {call.query.dtype}"
     if not call.query.dtype == call.key.dtype == call.value.dtype:
         return f"needs one dtype, got {call.query.dtype}, {call.key.dtype} and {call.value.dtype}"
-    if call.head_dim > 256 or call.head_dim % multiple or call.value.shape[3] != call.head_dim:
-        return f"needs one head_dim up to 256, a multiple of {multiple}, got {call.head_dim} and {call.value.shape[3]}"
+    if call.head_dim > 256 or call.head_dim % 8 or call.value.shape[3] != call.head_dim:
+        return f"needs one head_dim up to 256, a multiple of 8, got {call.head_dim} and {call.value.shape[3]}"
     return "takes no mask" if call.mask is not None else None
 
 

@@ -64,16 +64,27 @@ def test_each_kernel_serves_what_it_can(made: Call, serve: set[str]) -> None:
     assert BACKENDS["math"].refuse(made) is None
 
 
-@pytest.mark.parametrize("name", ["torch-flash", "torch-cudnn", "torch-efficient"])
+SHAPES = {
+    "plain": call(),
+    "decode": call(queries=1),
+    "causal": call(causal=True),
+    "window": call(causal=True, window=9),
+    "mask": call(mask=True),
+    "64": call(head_dim=64),
+}
+
+
 @pytest.mark.parametrize(
-    "made",
-    [call(), call(queries=1), call(causal=True), call(causal=True, window=9), call(mask=True), call(head_dim=64)],
-    ids=["plain", "decode", "causal", "window", "mask", "64"],
+    ("name", "made"),
+    [
+        pytest.param(name, made, id=f"{name}-{shape}")
+        for name in ("torch-flash", "torch-cudnn", "torch-efficient")
+        for shape, made in SHAPES.items()
+        if BACKENDS[name].refuse(made) is None
+    ],
 )
 def test_operators_take_the_arguments_they_are_given(name: str, made: Call) -> None:
     """Fails when PyTorch changes an operator's signature or the shape of its lse."""
-    if BACKENDS[name].refuse(made) is not None:
-        pytest.skip(f"{name}: {BACKENDS[name].refuse(made)}")
     part = BACKENDS[name].run(made)
     assert part.out.shape == made.query.shape and part.out.dtype == torch.float32
     assert part.lse.shape == made.query.shape[:3] and part.lse.dtype == torch.float32

@@ -1,11 +1,11 @@
 """Exact nearest keys of many training queries on a device, by inner product, in bounded memory.
 
-Scores come from blocks of one matrix product. Sorting all of them would cost more than the product, so keys are taken
+Scores come from blocks of one matrix product. Ordering all of them would cost more than the product, so keys are taken
 in groups of 32 that follow each other: the best kk keys lie in the kk groups with the highest maxima (a group that is
 left out has kk groups before it, each with a key that is better than all of its own). Only those groups are looked at.
 
-Scores are ordered together with their ids as one 64-bit number, so equal scores go by lower id at every step, and
-the result does not depend on block sizes. Nothing here waits for the device.
+Of equal scores the one with the lower id is better, at every step, so the result does not depend on block sizes.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -50,56 +50,79 @@ def nearest_keys(queries: Tensor, keys: Tensor, kk: int, *, memory: int = MEMORY
     for head in range(kv_heads):
         asked = queries[head * group : (head + 1) * group].reshape(group * m, -1)
         found = lists[head * group : (head + 1) * group].view(group * m, kk)
-        for start in range(0, group * m, rows):
-            block = asked[start : start + rows]
-            finite = block.isfinite().all(dim=1, keepdim=True)
-            best: Tensor | None = None
-            for first in range(0, n, most_keys):
-                part = _best(block.to(keys.dtype), keys[head, first : first + most_keys], kk, first)
-                best = (
-                    part if best is None else torch.cat([best, part], dim=1).topk(min(kk, first + part.shape[1])).values
-                )
-            assert best is not None
-            ids = (_LOW - (best & _LOW)).to(torch.int32)
-            found[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
+        best: list[Tensor] = []  # of each block, while there are further keys
+        for first in range(0, n, most_keys):
+            some = keys[head, first : first + most_keys]
+            grouped = _by_place(some)
+            for number, start in enumerate(range(0, group * m, rows)):
+                block = asked[start : start + rows]
+                part = _best(block.to(keys.dtype), grouped, len(some), kk, first)
+                if first:
+                    part = torch.cat([best[number], part], dim=1).sort(dim=1, descending=True).values[:, :kk]
+                if first + most_keys < n:
+                    best[number : number + 1] = [part]
+                    continue
+                ids = (_LOW - (part & _LOW)).to(torch.int32)
+                finite = block.isfinite().all(dim=1, keepdim=True)
+                found[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
     return lists
 
 
 def scratch_bytes(queries: int, keys: int, kk: int) -> int:
-    """Bytes that a block of `queries` against `keys` keys takes at its peak.
+    """Bytes that a block of `queries` against `keys` keys takes at its peak, beside a copy of these keys.
 
-    4 for each score; 32 for each group's maximum and for each of the kk * GROUP picked scores while they are packed
-    with their ids and ordered; 32 for each result while two are merged.
+    4 for each score; 16 for each group's maximum and 20 for each of the kk * GROUP picked scores while the best are
+    chosen (on the CPU: 32); 48 for each result while two are merged.
     """
     groups = -(-keys // GROUP)
     picked = min(kk, groups) * GROUP
-    return queries * (4 * groups * GROUP + 32 * groups + 32 * picked + 32 * kk)
+    return queries * (4 * groups * GROUP + 16 * groups + 20 * picked + 48 * kk)
 
 
 def _rows(keys: int, kk: int, memory: int) -> int:
     return max(1, memory // scratch_bytes(1, keys, kk))
 
 
-def _best(queries: Tensor, keys: Tensor, kk: int, first: int) -> Tensor:
-    """The best min(kk, n) of keys (n, head_dim), ids from `first` on: (rows, kk) int64, packed, best first"""
-    rows, n = len(queries), len(keys)
-    groups = -(-n // GROUP)
-    if groups * GROUP > n:
-        keys = nn.functional.pad(keys, (0, 0, 0, groups * GROUP - n))
-    scores = _products(queries, keys)
-    scores[:, n:] = -torch.inf
-    grouped = scores.view(rows, groups, GROUP)
-    number = torch.arange(groups, device=scores.device)
+def _best(queries: Tensor, grouped: Tensor, n: int, kk: int, first: int) -> Tensor:
+    """The best min(kk, n) of n keys, ids from `first` on: (rows, kk) int64, packed with their scores, best first.
+
+    grouped: (GROUP * groups, head_dim), see `_by_place`.
+    """
+    rows, groups = len(queries), len(grouped) // GROUP
+    # (rows, place in the group, group): the maxima are then taken over runs of memory
+    scores = _products(queries, grouped).view(rows, GROUP, groups)
+    behind = n - (groups - 1) * GROUP
+    scores[:, behind:, -1] = -torch.inf
     if groups > kk:
-        tops = _packed(grouped.amax(dim=2), number)
-        chosen = _LOW - (tops.topk(kk, sorted=False).values & _LOW)
-        del tops
-        picked = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
+        chosen = _top(scores.amax(dim=1), kk).sort().values
+        picked = scores.gather(2, chosen[:, None, :].expand(-1, GROUP, -1))
     else:
-        chosen, picked = number.expand(rows, -1), grouped
-    ids = chosen[:, :, None] * GROUP + torch.arange(first, first + GROUP, device=scores.device)
-    packed = _packed(picked, ids).view(rows, -1)
-    return packed.topk(min(kk, n)).values
+        chosen, picked = torch.arange(groups, device=scores.device).expand(rows, -1), scores
+    del scores
+    in_order = picked.transpose(1, 2).reshape(rows, -1)  # by id
+    del picked
+    place = _top(in_order, min(kk, n))
+    ids = chosen.gather(1, place // GROUP) * GROUP + place % GROUP + first
+    return _packed(in_order.gather(1, place), ids).sort(dim=1, descending=True).values
+
+
+def _by_place(keys: Tensor) -> Tensor:
+    """Keys (n, head_dim): the first of each group, then the second of each, ...; what the last group lacks is 0."""
+    groups = -(-len(keys) // GROUP)
+    padded = nn.functional.pad(keys, (0, 0, 0, groups * GROUP - len(keys)))
+    return padded.view(groups, GROUP, -1).transpose(0, 1).reshape(groups * GROUP, -1)
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest of each row, of equal ones those that come first; in any order: int64.
+
+    torch.topk on CUDA goes through a row in order when it picks among equal ones (its documentation promises
+    nothing: a test does); on the CPU it does not, so there places are compared as well.
+    """
+    if scores.is_cuda:
+        return scores.topk(count, dim=1, sorted=False).indices
+    places = torch.arange(scores.shape[1], device=scores.device)
+    return _LOW - (_packed(scores, places).topk(count, dim=1, sorted=False).values & _LOW)
 
 
 def _packed(scores: Tensor, ids: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         if code not in (0, 1):
             raise ConfigError(f"{name}: `{shown(step, folder)}` ended with {code}; its message is above")
         if code:
-            print(f"some answers of this command failed; the same command again repeats them (exit {code})")
+            print("exit 1: some answers failed or it broke off, see above; the same command again goes on from there")
             return 1
     text = comparison(name, experiment, folder, steps, args.paper_model)
     from retrieval_attn.eval.runs import write_atomically

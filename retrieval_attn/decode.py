@@ -36,6 +36,7 @@ class Generated:
     """What a token loop produced.
 
     sequences: (batch, prompt + new) ids; rows that stopped early are filled with the pad id.
+    how: "graph" where every forward after the prompt's was a replay, "eager", or "eager: " and why there was no graph.
     """
 
     sequences: Tensor
@@ -44,6 +45,7 @@ class Generated:
     decode_seconds: float
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    how: str = "eager"
 
 
 def positions(valid: Tensor) -> Tensor:
@@ -82,10 +84,22 @@ def forward(
     return logits[:, -1].float()
 
 
+def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a module's forward hook as nothing but operations on tensors, in place or not: a graph may record it.
+
+    Other hooks keep a model from being captured, for replays would not call them. Returns the hook.
+    """
+    setattr(hook, CAPTURABLE, True)
+    return hook
+
+
+CAPTURABLE = "_retrieval_attn_capturable"
+
+
 class Steps:
     """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
 
-    replays: how many were.
+    replays: how many were. reason: why there was no graph, or "".
     """
 
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache, graph: GraphMode | None = None) -> None:
@@ -95,6 +109,7 @@ class Steps:
         self._decoder: GraphDecoder | None = None
         self._open = self._wanted is not False
         self.replays = 0
+        self.reason = ""
 
     def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """Logits (batch, vocabulary) float32 after token (batch,) at position (batch,). mask: as `forward` takes it.
@@ -143,13 +158,13 @@ class Steps:
 
     def _fail(self, reason: str) -> None:
         """Go on eagerly, said once for a model and reason; or raise, where a graph was demanded."""
-        self._open = False
+        self._open, self.reason = False, reason
         if self._decoder is not None:
             from retrieval_attn.graph_decode import give_back
 
             decoder, self._decoder = self._decoder, None
             give_back(self._model, decoder)
-        if self._wanted != "auto":
+        if self._wanted in (True, "emulate"):
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
         told = _told.setdefault(self._model, set())
         if reason not in told:
@@ -223,6 +238,10 @@ def run(
             logits = steps.step(chosen, position, mask)
     finally:
         steps.close()
+    if steps.reason:
+        result.how = f"eager: {steps.reason}"
+    elif steps.replays:
+        result.how = "graph"
     result.sequences = sequences
     result.decode_seconds = time.perf_counter() - started
     return result

@@ -1,7 +1,7 @@
 """One cache layer's place in a captured decode step: buffers that stay put, and what is recorded for its attention.
 
-The buffers belong to the decoder (`graph_decode.py`), not to a cache: caches take turns in them, so that a captured graph
-outlives the context, fork or question that it was captured for.
+The buffers belong to the decoder (`graph_decode.py`), not to a cache: caches take turns in them, so that a captured
+graph outlives the context, fork or question that it was captured for.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GraphLayer:
     ) -> None:
         """Buffers like those of `layer`, which holds tokens already. number: of the layer in the model.
 
-        span: int32 (2,) on the device, row of the decoder's table. meters, descriptor: of its host step, see StepBuffers.
+        span: int32 (2,) on the device, a row of the decoder's table. meters, descriptor: as in StepBuffers.
         """
         self._owner, self._number, self._span = owner, number, span
         self._meters, self._descriptor = meters, descriptor

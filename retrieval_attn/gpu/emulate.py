@@ -1,10 +1,11 @@
 """A captured graph where there is no device that could: recorded operations, run again into the same memory.
 
 Every operation that PyTorch dispatches while a step is recorded is kept with its arguments; a replay runs each again
-and writes what it returns into the tensors that it returned first, as a CUDA graph writes to the same addresses. So what
-a real graph would get wrong goes wrong here too: a number that Python computed stays what it was, and a tensor that was
-made anew for a step is not seen. Reading a tensor's value while recording is refused, as a capture refuses it. The host
-function is called from another thread. It is no faster than running eagerly: for tests and for looking into problems.
+and writes what it returns into the tensors that it returned first, as a CUDA graph writes to the same addresses. So
+what a real graph would get wrong goes wrong here too: a number that Python computed stays what it was, and a tensor
+that was made anew for a step is not seen. Reading a tensor's value while recording is refused, as a capture refuses
+it. The host function is called from another thread. It is no faster than running eagerly: for tests and for looking
+into problems.
 """
 
 from __future__ import annotations

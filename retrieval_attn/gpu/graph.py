@@ -26,9 +26,6 @@ from retrieval_attn.errors import BackendError, CaptureError
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS = 2
-"""Passes before a capture: kernels are compiled and library workspaces taken in them."""
-
 
 @dataclass(frozen=True)
 class HostCall:
@@ -138,11 +135,18 @@ class CudaRuntime:
         """End a capture that failed. The pool may be left half-taken, so the next capture gets a new one."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        with contextlib.suppress(RuntimeError, AttributeError):
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
             # where ending failed, the allocator still believes that a capture is under way
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._main, self._side = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
+        # and the random number generator would refuse to work outside one, until a capture ends well
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._main):
+            scratch, small = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+            self._main.synchronize()
+            small.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            scratch.add_(1)
+            small.capture_end()
 
     @contextlib.contextmanager
     def _on_main(self) -> Iterator[None]:

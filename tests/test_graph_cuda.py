@@ -1,0 +1,199 @@
+"""The decode step as a real CUDA graph: equal to eager decoding, captured once, constant memory, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn import graph_decode
+from retrieval_attn.cpu import step as words
+from retrieval_attn.decode import Steps
+from retrieval_attn.errors import BackendError, CaptureError
+from tests.test_graph_decode import CONFIG, NEW, Decoded
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.cuda
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """No test continues another's decoders; float32 is float32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    graph_decode._decoders.clear()
+    graph_decode._failed.clear()
+    yield
+
+
+def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A copy of the tiny model on the GPU, retrieving."""
+    return ra.enable(copy.deepcopy(tiny_model(name)).to("cuda", dtype), CONFIG)
+
+
+@pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
+def test_replays_equal_eager_decoding(name: str) -> None:
+    """float32, across spills."""
+    model = on_device(name)
+    eager = Decoded(model, False)
+    graphed = Decoded(model, "auto")
+    if graphed.steps.reason:
+        assert name in ("gpt_oss", "qwen3_moe"), graphed.steps.reason  # experts may look at values on the CPU
+        pytest.skip(f"eager: {graphed.steps.reason}")
+    assert graphed.difference(eager) <= 2e-5
+    assert graphed.decoder.captures == 1 and graphed.decoder.replays == NEW
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 2},
+        {"batch": 2, "repeats": 2, "padded": True},
+        {"repeats": 3},
+        {"prompt": 14, "new": 40},
+        {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
+        {"config": CONFIG.replace(index="roargraph", train_queries=64), "prompt": 200},
+    ],
+    ids=["batch", "padded", "shared", "grows into retrieval", "spill always", "roargraph"],
+)
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any]) -> None:
+    model = on_device("llama")
+    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
+    assert graphed.difference(eager) <= 2e-5
+
+
+def test_bfloat16_is_as_close_as_rounding() -> None:
+    """bf16 replays against float32 logits: at most twice the error of eager bf16 (same tokens fed)."""
+    exact = Decoded(on_device("llama"), False, new=1)
+    model = on_device("llama", torch.bfloat16)
+    eager, graphed = Decoded(model, False, new=1), Decoded(model, True, new=1)
+    rounding = (eager.logits[1].float() - exact.logits[1]).abs().max()
+    assert (graphed.logits[1].float() - exact.logits[1]).abs().max() <= 2 * rounding
+
+
+def test_thousands_of_tokens_in_constant_memory() -> None:
+    """2,000 replays of one capture; host threads and device memory as after the first hundred."""
+    model = on_device("llama")
+    decoded = Decoded(model, True, new=100)
+    steps = Steps(model, decoded.cache, True)
+    seen = []
+    with torch.no_grad():
+        for token in range(2000):
+            place = torch.tensor([decoded.cache.get_seq_length()], device="cuda")
+            logits = steps.step(torch.tensor([3 + token % 90], device="cuda"), place, None)
+            assert bool(torch.isfinite(logits).all())
+            steps.confirm()
+            if token in (100, 1999):
+                torch.cuda.synchronize()
+                seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), threading.active_count()))
+    decoder: Any = steps._decoder
+    steps.close()
+    assert seen[0] == seen[1]
+    assert decoder.captures == 1 and decoder.replays == 2100 and decoder is decoded.decoder
+
+
+def test_an_error_in_a_host_node_names_its_layer() -> None:
+    """A search that fails inside the graph: an index that names a token which is not there."""
+    model = on_device("llama")
+    decoded = Decoded(model, True)
+    steps = Steps(model, decoded.cache, True)
+    place = torch.tensor([decoded.cache.get_seq_length()], device="cuda")
+    with torch.no_grad():
+        steps.step(torch.tensor([5], device="cuda"), place, None)
+        torch.cuda.synchronize()
+        decoded.decoder._descriptors[1, words.STATUS] = words.BAD_ID
+        with pytest.raises(BackendError, match="layer 1, sequence 0"):
+            steps.confirm()
+        steps.step(torch.tensor([5], device="cuda"), place, None)
+        torch.cuda.synchronize()
+        steps.confirm()
+    steps.close()
+
+
+class _Reading(torch.nn.Module):
+    """Reads a value of its input on the CPU."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(hidden)
+        return out + (0.0 if float(out[0, 0, 0]) > 0 else 1.0)
+
+
+def test_a_step_that_synchronises_runs_eagerly_and_breaks_nothing() -> None:
+    """The failed capture leaves no stream capturing; the next model is captured all the same."""
+    model = on_device("llama")
+    model.model.layers[1].mlp = _Reading(model.model.layers[1].mlp)
+    with pytest.raises(CaptureError, match="cannot run as a graph"):
+        Decoded(model, True, new=2)
+    eager = Decoded(model, "auto", new=3)
+    assert eager.steps.reason and eager.difference(Decoded(model, False, new=3)) <= 2e-5
+    torch.multinomial(torch.ones(4, device="cuda"), 1)  # the generator of random numbers knows that it is over
+    other = on_device("qwen3")
+    assert Decoded(other, True).difference(Decoded(other, False)) <= 2e-5
+
+
+def test_contexts_decode_by_graphs_unless_told_otherwise(needle_model_path: Path) -> None:
+    """LLM and Context.ask: the same answer with and without; the second question captures nothing."""
+    llm = ra.LLM(needle_model_path, device="cuda", config=ra.Config(prefill_chunk=4096))
+    vocabulary = llm.model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (8192,), generator=torch.Generator().manual_seed(1)).tolist()
+    context = llm.read(ids, progress=False)
+    first = context.ask("What is the number?", max_new_tokens=40)
+    (decoder,) = graph_decode._decoders[llm.model]
+    replays = decoder.replays
+    assert replays > 0 and context.ask("What is the number?", max_new_tokens=40).tokens == first.tokens
+    assert decoder.captures == 1 and decoder.replays == 2 * replays
+
+
+INTERRUPTED = """
+import threading, torch, sys
+from tests.test_graph_cuda import on_device, Decoded
+model = on_device("llama")
+model.config.max_position_embeddings = 10**9
+Decoded(model, True, new=10)
+threads = threading.active_count()
+print("ready", flush=True)
+try:
+    Decoded(model, True, new=10**6)
+except KeyboardInterrupt:
+    torch.cuda.synchronize()
+    import gc; gc.collect()
+    assert threading.active_count() == threads, threading.enumerate()
+    after = Decoded(model, True, new=10)
+    assert after.difference(Decoded(model, False, new=10)) <= 2e-5
+    print("interrupted", flush=True)
+"""
+
+
+def test_an_interrupt_ends_a_running_graph() -> None:
+    """SIGINT while replays run: no hang, no thread left over, and the model decodes on."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "ready":
+            break
+    time.sleep(2.0)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "interrupted" in output, output

@@ -1,0 +1,420 @@
+"""The decode step as one graph, emulated: the same logits as eagerly, across spills, batches, forks and errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+import retrieval_attn as ra
+from retrieval_attn import graph_decode, graph_layers
+from retrieval_attn.config import GraphMode
+from retrieval_attn.cpu import step as words
+from retrieval_attn.decode import Steps, forward, positions, run
+from retrieval_attn.errors import BackendError, CaptureError, ConfigError, ContextLengthError
+from retrieval_attn.gpu.emulate import EmulatedRuntime
+from retrieval_attn.graph_decode import GraphDecoder
+from tests.tiny_models import random_ids, tiny_model
+
+SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 12, "index": "flat"}
+CONFIG = ra.Config(**SMALL)
+PROMPT, NEW = 60, 12  # spills after 8 tokens
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """No test continues another's decoders."""
+    graph_decode._decoders.clear()
+    graph_decode._failed.clear()
+    yield
+
+
+def enabled(name: str) -> Any:
+    """A copy of the model that retrieves."""
+    return ra.enable(copy.deepcopy(tiny_model(name)), CONFIG)
+
+
+def padded_mask(batch: int, tokens: int) -> Tensor:
+    """Row i begins with 5 * i padded columns."""
+    return torch.arange(tokens)[None] >= 5 * torch.arange(batch)[:, None]
+
+
+class Decoded:
+    """Logits of the prompt's last token and of `new` tokens after it, chosen greedily; and what decoded them."""
+
+    def __init__(
+        self,
+        model: Any,
+        graph: GraphMode,
+        *,
+        config: ra.Config = CONFIG,
+        batch: int = 1,
+        repeats: int = 1,
+        padded: bool = False,
+        prompt: int = PROMPT,
+        new: int = NEW,
+    ) -> None:
+        self.cache = ra.RetrievalCache(model, config, check=False)
+        device = model.device
+        mask = padded_mask(batch, prompt).to(device) if padded else None
+        place = positions(torch.ones(batch, prompt, device=device) if mask is None else mask)
+        with torch.no_grad():
+            logits = forward(model, self.cache, random_ids(batch, prompt).to(device), mask=mask, position_ids=place)
+        self.cache.batch_repeat_interleave(repeats)
+        logits, position = logits.repeat_interleave(repeats, 0), place[:, -1].repeat_interleave(repeats)
+        # rows that share a path must not stay equal
+        logits = logits + 3 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        mask = None if mask is None else mask.repeat_interleave(repeats, 0)
+        self.logits = [logits]
+        self.steps = Steps(model, self.cache, graph)
+        try:
+            self._decode(new, position, mask)
+        finally:
+            self.decoder: Any = self.steps._decoder
+            self.steps.close()
+
+    @torch.no_grad()
+    def _decode(self, new: int, position: Tensor, mask: Tensor | None) -> None:
+        for _ in range(new):
+            position = position + 1
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            logits = self.steps.step(self.logits[-1].argmax(-1), position, mask)
+            self.logits.append(logits.clone())
+            self.logits[-1].tolist()  # waits for the device
+            self.steps.confirm()
+
+    def difference(self, other: Decoded) -> float:
+        """Largest difference of logits; the tokens must be the same."""
+        mine, others = torch.stack(self.logits), torch.stack(other.logits)
+        assert torch.equal(mine.argmax(-1), others.argmax(-1))
+        return float((mine - others).abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
+def test_replays_equal_eager_decoding(name: str) -> None:
+    """Soft-cap, sliding layers, learned sinks, experts; spills cross. Everything but the first pass is a replay."""
+    model = enabled(name)
+    eager, graphed = Decoded(model, False), Decoded(model, "emulate")
+    assert graphed.difference(eager) <= 1e-5
+    assert graphed.decoder.captures == 1 and graphed.decoder.replays == graphed.steps.replays == NEW
+    assert graphed.cache.get_seq_length() == eager.cache.get_seq_length() == PROMPT + NEW
+    mine, others = graphed.cache.stats(), eager.cache.stats()
+    assert (mine.keys_scanned, mine.bytes_read) == (others.keys_scanned, others.bytes_read)
+    assert name == "mistral_sliding" or mine.host_seconds > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 2},
+        {"batch": 2, "padded": True},
+        {"repeats": 3},
+        {"batch": 2, "repeats": 2, "padded": True},
+        {"config": CONFIG.replace(top_k=0.2)},
+        {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
+        {"prompt": 14, "new": 24},
+        {"config": CONFIG.replace(index="roargraph", train_queries=64), "prompt": 160},
+    ],
+    ids=["batch", "padded", "shared", "shared padded", "share", "spill always", "grows into retrieval", "roargraph"],
+)
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any]) -> None:
+    """Rows on one path are searched together until a spill parts them; a short prompt begins without a host part."""
+    model = enabled("llama")
+    eager, graphed = Decoded(model, False, **options), Decoded(model, "emulate", **options)
+    assert graphed.difference(eager) <= 1e-5
+    assert graphed.steps.replays == options.get("new", NEW)
+    assert graphed.decoder.captures == (2 if options.get("prompt") == 14 else 1)
+
+
+def test_sliding_windows_slide_past_their_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma-2's sliding layers drop what no query sees when their buffer is full, between two replays."""
+    monkeypatch.setattr(graph_layers, "SLIDING_ROOM", 5)
+    model = enabled("gemma2")
+    eager, graphed = Decoded(model, False, prompt=300), Decoded(model, "emulate", prompt=300)
+    assert graphed.difference(eager) <= 1e-5 and graphed.decoder.captures == 1
+    assert graphed.decoder._slots[0]._key.shape[2] == graphed.cache.layers[0].keep + 5  # type: ignore[union-attr]
+
+
+def test_the_next_cache_reuses_the_graph() -> None:
+    """Contexts, questions and forks take turns in one decoder; a cache keeps its tokens when it leaves."""
+    model = enabled("llama")
+    first = Decoded(model, "emulate")
+    second = Decoded(model, "emulate", prompt=PROMPT + 7)
+    assert second.decoder is first.decoder and second.decoder.captures == 1
+    assert second.difference(Decoded(model, False, prompt=PROMPT + 7)) <= 1e-5
+    # the first cache goes on where it stopped, eagerly and as a graph, from its own window
+    forks = [first.cache.fork() for _ in range(2)]
+    logits = []
+    for fork, graph in zip(forks, (False, "emulate"), strict=True):
+        steps = Steps(model, fork, graph)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for token in (5, 6):
+                logits.append(steps.step(torch.tensor([token]), torch.tensor([fork.get_seq_length()]), None).clone())
+                steps.confirm()
+        steps.close()
+    assert (logits[0] - logits[2]).abs().max() <= 1e-5 and (logits[1] - logits[3]).abs().max() <= 1e-5
+    assert first.decoder.captures == 1
+
+
+def test_a_cache_changed_between_steps_is_taken_anew() -> None:
+    """Crops, forks and eager forwards while a graph is bound: both see the same tokens."""
+    model = enabled("llama")
+    results = []
+    for graph in (False, "emulate"):
+        decoded = Decoded(model, graph, new=3)  # type: ignore[arg-type]
+        steps = Steps(model, decoded.cache, graph)  # type: ignore[arg-type]
+        seen = []
+        with torch.no_grad():
+            for token in range(5, 11):
+                if token == 7:
+                    decoded.cache.crop(-1)
+                if token == 8:
+                    fork = decoded.cache.fork()
+                    assert fork.get_seq_length() == decoded.cache.get_seq_length()
+                place = torch.tensor([decoded.cache.get_seq_length()])
+                if token == 9:
+                    ids = torch.tensor([[token]])
+                    seen.append(forward(model, decoded.cache, ids, mask=None, position_ids=place[None]))
+                    continue
+                seen.append(steps.step(torch.tensor([token]), place, None).clone())
+                steps.confirm()
+        steps.close()
+        place = torch.tensor([[fork.get_seq_length()]])
+        seen.append(forward(model, fork, torch.tensor([[3]]), mask=None, position_ids=place))
+        results.append(torch.stack(seen))
+    assert (results[0] - results[1]).abs().max() <= 1e-5
+
+
+def generated(model: Any, graph: GraphMode, **options: Any) -> Any:
+    """The whole token loop, with its scores."""
+    cache = ra.RetrievalCache(model, CONFIG)
+    ids = random_ids(2, PROMPT)
+    with torch.no_grad():
+        place = torch.arange(PROMPT)[None].expand(2, -1)
+        logits = forward(model, cache, ids, mask=None, position_ids=place)
+    tokens: list[list[int]] = []
+    result = run(
+        model,
+        cache,
+        ids,
+        logits,
+        mask=None,
+        position=place[:, -1],
+        processors=options.pop("processors", LogitsProcessorList()),
+        criteria=StoppingCriteriaList([MaxLengthCriteria(PROMPT + 12)]),
+        do_sample=options.get("generator") is not None,
+        pad_id=0,
+        on_token=tokens.append,
+        keep_scores=True,
+        keep_logits=True,
+        graph=graph,
+        **options,
+    )
+    assert torch.tensor(tokens).T.tolist() == result.sequences[:, PROMPT:].tolist()
+    return result
+
+
+def test_the_token_loop_is_the_same() -> None:
+    """Sampling with a seed, a processor that writes to the scores it is given, kept scores and logits."""
+
+    def flatten(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.div_(2.0)
+
+    model = enabled("llama")
+    for options in ({}, {"processors": LogitsProcessorList([flatten])}):  # type: ignore[list-item]
+        pairs = []
+        for graph in (False, "emulate"):
+            generator = torch.Generator().manual_seed(3)
+            pairs.append(generated(model, graph, generator=generator, **options))  # type: ignore[arg-type]
+        eager, graphed = pairs
+        assert torch.equal(eager.sequences, graphed.sequences)
+        for name in ("scores", "logits"):
+            mine, others = torch.stack(getattr(graphed, name)), torch.stack(getattr(eager, name))
+            assert (mine - others).abs().max() <= 1e-5
+
+
+def test_generate_takes_the_switch_from_the_options() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    out = [greedily(model, random_ids(1, PROMPT), graph) for graph in (False, "emulate")]  # type: ignore[arg-type]
+    assert torch.equal(out[0], out[1])
+    (decoder,) = graph_decode._decoders[model]
+    assert decoder.replays == out[0].shape[1] - PROMPT - 1
+    with pytest.raises(ConfigError, match='graph must be "auto", True, False or "emulate", got 3'):
+        ra.Config(graph=3)  # type: ignore[arg-type]
+
+
+def test_an_error_in_a_host_node_names_its_layer() -> None:
+    """It surfaces after the replay; the cache keeps what was confirmed and goes on."""
+    model = enabled("llama")
+    decoded = Decoded(model, "emulate")
+    steps = Steps(model, decoded.cache, "emulate")
+    before = decoded.cache.get_seq_length()
+    place = torch.tensor([before])
+    with torch.no_grad():
+        steps.step(torch.tensor([5]), place, None)
+        decoded.decoder._descriptors[1, words.STATUS] = (0 << 32) | words.BAD_ID
+        with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 0: its index returned a token"):
+            steps.confirm()
+        assert decoded.cache.get_seq_length() == before
+        again = steps.step(torch.tensor([5]), place, None).clone()
+        steps.confirm()
+        steps.close()
+        other = Decoded(model, False).cache
+        expected = forward(model, other, torch.tensor([[5]]), mask=None, position_ids=place[None])
+    assert (again - expected).abs().max() <= 1e-5
+
+
+def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt where the CPU waits: the loop ends, the cache holds what was confirmed, the next run works."""
+    model = enabled("llama")
+    cache = ra.RetrievalCache(model, CONFIG)
+    ids = random_ids(1, PROMPT)
+    place = torch.arange(PROMPT)[None]
+    with torch.no_grad():
+        logits = forward(model, cache, ids, mask=None, position_ids=place)
+    count = [0]
+    confirm = GraphDecoder.confirm
+
+    def interrupted(decoder: GraphDecoder) -> None:
+        count[0] += 1
+        if count[0] == 4:
+            raise KeyboardInterrupt
+        confirm(decoder)
+
+    monkeypatch.setattr(GraphDecoder, "confirm", interrupted)
+    options: dict[str, Any] = {
+        "mask": None,
+        "position": place[:, -1],
+        "processors": LogitsProcessorList(),
+        "criteria": StoppingCriteriaList([MaxLengthCriteria(PROMPT + 12)]),
+        "do_sample": False,
+        "pad_id": 0,
+        "graph": "emulate",
+    }
+    with pytest.raises(KeyboardInterrupt):
+        run(model, cache, ids, logits, **options)
+    assert cache.get_seq_length() == PROMPT + 3
+    assert all(layer.graph is None for layer in cache.layers)  # type: ignore[union-attr]
+    monkeypatch.undo()
+    cache.crop(-3)
+    assert torch.equal(run(model, cache, ids, logits, **options).sequences, greedily(model, ids, False))
+
+
+def greedily(model: Any, ids: Tensor, graph: GraphMode) -> Tensor:
+    """Twelve tokens by transformers' generate and our loop, from a new cache."""
+    cache = ra.RetrievalCache(model, CONFIG.replace(graph=graph))
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
+    out: Tensor = model.generate(ids, custom_generate=ra.generate, past_key_values=cache, **options)
+    return out
+
+
+@pytest.mark.parametrize(
+    "name, options, reason",
+    [
+        ("phi3", {}, "longrope"),
+        ("llama", {"top_k": "all"}, "reference mode"),
+        ("llama", {"mass_heads": 1}, "mass_heads"),
+        ("llama", {"index": "ivf"}, "no compiled search"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(
+    name: str, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Demanded, it is an error; else one log line and the same answers."""
+    model = enabled(name)
+    config = CONFIG.replace(**options)
+    with pytest.raises(CaptureError, match=reason):
+        Decoded(model, "emulate", config=config, new=2)
+    runtime = EmulatedRuntime()
+    monkeypatch.setattr(graph_decode, "runtime_for", lambda model, emulate: runtime)
+    with caplog.at_level(logging.WARNING, "retrieval_attn"):
+        auto = [Decoded(model, "auto", config=config, new=2) for _ in range(2)]
+    assert auto[0].difference(Decoded(model, False, config=config, new=2)) <= 1e-5
+    said = [record.getMessage() for record in caplog.records if "decoding eagerly" in record.getMessage()]
+    assert len(said) == 1 and reason in said[0]
+
+
+class _Counting(torch.nn.Module):
+    """Reads a value of its input on the CPU; or adds the number of cached tokens."""
+
+    def __init__(self, inner: Any, reads: bool) -> None:
+        super().__init__()
+        self.inner, self.reads, self.cache = inner, reads, None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.inner(hidden)
+        if self.reads:
+            return out + (0.0 if float(out[0, 0, 0]) > 0 else 1.0)
+        return out + (0.0 if self.cache is None else 0.1 * self.cache.get_seq_length())
+
+
+@pytest.mark.parametrize("reads, reason", [(True, "_local_scalar_dense"), (False, "number of cached tokens")])
+def test_steps_that_look_at_numbers_on_the_cpu_are_found(reads: bool, reason: str) -> None:
+    """A synchronisation ends the capture; a count that Python put into the step would be frozen without a word."""
+    model = enabled("llama")
+    counting = model.model.layers[1].mlp = _Counting(model.model.layers[1].mlp, reads)
+    with pytest.raises(CaptureError, match=reason):
+        decoded_with(model, counting)
+    with pytest.raises(CaptureError, match=reason):  # remembered: no second capture
+        decoded_with(model, counting)
+
+
+def decoded_with(model: Any, counting: _Counting) -> None:
+    cache = ra.RetrievalCache(model, CONFIG, check=False)
+    with torch.no_grad():
+        place = torch.arange(PROMPT)[None]
+        forward(model, cache, random_ids(1, PROMPT), mask=None, position_ids=place)
+        counting.cache = cache  # type: ignore[assignment]
+        steps = Steps(model, cache, "emulate")
+        steps.step(torch.tensor([5]), torch.tensor([PROMPT]), None)
+
+
+def test_hooks_and_moved_weights_are_not_missed() -> None:
+    """A forward hook would not be called by a replay; new weights would not be read by one."""
+    model = enabled("llama")
+    first = Decoded(model, "emulate", new=2)
+    model.model.norm.weight.data = model.model.norm.weight.data * 1.5
+    second = Decoded(model, "emulate", new=2)
+    assert second.decoder is not first.decoder
+    assert second.difference(Decoded(model, False, new=2)) <= 1e-5
+    handle = model.model.norm.register_forward_hook(lambda module, args, out: None)
+    with pytest.raises(CaptureError, match="model.norm has a forward hook"):
+        Decoded(model, "emulate", new=2)
+    handle.remove()
+
+
+def test_positions_end_where_the_model_ends() -> None:
+    """A replay passes the model's last position no more than a forward does."""
+    model = enabled("llama")
+    decoded = Decoded(model, "emulate", new=1)
+    decoded.cache.max_positions = decoded.cache.get_seq_length() + 1
+    steps = Steps(model, decoded.cache, "emulate")
+    with torch.no_grad():
+        place = torch.tensor([decoded.cache.get_seq_length()])
+        steps.step(torch.tensor([5]), place, None)
+        steps.confirm()
+        with pytest.raises(ContextLengthError):
+            steps.step(torch.tensor([5]), place + 1, None)
+    steps.close()
+
+
+def test_a_waiting_decoder_holds_no_context_and_dies_with_its_model() -> None:
+    model = enabled("llama")
+    decoded = Decoded(model, "emulate", new=2)
+    keys = weakref.ref(decoded.cache.layers[0].hosts[0].segments[0].keys)  # type: ignore[union-attr]
+    decoder = weakref.ref(decoded.decoder)
+    del decoded
+    gc.collect()
+    assert keys() is None and decoder() is not None
+    del model
+    gc.collect()  # the model, and with it the entry that held the decoder,
+    gc.collect()  # which is a cycle of its own
+    assert decoder() is None

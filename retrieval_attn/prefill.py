@@ -215,6 +215,15 @@ class _ChunkedLayer:
             layer.begin_pass(hidden_states.shape[1])
             result = self._walk(cache, layer, hidden_states, args, kwargs)
             layer.end_pass()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            tokens = hidden_states.shape[1]
+            raise MemoryPlanError(
+                f"Layer {self._index}: out of device memory after {tokens:,} tokens were read, when the window and the "
+                "sample of queries were put away. Read with a smaller prefill_chunk; this cache cannot be used any "
+                f"more.\n{self._stream.shortage(cache, self._index, tokens, len(hidden_states), hidden_states.device)}"
+            ) from error
         except Exception:
             raise
         except BaseException:  # Ctrl-C: leave no threads behind that build what nobody will ask

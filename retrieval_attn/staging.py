@@ -70,7 +70,8 @@ class Staging:
             try:
                 yield
             finally:
-                self._stream.synchronize()  # after an error too: nothing may still read the tensors
+                if sent := self._sent():
+                    sent.synchronize()  # after an error too: nothing may still read the tensors
 
     def _send(self, tensors: Sequence[Tensor], buffer: Tensor) -> list[np.ndarray]:
         arrays = []

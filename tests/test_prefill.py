@@ -15,9 +15,13 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn import host_room, host_work, prefill
 from retrieval_attn.background import Crew
+from retrieval_attn.cache_layer import LayerStats
 from retrieval_attn.cpu.formats import Format
+from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, ShapeError
 from retrieval_attn.gpu.knn import nearest_keys
+from retrieval_attn.hooks import MaskSpec
+from retrieval_attn.host_work import HostWork
 from retrieval_attn.index.roargraph import RoarGraphIndex
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.prefill import finish_prefill
@@ -252,6 +256,99 @@ def test_finish_prefill_tells_each_layer(threaded: None) -> None:
     cache = read(CONFIG, random_ids(1, 300), 128)
     finish_prefill(cache, lambda: seen.append(1))
     assert len(seen) == len(cache.layers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
+    device: str, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host slower than the device: when a layer takes memory all but one of the earlier ones have let theirs go."""
+    original = host_work._append
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.03)
+        original(*args)
+
+    monkeypatch.setattr(host_work, "_append", slow)
+    where = torch.device(device)
+    tokens = 3000 if device == "cpu" else 60_000
+    works: list[HostWork] = []
+    if device == "cuda":
+        host_work.staging(where)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    paths = [HostPath(2, 64, 64, Format.BFLOAT16, layer=number) for number in range(6)]
+    waited = 0.0
+    for number, path in enumerate(paths):
+        waited += host_work.make_room(where)
+        assert sum(work._kv is not None for work in works) <= 1
+        kv = torch.full((2, 1, 2, tokens, 64), float(number), device=device).bfloat16()
+        works.append(HostWork(number, Format.BFLOAT16, None, LayerStats(), (kv[0], kv[1])))
+        works[-1].append(0, path, None)
+        began = time.perf_counter()
+        works[-1].start_copy()
+        works[-1].start_build()
+        assert time.perf_counter() - began < 0.025, "asking for a copy waited for it"
+        size = kv.nbytes
+        del kv
+    assert waited > 0
+    for number, (work, path) in enumerate(zip(works, paths, strict=True)):
+        work.finish()
+        keys, values = path.read(0, tokens)
+        number_bits = torch.tensor(float(number)).bfloat16().view(torch.int16).item()
+        assert (keys == number_bits).all() and (values == number_bits).all()
+    if device == "cuda":
+        # float32 of the fill, and one more of the bf16, are this test's own
+        assert torch.cuda.max_memory_allocated() - before <= 2 * size + 2 * size + (4 << 20)
+
+
+@pytest.mark.cuda
+def test_a_gpu_prefill_leaves_the_bytes_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and builds beside the device against copies in order, in chunks of 512."""
+    ids = random_ids(1, 3900)
+    config = CONFIG.replace(index_options={"exact_below": 0})
+    ring = Staging(torch.device("cuda"), 60_000, 2)
+    monkeypatch.setattr(host_work, "staging", lambda device: ring)
+    beside = read(config, ids, 512, device="cuda")
+    finish_prefill(beside)
+    assert all(edges.shape[0] for edges in graphs(beside))
+    assert beside.stats().lists_seconds > 0
+    monkeypatch.setattr(host_work, "beside", lambda device: False)
+    plain = read(config, ids, 512, device="cuda")
+    for mine, other in zip(held(beside), held(plain), strict=True):
+        np.testing.assert_array_equal(mine[0], other[0])
+        np.testing.assert_array_equal(mine[1], other[1])
+    assert not workers()
+
+
+@pytest.mark.cuda
+def test_reading_does_not_wait_for_the_device() -> None:
+    """After a warm-up no layer waits: torch raises at every operation that would synchronise the compute stream."""
+    config = CONFIG.replace(index_options={"exact_below": 0})
+    import copy
+
+    model: Any = copy.deepcopy(tiny_model("llama")).cuda()
+    ra.enable(model, config, prefill_chunk=512)
+    for strict in (False, True):
+        cache = ra.RetrievalCache(model, config)
+        layers = prefill.decoder_layers(model)
+        hidden = torch.randn(1, 3900, 48, device="cuda")
+        with torch.no_grad():
+            rotary = model.model.rotary_emb(hidden, torch.arange(3900, device="cuda")[None])
+            spec = MaskSpec(q_offset=0, q_length=3900)
+            torch.cuda.synchronize()
+            if strict:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                for layer, _ in layers:
+                    hidden = layer(
+                        hidden, attention_mask=spec, position_embeddings=rotary, past_key_values=cache, use_cache=True
+                    )
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        finish_prefill(cache)
+    ra.disable(model)
 
 
 # -- the ring and the crew ---------------------------------------------------------------------------

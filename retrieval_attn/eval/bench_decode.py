@@ -109,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
                 row = measure(bench, source, spec)
             except RuntimeError as error:  # a device that stopped answering: keep what there is
                 rows.append(Row(source.tokens, source.batch, spec.label, "failed", str(error).splitlines()[0][:300]))
-                _save(folder, bench, rows, found)
+                _save(folder, bench, rows, {**found, "keys": source.about})
                 raise
             print(row.line(), file=sys.stderr, flush=True)
             rows.append(row)
-            _save(folder, bench, rows, found)  # what was measured survives what comes
+            _save(folder, bench, rows, {**found, "keys": source.about})  # what was measured survives what comes
         if not args.no_plot:
             _plot(folder, bench, rows)
         del source
@@ -264,7 +264,7 @@ def _save(folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any]) ->
     from retrieval_attn.eval.bench_decode_report import markdown
     from retrieval_attn.eval.runs import write_atomically
 
-    report = {"what": "decode", **about(bench), "keys": bench.keys, **found, "rows": [asdict(row) for row in rows]}
+    report = {"what": "decode", **about(bench), **found, "rows": [asdict(row) for row in rows]}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "decode.json", json.dumps(report, indent=1) + "\n")
     write_atomically(folder / "decode.md", markdown(rows, report))

@@ -195,7 +195,8 @@ class SyntheticSource(Source):
 
     @property
     def about(self) -> str:
-        shared = "" if self._distinct == self.num_layers else f", {self._distinct} layers' keys shared by all layers"
+        alone = self._distinct == self.num_layers
+        shared = "" if alone else f", {self._distinct} layers' keys shared by {self.num_layers} layers (other queries)"
         return f"synthetic:{self.level}{shared}"
 
     @property
@@ -232,7 +233,12 @@ class SyntheticSource(Source):
         feeder = _feeders.get(self.model)
         if feeder is None or feeder.batch != self.batch:
             feeder = _feeders[self.model] = _Feeder(self.model, self.batch, self.kv_heads * self.group * self.head_dim)
-        feeder.load([self._bank[layer % self._distinct] for layer in range(self.num_layers)])
+        # layers that share keys must not ask the same at once: the second would find the caches warm
+        banks = [
+            self._bank[layer % self._distinct].roll(7 * (layer // self._distinct), dims=2)
+            for layer in range(self.num_layers)
+        ]
+        feeder.load(banks)
         hooks = feeder.register(self.model)
         try:
             yield

@@ -10,6 +10,8 @@ writes FOLDER/rank<r>.pt, or FOLDER/rank<r>.error.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -92,7 +94,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if "command" in case:
         from retrieval_attn.cli import main as command
 
-        return {"status": command(case["command"])}
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            status = command(case["command"])
+        return {"status": status, "printed": printed.getvalue()}
     model: Any = AutoModelForCausalLM.from_pretrained(
         case["model"],
         distributed_config=DistributedConfig(tp_plan="auto"),

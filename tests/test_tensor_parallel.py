@@ -71,11 +71,23 @@ def make_cases(folder: Path, needle_model: Path) -> dict[str, dict[str, Any]]:
     return cases
 
 
+def add_commands(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    """A needle test as both ranks run it: one cell, full attention and retrieval, in a folder that has another cell."""
+    flags = {"lengths": 500, "methods": "full,retrieval", "question-position": "after", "max-new-tokens": 8}
+    flags |= {"window": 64, "sink": 8, "index": "flat", "context-length-buffer": 0, "output-dir": folder / "results"}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    for depth in (0, 50):
+        cases[f"command at {depth}"] = {"command": ["needle", "--no-plot", *words, f"--depths={depth}"]}
+
+
 def run_both(folder: Path, cases: dict[str, dict[str, Any]], launcher: list[str], device: str) -> dict[str, Both]:
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
     ranks = start_ranks(folder, launcher)
     together = {}
     for number, (name, case) in enumerate(cases.items()):
+        if "command" in case:
+            together[name] = Both({}, [found[number] for found in ranks])
+            continue
         model: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32).eval().to(device)
         one = ask(model, case) if "question" in case else answers_of(model, case)
         if "ids" in case:
@@ -88,10 +100,16 @@ def run_both(folder: Path, cases: dict[str, dict[str, Any]], launcher: list[str]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, needle_model_path: Path) -> Iterator[dict[str, Both]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, needle_model_path: Path) -> Iterator[dict[str, Both]]:
     """Two ranks on the CPU (gloo)."""
-    folder = tmp_path_factory.mktemp("ranks")
-    yield run_both(folder, make_cases(folder, needle_model_path), [sys.executable], "cpu")
+    cases = make_cases(folder, needle_model_path)
+    add_commands(folder, cases)
+    yield run_both(folder, cases, [sys.executable], "cpu")
 
 
 def check_logits(found: Both, tolerance: float) -> None:
@@ -144,3 +162,19 @@ def test_every_rank_gives_the_same_answer(both: dict[str, Both]) -> None:
         assert rank["text"] == found.one["text"]
         assert 2 * rank["host_bytes"] == found.one["host_bytes"]
     assert found.ranks[0]["sampled"] == found.ranks[1]["sampled"]
+
+
+def test_a_command_in_several_processes_writes_once(both: dict[str, Both], folder: Path) -> None:
+    """One row for each cell and method, also of the run that continues the folder; nothing is left of the others'."""
+    for name in ("command at 0", "command at 50"):
+        assert [rank["status"] for rank in both[name].ranks] == [0, 0]
+        printed = [rank["printed"] for rank in both[name].ranks]
+        assert "retrieval" in printed[0]
+        assert not printed[1]
+    rows = [json.loads(line) for line in (folder / "results" / "predictions.jsonl").read_text().splitlines()]
+    assert sorted((row["method"], row["depth"]) for row in rows) == [
+        (method, depth) for method in ("full", "retrieval") for depth in (0, 50)
+    ]
+    assert not any(row.get("error") for row in rows)
+    starts = json.loads((folder / "results" / "env.json").read_text())
+    assert len(starts) == 2

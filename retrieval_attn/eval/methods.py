@@ -28,16 +28,14 @@ __all__ = [
 def load_model(name: str, device: str, dtype: str) -> Any:
     """A causal language model in evaluation mode with PyTorch's SDPA attention.
 
+    Under torchrun the processes share its heads (transformers' tensor parallel), each on its own GPU.
     device: "auto", "cpu", "cuda" or "cuda:N".  dtype: "auto" is float32 on the CPU and the stored dtype elsewhere.
     Raises InputDataError if it cannot be loaded, ConfigError for a device that is not there.
     """
-    from transformers import AutoModelForCausalLM
+    from retrieval_attn import loading
 
-    from retrieval_attn.loading import choose_device, choose_dtype, load
-
-    place = choose_device(device)
-    model = load(AutoModelForCausalLM, name, dtype=choose_dtype(dtype, place), attn_implementation="sdpa")
-    return model.to(place).eval()
+    spread = loading.launched_processes() > 1
+    return loading.load_model(name, device=device, dtype=dtype, tensor_parallel=spread, attn_implementation="sdpa")
 
 
 def build_methods(

@@ -172,6 +172,13 @@ class Test:
 
 
 def _run_cells(test: Test) -> int:
+    from retrieval_attn.eval.ranks import one_writer
+
+    with one_writer(test.options.output_dir or _new_folder(test.options.model_name)) as folder:
+        return _run_cells_into(folder, test)
+
+
+def _run_cells_into(folder: Path, test: Test) -> int:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -182,7 +189,6 @@ def _run_cells(test: Test) -> int:
     if options.plot:
         _need_matplotlib()
     settings = test.settings()
-    folder = options.output_dir or _new_folder(options.model_name)
     RunFolder.check(folder, settings)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -246,6 +252,7 @@ def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folde
     """Rows of one cell and method.  What goes wrong inside the method becomes rows with an error."""
     from retrieval_attn.eval.needle_report import score
     from retrieval_attn.eval.runs import utc_now
+    from retrieval_attn.loading import launched_processes
 
     options = test.options
     prompt, placed = test.prompt(cell)
@@ -259,6 +266,8 @@ def _answer(test: Test, cell: Cell, method: Any, positions: Sequence[str], folde
     try:
         replies = method.answers(prompt, positions, options.max_new_tokens)
     except Exception as problem:  # one cell must not end a run of hours: kept in its rows, counted, tried again
+        if launched_processes() > 1:  # but the other processes may be waiting for this one in the middle of the cell
+            raise
         error = f"{type(problem).__name__}: {problem}"
         method.release()  # what it holds may be what went wrong
     rows = []

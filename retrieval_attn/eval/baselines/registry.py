@@ -118,6 +118,8 @@ def build_methods(
     memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
     A small model on the CPU is copied for `full`, so that nothing ever touches the baseline's.
     """
+    from retrieval_attn.loading import launched_processes
+
     given = {name: dict((options or {}).get(name, {})) for name in names}
     for name in (*names, *(options or {})):
         _known(name)
@@ -125,6 +127,7 @@ def build_methods(
     if "full" in names:
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         own = len(given) > 1 and model.device.type == "cpu" and size < _COPY_BELOW_BYTES
+        own = own and launched_processes() == 1  # shared heads cannot be copied
         full = {"keep_context": True, **given["full"]}
         methods["full"] = make_method("full", copy.deepcopy(model) if own else model, tokenizer, **full)
     shared = None

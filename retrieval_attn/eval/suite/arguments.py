@@ -227,13 +227,19 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
 
 
 def _run(test: Any, options: Options, model_config: Any) -> int:
+    from retrieval_attn.eval.ranks import one_writer
+
+    with one_writer(options.output_dir or _new_folder(test.suite.name, options.model_name)) as folder:
+        return _run_into(folder, test, options, model_config)
+
+
+def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> int:
     from retrieval_attn.eval.runs import RunFolder, environment
     from retrieval_attn.eval.suite.report import need_matplotlib, write_report
 
     if options.plot:
         need_matplotlib()
     settings = _settings(test, options, model_config)
-    folder = options.output_dir or _new_folder(test.suite.name, options.model_name)
     RunFolder.check(folder, settings)
     test.check_contexts()
     import torch

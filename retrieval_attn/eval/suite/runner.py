@@ -242,6 +242,8 @@ class SuiteRun:
         self, block: Block, index: int, row: Row, name: str, method: Any, positions: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Predictions of one row and method.  What goes wrong inside the method becomes rows with an error."""
+        from retrieval_attn.loading import launched_processes
+
         begin = time.perf_counter()
         replies: dict[str, Any] = {}
         error, tokens = None, None
@@ -251,6 +253,8 @@ class SuiteRun:
             self._require_positions(row)
             replies = method.answers(prompt, positions, row.max_new_tokens)
         except Exception as problem:  # one row must not end a run of hours: kept, counted, tried again on resume
+            if launched_processes() > 1:  # but the other processes may be waiting for this one in the middle of it
+                raise
             error = f"{type(problem).__name__}: {problem}"
             _release(method)  # what it holds may be what went wrong, or be too much for the next row
         spent = {"total": round(time.perf_counter() - begin, 4)}

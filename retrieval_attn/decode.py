@@ -96,6 +96,13 @@ def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
 CAPTURABLE = "_retrieval_attn_capturable"
 
 
+def forget_graphs(model: PreTrainedModel) -> None:
+    """Free what the model keeps for decoding its next cache as a graph: buffers on the device, and captured graphs."""
+    from retrieval_attn.graph_decode import forget
+
+    forget(model)
+
+
 class Steps:
     """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
 

@@ -416,6 +416,13 @@ def acquire(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> 
     return decoder
 
 
+def forget(model: PreTrainedModel) -> None:
+    """Drop the decoders that wait for this model's next cache, with their buffers and graphs, and why others failed."""
+    with _lock:
+        _decoders.pop(model, None)
+        _failed.pop(model, None)
+
+
 def give_back(model: PreTrainedModel, decoder: GraphDecoder) -> None:
     """Release the decoder's cache, and keep the decoder for the next one; or remember why it could not capture."""
     decoder.release()

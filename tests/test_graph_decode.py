@@ -169,8 +169,8 @@ def test_a_cache_changed_between_steps_is_taken_anew() -> None:
     model = enabled("llama")
     results = []
     for graph in (False, "emulate"):
-        decoded = Decoded(model, graph, new=3)  # type: ignore[arg-type]
-        steps = Steps(model, decoded.cache, graph)  # type: ignore[arg-type]
+        decoded = Decoded(model, graph, new=3)
+        steps = Steps(model, decoded.cache, graph)
         seen = []
         with torch.no_grad():
             for token in range(5, 11):
@@ -229,11 +229,11 @@ def test_the_token_loop_is_the_same() -> None:
         return scores.div_(2.0)
 
     model = enabled("llama")
-    for options in ({}, {"processors": LogitsProcessorList([flatten])}):  # type: ignore[list-item]
+    for options in ({}, {"processors": LogitsProcessorList([flatten])}):
         pairs = []
         for graph in (False, "emulate"):
             generator = torch.Generator().manual_seed(3)
-            pairs.append(generated(model, graph, generator=generator, **options))  # type: ignore[arg-type]
+            pairs.append(generated(model, graph, generator=generator, **options))
         eager, graphed = pairs
         assert torch.equal(eager.sequences, graphed.sequences)
         for name in ("scores", "logits"):
@@ -243,7 +243,7 @@ def test_the_token_loop_is_the_same() -> None:
 
 def test_generate_takes_the_switch_from_the_options() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    out = [greedily(model, random_ids(1, PROMPT), graph) for graph in (False, "emulate")]  # type: ignore[arg-type]
+    out = [greedily(model, random_ids(1, PROMPT), graph) for graph in (False, "emulate")]
     assert torch.equal(out[0], out[1])
     (decoder,) = graph_decode._decoders[model]
     assert decoder.replays == out[0].shape[1] - PROMPT - 1

@@ -200,7 +200,7 @@ def test_lengths_beside_table_3_with_its_slip(tmp_path: Path) -> None:
 
 def test_stand_ins_are_not_put_beside_the_papers_questions(tmp_path: Path) -> None:
     """Built-in questions have a column of their own; Q1 stays empty."""
-    cells = [cell("full", "niah_single_1", 1.0), cell("full", "qa_synth_1", 0.5)]
+    cells = [cell("full", "niah_single_1", 1.0), cell("full", "qa_synth_1", 0.5), cell("full", "cwe", 0.25)]
     write(tmp_path / "run", "summary.json", {"cells": cells})
     steps = EXPERIMENTS["table9"].steps(Size(False))
     text = compare.comparison("table9", EXPERIMENTS["table9"], tmp_path, steps, "Llama-3-8B")
@@ -208,6 +208,17 @@ def test_stand_ins_are_not_put_beside_the_papers_questions(tmp_path: Path) -> No
     line = next(line for line in text.splitlines() if line.startswith("| full"))
     shown = dict(zip(head.strip("| ").split(" | "), line.strip("| ").split(" | "), strict=True))
     assert (shown["S1"], shown["QA1-synth"], shown["Q1"]) == ("100.0 ±1.0 (100)", "50.0 ±1.0 (-)", "- (58.5)")
+    assert shown["CW"] == "25.0 ±1.0 (1)"
+
+
+def test_every_task_has_its_column() -> None:
+    """All 13 tasks of the benchmark are columns of Table 9, the paper's InfiniteBench tasks of Table 2."""
+    from retrieval_attn.eval.infinitebench.catalogue import PAPER_TASKS
+    from retrieval_attn.eval.ruler.specs import TASKS
+
+    for name, tasks in (("table9", TASKS), ("table2", PAPER_TASKS)):
+        titles = compare._titles(EXPERIMENTS[name].steps(Size(False))[0])
+        assert {titles[task] for task in tasks} == set(TABLES[name].columns) - {"Avg."}
 
 
 def decoded(method: str, ms: float | None, status: str = "ok", **parts: float) -> dict[str, Any]:

@@ -38,6 +38,7 @@ INSIDE = {
     "cache_layer",
     "decode",
     "exact_pass",
+    "graph_decode",
     "hooks",
     "layers",
     "prefill",

@@ -24,7 +24,7 @@ from retrieval_attn.decode import capturable, forward
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.eval.bench_place import BLOCK, Span, place
 from retrieval_attn.index.synthetic import synthetic_heads
-from retrieval_attn.prefill import decoder_layers
+from retrieval_attn.prefill import decoder_layers, finish_prefill
 from retrieval_attn.switch import using_retrieval
 
 BANK = 32
@@ -138,7 +138,7 @@ class ReadSource(Source):
 
     def retrieval(self, config: Config) -> RetrievalCache:
         cache, _ = read(self.model, config.replace(prefill_chunk=self._chunk), self._ids)
-        cache.stats()  # waits for indexes that are still being built
+        finish_prefill(cache)
         return cache
 
 

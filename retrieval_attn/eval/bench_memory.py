@@ -116,6 +116,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     from retrieval_attn.eval.bench_method import Retrieval, compile_for
     from retrieval_attn.eval.bench_methods import make
     from retrieval_attn.gpu.memory import peak, start_peak
+    from retrieval_attn.prefill import finish_prefill
     from retrieval_attn.sizes import host_memory_bytes
 
     method = make(spec, bench.model, bench.config.replace(spill=max(128, bench.args.tokens + 1)))
@@ -126,7 +127,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     start_host_peak()
     if read_it:
         cache, _ = read(bench.model, method.config, bench.ids(length))
-        cache.stats()
+        finish_prefill(cache)
     else:
         cache = bench.source(length).retrieval(method.config)
     held = peak(bench.device)

@@ -14,6 +14,7 @@ from retrieval_attn import exact_pass
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.gpu.merge import Partial, empty_partial
 from retrieval_attn.hooks import MaskSpec
+from retrieval_attn.prefill import finish_prefill
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench_keys import Source
@@ -65,7 +66,7 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
             layer.end_pass()
     for number in range(source.distinct, len(modules)):
         cache.layers[number] = _adopted(cache.layers[number % source.distinct], number)
-    cache.stats()  # waits for indexes that are still being built
+    finish_prefill(cache)
     return cache
 
 

@@ -23,6 +23,7 @@ from retrieval_attn.eval.bench_quality import TOLERANCE as ANSWER_TOLERANCE
 from retrieval_attn.eval.bench_quality import Quality, average, judge
 from retrieval_attn.eval.speed_decode import TOLERANCE, Spread
 from retrieval_attn.gpu.memory import cap, peak, start_peak
+from retrieval_attn.graph_decode import forget
 from retrieval_attn.sizes import show_bytes
 from retrieval_attn.switch import using_retrieval
 
@@ -124,6 +125,7 @@ def measure(bench: Bench, source: Source, spec: MethodSpec) -> Row:
         row.note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
     finally:
         del method
+        forget(bench.model)  # its graph's buffers are not the next method's
         gc.collect()
         if row.beyond:
             cap(bench.device, bench.limit)

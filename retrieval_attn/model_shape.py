@@ -176,7 +176,7 @@ def _shape(
         max_positions=getattr(text, "max_position_embeddings", None),
         embedding_parameters=embedding,
         head_parameters=head,
-        ranks_split_heads=_ranks_split_heads(text),
+        ranks_split_heads=splits_heads(text),
     )
 
 
@@ -188,8 +188,11 @@ def _tables(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[int, int]:
     return table.weight.numel(), 0 if tied or head is None else head.weight.numel()
 
 
-def _ranks_split_heads(text: PreTrainedConfig) -> bool:
-    """By transformers' tensor parallel plan: some models have none, some (Phi-3) gather all heads on every rank."""
+def splits_heads(text: PreTrainedConfig) -> bool:
+    """Whether transformers' tensor parallel plan for this decoder gives every rank its own key-value heads.
+
+    Some models have no such plan (GPT-OSS), some gather all heads on every rank (Phi-3).
+    """
     plan = getattr(text, "base_model_tp_plan", None) or {}
     return all(plan.get(f"layers.*.self_attn.{name}") == "colwise" for name in ("q_proj", "k_proj", "v_proj"))
 

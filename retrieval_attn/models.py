@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from retrieval_attn.errors import UnsupportedModelError
+
+log = logging.getLogger(__name__)
 
 # Compared with eager full attention in tests/test_models.py: same logits to 1e-5 with top_k="all".
 TESTED = frozenset(
@@ -78,6 +82,7 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{model_type} has no attention interface in transformers (its attention is written into the model), so "
             "attn_implementation cannot be set. Use a newer model class."
         )
+    _check_ranks(model, text_config)
     if model_type in TESTED or model in _verified:
         return
     from retrieval_attn.verification import verify
@@ -85,6 +90,35 @@ def require_supported(model: PreTrainedModel) -> None:
     report = verify(model)
     if not report.ok:
         raise UnsupportedModelError(f"{model_type} is not supported: {report.reason}")
+
+
+def _check_ranks(model: PreTrainedModel, text_config: PreTrainedConfig) -> None:
+    """Tensor parallel: every rank must have whole heads of its own; one that has all of them is said once."""
+    from retrieval_attn.model_shape import splits_heads
+    from retrieval_attn.placement import tensor_ranks
+
+    ranks = tensor_ranks(model)
+    if ranks == 1:
+        return
+    if not splits_heads(text_config):
+        _say_all_heads(text_config.model_type, ranks)
+        return
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    if heads % ranks:
+        raise UnsupportedModelError(
+            f"{text_config.model_type} has {heads} key-value heads, which {ranks} ranks cannot share evenly; start a "
+            "number of processes that divides it, or use device_map."
+        )
+
+
+@functools.cache
+def _say_all_heads(model_type: str, ranks: int) -> None:
+    log.warning(
+        "%s: transformers' tensor parallel plan leaves all heads on every rank, so each of the %d processes stores and "
+        "searches all keys; device_map would do so once",
+        model_type,
+        ranks,
+    )
 
 
 def mark_verified(model: nn.Module) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.device_split import part_of
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.memory_plan import DEVICE_RESERVE, HOST_RESERVE, plan
 from retrieval_attn.model_shape import ModelShape, model_shape
-from tests.tiny_models import config_of, tiny_model
+from tests.tiny_models import build_model, config_of, tiny_model
 
 TABLE = 128256 * 4096 * 2
 
@@ -99,3 +103,24 @@ def test_models_whose_ranks_would_hold_all_heads(name: str) -> None:
     with pytest.raises(ConfigError, match="all heads"):
         plan(tiny_model(name), gpus=2, split="heads")
     assert ra.plan(tiny_model(name), gpus=2).gpus == 2
+
+
+def shared_by(name: str, ranks: int) -> Any:
+    """A model that says it is shared by so many ranks; nothing is computed with it."""
+    model = build_model(name)
+    model._device_mesh = SimpleNamespace(size=lambda: ranks)
+    return model
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    """Two key-value heads: two ranks are right, three would get pieces of heads."""
+    ra.RetrievalCache(shared_by("llama", 2))
+    with pytest.raises(UnsupportedModelError, match="2 key-value heads, which 3 ranks"):
+        ra.RetrievalCache(shared_by("llama", 3))
+
+
+def test_ranks_that_hold_all_heads_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ra.RetrievalCache(shared_by("phi3", 5))
+        ra.RetrievalCache(shared_by("phi3", 5))
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["phi3"]

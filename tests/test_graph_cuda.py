@@ -18,10 +18,9 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn import graph_decode
-from retrieval_attn.cpu import step as words
 from retrieval_attn.decode import Steps
-from retrieval_attn.errors import BackendError, CaptureError
-from tests.test_graph_decode import CONFIG, NEW, Decoded
+from retrieval_attn.errors import CaptureError
+from tests.test_graph_decode import CONFIG, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -63,7 +62,7 @@ def test_replays_equal_eager_decoding(name: str) -> None:
         {"repeats": 3},
         {"prompt": 14, "new": 40},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
-        {"config": CONFIG.replace(index="roargraph", train_queries=64), "prompt": 200},
+        {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
     ],
     ids=["batch", "padded", "shared", "grows into retrieval", "spill always", "roargraph"],
 )
@@ -103,22 +102,10 @@ def test_thousands_of_tokens_in_constant_memory() -> None:
     assert decoder.captures == 1 and decoder.replays == 2100 and decoder is decoded.decoder
 
 
+@torch.no_grad()
 def test_an_error_in_a_host_node_names_its_layer() -> None:
-    """A search that fails inside the graph: an index that names a token which is not there."""
-    model = on_device("llama")
-    decoded = Decoded(model, True)
-    steps = Steps(model, decoded.cache, True)
-    place = torch.tensor([decoded.cache.get_seq_length()], device="cuda")
-    with torch.no_grad():
-        steps.step(torch.tensor([5], device="cuda"), place, None)
-        torch.cuda.synchronize()
-        decoded.decoder._descriptors[1, words.STATUS] = words.BAD_ID
-        with pytest.raises(BackendError, match="layer 1, sequence 0"):
-            steps.confirm()
-        steps.step(torch.tensor([5], device="cuda"), place, None)
-        torch.cuda.synchronize()
-        steps.confirm()
-    steps.close()
+    """A search that fails inside the graph; the same graph goes on when it works again."""
+    broken_search(on_device("llama"), True)
 
 
 class _Reading(torch.nn.Module):

@@ -7,17 +7,18 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import retrieval_attn as ra
 from retrieval_attn import graph_decode, graph_layers
 from retrieval_attn.config import GraphMode
-from retrieval_attn.cpu import step as words
 from retrieval_attn.decode import Steps, forward, positions, run
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError, ContextLengthError
 from retrieval_attn.gpu.emulate import EmulatedRuntime
@@ -26,6 +27,8 @@ from tests.tiny_models import random_ids, tiny_model
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 12, "index": "flat"}
 CONFIG = ra.Config(**SMALL)
+# so few keys that even a small top_k is needed for a graph to be searched at all
+ROARGRAPH: dict[str, Any] = {"index": "roargraph", "index_options": {"exact_below": 0}, "train_queries": 64, "top_k": 2}
 PROMPT, NEW = 60, 12  # spills after 8 tokens
 
 
@@ -121,7 +124,7 @@ def test_replays_equal_eager_decoding(name: str) -> None:
         {"config": CONFIG.replace(top_k=0.2)},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"prompt": 14, "new": 24},
-        {"config": CONFIG.replace(index="roargraph", train_queries=64), "prompt": 160},
+        {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
     ],
     ids=["batch", "padded", "shared", "shared padded", "share", "spill always", "grows into retrieval", "roargraph"],
 )
@@ -251,25 +254,34 @@ def test_generate_takes_the_switch_from_the_options() -> None:
         ra.Config(graph=3)  # type: ignore[arg-type]
 
 
+def broken_search(model: Any, graph: GraphMode) -> None:
+    """A graph whose index names tokens that are not there: an error from the host node, then repaired, then equal."""
+    decoded = Decoded(model, graph, config=CONFIG.replace(**ROARGRAPH), prompt=200, new=1)
+    host: Any = decoded.cache.layers[1]
+    found = host.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
+    ids, before = found.ids.copy(), decoded.cache.get_seq_length()
+    token, place = torch.tensor([5], device=model.device), torch.tensor([before], device=model.device)
+    expected = decoded.cache.fork()
+    steps = Steps(model, decoded.cache, graph)
+    found.ids[:] = -5
+    steps.step(token, place, None).tolist()
+    with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 1, query . of its group: its index"):
+        steps.confirm()
+    assert decoded.cache.get_seq_length() == before
+    found.ids[:] = ids
+    again = steps.step(token, place, None).clone()
+    again.tolist()
+    steps.confirm()
+    steps.close()
+    assert decoded.decoder.captures == 1 and decoded.cache.get_seq_length() == before + 1
+    wanted = forward(model, expected, token[None], mask=None, position_ids=place[None])
+    assert (again - wanted).abs().max() <= 2e-5
+
+
+@torch.no_grad()
 def test_an_error_in_a_host_node_names_its_layer() -> None:
     """It surfaces after the replay; the cache keeps what was confirmed and goes on."""
-    model = enabled("llama")
-    decoded = Decoded(model, "emulate")
-    steps = Steps(model, decoded.cache, "emulate")
-    before = decoded.cache.get_seq_length()
-    place = torch.tensor([before])
-    with torch.no_grad():
-        steps.step(torch.tensor([5]), place, None)
-        decoded.decoder._descriptors[1, words.STATUS] = (0 << 32) | words.BAD_ID
-        with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 0: its index returned a token"):
-            steps.confirm()
-        assert decoded.cache.get_seq_length() == before
-        again = steps.step(torch.tensor([5]), place, None).clone()
-        steps.confirm()
-        steps.close()
-        other = Decoded(model, False).cache
-        expected = forward(model, other, torch.tensor([[5]]), mask=None, position_ids=place[None])
-    assert (again - expected).abs().max() <= 1e-5
+    broken_search(enabled("llama"), "emulate")
 
 
 def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +326,21 @@ def greedily(model: Any, ids: Tensor, graph: GraphMode) -> Tensor:
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
     out: Tensor = model.generate(ids, custom_generate=ra.generate, past_key_values=cache, **options)
     return out
+
+
+def test_contexts_answer_the_same(needle_model_path: Path) -> None:
+    """Questions to a context: forks of one cache, one after the other through one decoder."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(needle_model_path)
+    answers = []
+    for graph in (False, "emulate"):
+        context = ra.Context(loaded.eval(), tokenizer, CONFIG.replace(graph=graph))
+        context.read("The special magic Bergen number is: 7391846. " + "The grass is green. " * 30, progress=False)
+        asked = [context.ask("What is the special magic Bergen number?", max_new_tokens=8) for _ in range(2)]
+        answers.append([answer.tokens for answer in asked])
+    assert answers[0] == answers[1]
+    (decoder,) = graph_decode._decoders[loaded]
+    assert decoder.captures == 1 and decoder.replays > 0
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,8 @@ class HostPath:
 
         No bulk copy: all segments and indexes are shared; both may go on.
         """
-        if self._spans:
-            self._spans[-1].segment.freeze()
+        for span in self._spans:  # a crop may go back into any of them, and write on from there
+            span.segment.freeze()
         other = HostPath(
             self._heads,
             self._head_dim,

@@ -177,6 +177,21 @@ def test_any_sequence_of_operations(
             assert_attend(path, model.keys, model.values, queries, 0, len(path), top_k)
 
 
+def test_a_crop_into_an_earlier_segment_leaves_forks_alone(small_segments: None) -> None:
+    """Breaks if a fork freezes the last segment only: the other path crops past it and writes on in a shared one."""
+    rng = np.random.default_rng(0)
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=6), Model()
+    for count in (6, 1):
+        new = tokens(rng, count)
+        path.append(*new)
+        model.append(*new)
+    fork = path.fork()
+    path.truncate(5)
+    path.append(*tokens(rng, 1))
+    np.testing.assert_array_equal(fork.read(0, 7)[0], model.keys)
+    np.testing.assert_array_equal(fork.read(0, 7)[1], model.values)
+
+
 @pytest.mark.parametrize("fmt", [Format.FLOAT32, Format.BFLOAT16])
 def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
     """One long segment and its tail, groups of 1, 4 and 8, soft-cap, top_k above the number of keys."""

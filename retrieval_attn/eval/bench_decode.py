@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.errors import ConfigError, MemoryPlanError
+from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError
 from retrieval_attn.eval.bench_index import new_folder
 
 if TYPE_CHECKING:
@@ -215,6 +215,8 @@ class Bench:
 
             text = shipped_prose(tokens * 8, self.args.seed + row)
             rows.append(torch.tensor(self.tokenizer(text)["input_ids"][:tokens]))
+            if len(rows[-1]) < tokens:
+                raise InputDataError(f"the prose gave {len(rows[-1])} tokens, {tokens} were needed; use --keys mid")
         return torch.stack(rows).to(self.device)
 
     @property

@@ -254,7 +254,8 @@ def _check(bench: Bench, spec: MethodSpec) -> float:
     return worst
 
 
-_HOST_TOLERANCE = {"int8": 5e-2, "bfloat16": 5e-2, "float16": 1e-2}
+# What rounding the host's keys costs; attention over the rounded ones is compared closely by `judge`.
+_HOST_TOLERANCE = {"int8": 0.15, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 def _compare(done: Decoded, wanted: Sequence[torch.Tensor], tolerance: float, what: str) -> float:

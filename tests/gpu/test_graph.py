@@ -1,0 +1,142 @@
+"""Recording and replaying: the emulation does what a graph does, and refuses what a capture refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.gpu import graph as graph_module
+from retrieval_attn.gpu.emulate import EmulatedRuntime
+from retrieval_attn.gpu.graph import HostCall, Runtime, cuda_runtime, host_function_launcher
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    yield EmulatedRuntime() if request.param == "emulated" else cuda_runtime(0)
+
+
+def device_of(runtime: Runtime) -> str:
+    return "cpu" if isinstance(runtime, EmulatedRuntime) else "cuda"
+
+
+def test_replays_read_and_write_the_same_memory(runtime: Runtime) -> None:
+    """Views, operations in place, results of results; a number from Python is frozen at its first value."""
+    device = device_of(runtime)
+    given, out, counter = torch.zeros(4, device=device), torch.zeros(2, 2, device=device), [0]
+
+    def record() -> None:
+        counter[0] += 1
+        square = given.view(2, 2) * given.view(2, 2).t()
+        square[0] += 1
+        pair = torch.cat([square, square.exp()]).sum(dim=0)
+        out.copy_(pair + counter[0])
+
+    runtime.warm_up(record)
+    replay = runtime.capture(record)
+    for seed in range(3):
+        numbers = torch.randn(4, generator=torch.Generator().manual_seed(seed)).to(device)
+        given.copy_(numbers)
+        replay()
+        runtime.synchronize()
+        square = numbers.view(2, 2) * numbers.view(2, 2).t()
+        square = square + torch.tensor([[1.0], [0.0]], device=device)
+        expected = (square + square.exp()).sum(dim=0) + 2
+        torch.testing.assert_close(out, expected.expand(2, 2))
+    assert counter == [2]
+
+
+def test_host_functions_are_nodes(runtime: Runtime) -> None:
+    """Called once per replay, on another thread, with the queries of that replay; what follows sees the results."""
+    device, threads = device_of(runtime), set()
+    source, target = torch.zeros(3, device=device), torch.zeros(3, device=device)
+    queries, results = runtime.host_memory(3), runtime.host_memory(3)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def double(argument: int) -> None:
+        threads.add(threading.get_ident())
+        results.numpy()[:] = 2 * queries.numpy() + argument
+
+    function = ctypes.cast(double, ctypes.c_void_p).value
+    assert function is not None
+    call, out = HostCall(source, queries, results, target, function, 7), torch.zeros(3, device=device)
+
+    def record() -> None:
+        source.add_(1)
+        begun = runtime.begin(call)
+        beside = source * 10
+        runtime.join(begun)
+        out.copy_(target + beside)
+
+    runtime.warm_up(record)
+    source.zero_()
+    replay = runtime.capture(record)
+    source.zero_()
+    for step in range(1, 4):
+        replay()
+        runtime.synchronize()
+        assert out.tolist() == [12.0 * step + 7] * 3
+    assert threading.get_ident() not in threads and threads
+
+
+def test_reading_a_value_ends_the_capture(runtime: Runtime) -> None:
+    """And the next capture, and random numbers, work as before."""
+    device = device_of(runtime)
+    given, out = torch.ones(4, device=device), torch.zeros(4, device=device)
+
+    def reads() -> None:
+        out.copy_(given + (1 if float(given[0]) > 0 else 0))
+
+    def masks() -> None:
+        out.copy_(given[given > 0])
+
+    for record in (reads, masks):
+        runtime.warm_up(record)
+        with pytest.raises(CaptureError):
+            runtime.capture(record)
+    torch.multinomial(given, 1)
+
+    def fine() -> None:
+        out.copy_(given * 3)
+
+    runtime.warm_up(fine)
+    replay = runtime.capture(fine)
+    given.fill_(5)
+    replay()
+    runtime.synchronize()
+    assert out.tolist() == [15.0] * 4
+
+
+def test_an_error_of_the_model_while_recording_is_the_reason(runtime: Runtime) -> None:
+    def record() -> None:
+        raise ZeroDivisionError("by the model")
+
+    with pytest.raises(CaptureError, match="ZeroDivisionError: by the model"):
+        runtime.capture(record)
+
+
+def test_without_a_cuda_library_the_error_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "_libraries", lambda: ["libnothing.so.7", "libc.so.6"])
+    with pytest.raises(BackendError, match=r"libnothing.so.7: .*libc.so.6: has no cudaLaunchHostFunc.*graph=False"):
+        host_function_launcher()
+
+
+def test_loaded_libraries_are_found_by_name() -> None:
+    """A second copy of a CUDA runtime would know no stream of torch's: the loaded file comes first."""
+    found = graph_module._loaded("libtorch_cpu")
+    assert len(found) == 1 and found[0].startswith("/") and graph_module._loaded("libnot-loaded") == []
+    assert graph_module._libraries()[-1] == "libcuda.so.1"
+
+
+def test_pairs_of_views_share_memory() -> None:
+    """A view of an input is no result of its own: it shows what the replay wrote."""
+    runtime, given = EmulatedRuntime(), torch.zeros(2, 3)
+    shown: list[Tensor] = []
+    replay = runtime.capture(lambda: shown.append(given.add_(1).t()[1:]))
+    replay()
+    assert shown[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]

@@ -221,10 +221,13 @@ class _Arithmetic:
 
     @property
     def context_token_bytes(self) -> int:
-        """Device bytes per token of context in prefill: hidden state, one layer's KV, cosines and sines."""
+        """Device bytes per token of context in prefill: hidden state, KV of a layer and of the one before it that is
+        being copied to the host, cosines and sines.
+        """
         shape = self.part
         rope = 2 * shape.key_dim * shape.dtype_bytes
-        return self.batch * (shape.hidden * shape.dtype_bytes + shape.kv_layer_bytes) + rope
+        layers = min(2, max(1, shape.full_layers))
+        return self.batch * (shape.hidden * shape.dtype_bytes + layers * shape.kv_layer_bytes) + rope
 
     @property
     def window_tokens(self) -> int:
@@ -270,6 +273,7 @@ class _Arithmetic:
             ),
             Item("prefill: hidden states", hidden, f"{n:,} tokens x {shape.hidden}"),
             Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
+            Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
             Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
             Item("prefill: one chunk", self.chunk * self.chunk_token_bytes, f"{self.chunk:,} tokens"),
             Item("logits", self.logits_bytes, f"one row of {shape.vocab:,} per sequence"),

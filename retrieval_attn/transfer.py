@@ -17,8 +17,11 @@ _TORCH_DTYPE = {
     Format.FLOAT16: torch.float16,
     Format.INT8: torch.int8,
 }
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 21
 """Numbers that are packed or unpacked at once: their float32 copies must not show beside a layer's keys."""
+
+_TOKENS_AT_ONCE = 1 << 15
+"""Tokens of int8 that cross to a device at once."""
 
 
 def host_format(host_dtype: str, model_dtype: torch.dtype) -> Format:
@@ -63,7 +66,8 @@ def unpack(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     dim = rows.shape[1] - SCALE_BYTES
     numbers = torch.empty(len(rows), dim, dtype=dtype, device=packed.device)
     for some, into in _blocks(rows, numbers):
-        steps = some[:, dim:].contiguous().view(torch.float32)
+        # a copy, for bytes within a row lie where no float32 may
+        steps = some[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         into.copy_(some[:, :dim].float() * steps)
     return numbers.view(*packed.shape[:-1], dim)
 
@@ -89,10 +93,21 @@ def _blocks(rows: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def to_device(array: np.ndarray, fmt: Format, like: Tensor) -> Tensor:
     """A copy of a storage-format array on the device and in the dtype of `like`."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt])
     if fmt is Format.INT8:
-        return unpack(tensor.to(like.device), fmt, like.dtype)
+        return _to_device_in_blocks(array, like)
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt])
     return tensor.to(like.device, like.dtype, copy=True)
+
+
+def _to_device_in_blocks(array: np.ndarray, like: Tensor) -> Tensor:
+    """`to_device` of int8 (..., tokens, dim + 4): the stored form crosses, but never lies there as a whole."""
+    fmt = Format.INT8
+    numbers = torch.empty((*array.shape[:-1], fmt.dim_of(array)), dtype=like.dtype, device=like.device)
+    for start in range(0, array.shape[-2], _TOKENS_AT_ONCE):
+        span = slice(start, start + _TOKENS_AT_ONCE)
+        some = torch.from_numpy(np.ascontiguousarray(array[..., span, :])).to(like.device)
+        numbers[..., span, :] = unpack(some, fmt, like.dtype)
+    return numbers
 
 
 def to_queries(query: Tensor) -> np.ndarray:

@@ -30,6 +30,7 @@ from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, Retrieval
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.base import check_kind
+from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.graph_options import GraphOptions
 from retrieval_attn.index.threads import kernel_threads
 from retrieval_attn.staging import Piece, staging
@@ -354,7 +355,7 @@ def _layers() -> Crew:
 @functools.cache
 def _heads(threads: int | None) -> Crew:
     """Builders of heads: one core is left to the thread that drives the device."""
-    most: int = vars(numba.config)["NUMBA_NUM_THREADS"]
+    most = min(vars(numba.config)["NUMBA_NUM_THREADS"], len(usable_cores()))  # of several ranks on a machine: its share
     return Crew(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
 
 

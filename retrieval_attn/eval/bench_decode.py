@@ -150,6 +150,7 @@ class Bench:
         from retrieval_attn.sizes import parse_bytes
 
         self.args = args
+        self.checked: dict[str, float] = {}  # logit error of the methods that were found right, by label
         self._short: Source | None = None
         self.device = choose_device(args.device)
         self.limit = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "gpu_memory")

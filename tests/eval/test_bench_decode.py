@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ from retrieval_attn.gpu.flash import attend
 from retrieval_attn.index import synthetic
 
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Products of 64 numbers: a second thread only waits for a core that other tests have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def arguments(folder: Path | str, *extra: str) -> argparse.Namespace:
@@ -109,6 +119,7 @@ def test_static_is_compared_with_its_definition(bench: Bench, source: Any, monke
     """A window that is one token short is seen."""
     (spec,) = parse("static")
     assert measure(bench, source, spec).status == "ok"
+    bench.checked.clear()
     placed = SyntheticSource.part
     short = [(0, 4), (389, 404)]  # of 404 tokens that are checked
     monkeypatch.setattr(SyntheticSource, "part", lambda self, config, spans: placed(self, config, short))

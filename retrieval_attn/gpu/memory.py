@@ -62,7 +62,9 @@ def cap(device: torch.device, limit: int | None) -> None:
     """
     torch.cuda.empty_cache()
     share = 1.0 if limit is None else allocator_share(limit, device_memory(device))
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    # unlike its neighbours this function refuses a device without a number
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(share, number)
 
 
 @dataclass(frozen=True)

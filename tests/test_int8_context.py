@@ -110,28 +110,23 @@ def test_a_context_holds_half_and_answers(loaded: tuple[Any, Any], text: str) ->
     context = ra.Context(*loaded, CONFIG.replace(index="flat", index_options={"codes": "int8"})).read(text)
     # 5 layers of 2 heads of 64: a key and a value of 68 bytes each, and no codes
     assert context.cache.host_nbytes == 5 * 2 * context.num_tokens * (68 + 68)
-    for append in ("exact", "retrieval"):
-        assert "7391846" in context.ask(QUESTION, max_new_tokens=24, append=append).text
+    assert "7391846" in context.ask(QUESTION, max_new_tokens=16, append="retrieval").text
     fork = context.fork().extend(" The special magic Turin number is: 1112223. ")
     assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text
-    assert "7391846" in fork.ask(QUESTION, max_new_tokens=16).text
+    assert "1112223" not in context.ask("What is the special magic Turin number?", max_new_tokens=16).text
 
 
 def test_answers_agree_with_bfloat16(loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The comparison of dtypes itself, on few samples: at 2,048 tokens no answer is lost to int8.
+    """The comparison of dtypes itself, on one sample: at 2,048 tokens the answer is not lost to int8.
 
     The errors of attention on the model's own keys: int8 has 127 steps where bfloat16 has 128 to 256 per octave, so a
     few times its error is right, and as much as it is wrong.
     """
     parser = argparse.ArgumentParser()
     bench_host_dtype.add_arguments(parser)
-    args = parser.parse_args(["--tasks", "niah_multikey_1,kv_uuid", "--samples", "1", "--tokens", "2048"])
+    args = parser.parse_args(["--tasks", "niah_multikey_1", "--samples", "1", "--tokens", "2048"])
     rows = bench_host_dtype.answers(*loaded, args, ["bfloat16", "int8"])
-    assert [(row["task"], row["bfloat16"], row["int8"]) for row in rows] == [
-        ("niah_multikey_1", 100.0, 100.0),
-        ("kv_uuid", 100.0, 100.0),
-    ]
-    assert all(row["int8: same text"] == "1 of 1" for row in rows)
+    assert [(row["bfloat16"], row["int8"], row["int8: same text"]) for row in rows] == [(100.0, 100.0, "1 of 1")]
     args.tokens = 1024
     float32, bfloat16, int8 = bench_host_dtype.errors(*loaded, args, ["float32", "bfloat16", "int8"])
     assert float32["out median"] < 1e-6 < bfloat16["out median"] < int8["out median"] < 8 * bfloat16["out median"]

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from retrieval_attn.config import Config
 from retrieval_attn.model_shape import ModelShape
+
+
+class _Held(NamedTuple):
+    """Bytes per key of one head, of how many keys at most (None: of all), and what they are."""
+
+    each: int
+    most: int | None
+    text: str
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes for one head of so many tokens."""
+        return self.each * (tokens if self.most is None else min(tokens, self.most))
 
 
 @dataclass(frozen=True)
@@ -37,37 +50,48 @@ class HostSize:
         """Bytes of keys and values per token of context."""
         return self.heads * sum(self.rows)
 
-    def index_size(self) -> tuple[int, int | None, str]:
-        """Bytes per key of one head that the index holds at most, how many keys at most (None: all), and of what."""
+    def index_size(self) -> tuple[_Held, ...]:
+        """What the index may hold at most, one for each kind that it may turn out to be."""
         from retrieval_attn.index.codes import code_width
         from retrieval_attn.index.graph_options import GraphOptions
 
-        options, dim = self.options, self.shape.key_dim
-        if options.index == "flat":
-            # a scan searches the stored keys themselves, unless it codes them; int8 keys are codes already
-            coded = options.index_options.get("codes", "none") != "none" and options.host_dtype != "int8"
-            return (code_width(dim), None, "a code per key") if coded else (0, None, "no bytes beyond the keys")
-        own = options.index_options if options.index == "roargraph" else {}
-        graph = GraphOptions(**{name: value for name, value in own.items() if name != "lists"})
-        links = graph.degree_for(dim)
+        kind, given, dim = self.options.index, self.options.index_options, self.shape.key_dim
+        # a scan searches the stored keys themselves, unless it codes them; int8 keys are codes already
+        scan = _Held(0, None, "no bytes beyond the keys")
+        codes = scan if self.options.host_dtype == "int8" else _Held(code_width(dim), None, "a code per key")
+        if kind == "flat":
+            return (scan if given.get("codes", "none") == "none" else codes,)
+        half = max(8, dim // 2)
+        sketch = _Held(given.get("key_bytes", half) if kind == "sketch" else half, None, "a sketch of every key")
+        if kind == "sketch":
+            return (sketch,)
+        own = given if kind == "roargraph" else {}
+        options = GraphOptions(**{name: value for name, value in own.items() if name != "lists"})
+        links = options.degree_for(dim)
         # an id and a term of the distance, 4 bytes each, lie beside code and links
         each = code_width(dim) + 4 * links + 8
-        if options.index not in ("auto", "roargraph") or not graph.listed_only:
-            return each, None, f"code and {links} links per key at most"
-        listed = options.train_queries * (self.shape.q_heads // self.shape.kv_heads) * graph.list_k
-        return each, listed, f"code, {links} links for {listed:,} keys a head at most"
+        if kind not in ("auto", "roargraph") or not options.listed_only:
+            return (_Held(each, None, f"code and {links} links per key at most"),)
+        listed = self.options.train_queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
+        graph = _Held(each, listed, f"code, {links} links for {listed:,} keys a head at most")
+        return (graph, codes, sketch) if kind == "auto" else (graph,)
 
     def index_bytes(self, tokens: int) -> int:
         """Bytes of the indexes over so many tokens of each sequence, at most."""
-        each, most, _ = self.index_size()
-        return self.heads * each * (tokens if most is None else min(tokens, most))
+        return self.heads * max(held.bytes(tokens) for held in self.index_size())
+
+    def index_text(self, tokens: int) -> str:
+        """What the most of `index_bytes` is."""
+        return max(self.index_size(), key=lambda held: held.bytes(tokens)).text
 
     def most_tokens(self, room: int) -> int | None:
         """Tokens of each sequence that fit `room` bytes with their indexes; None: any number, nothing is held."""
         if not self.token_bytes:
             return None
-        each, most, _ = self.index_size()
-        tokens = room // (self.token_bytes + self.heads * each)
-        if most is not None and tokens > most:
-            tokens = (room - self.index_bytes(most)) // self.token_bytes
-        return max(tokens, 0)
+        fitting = []
+        for each, most, _ in self.index_size():
+            tokens = room // (self.token_bytes + self.heads * each)
+            if most is not None and tokens > most:
+                tokens = (room - self.heads * each * most) // self.token_bytes
+            fitting.append(tokens)
+        return max(0, min(fitting))

@@ -76,6 +76,7 @@ class HostWork:
         self._trained: torch.cuda.Event | None = None  # queries and lists
         self._complete = False  # all that will be asked for was asked for
         self.copied: Future[None] | None = None
+        self.fetched: Future[None] | None = None  # queries and lists
         self.built: Future[None] | None = None
 
     def append(self, row: int, host: HostPath, real: np.ndarray | None) -> None:
@@ -137,8 +138,11 @@ class HostWork:
         if not self._jobs:
             pass
         elif beside(self.device):
+            # at once, not when their turn to be built comes: many layers may wait for that
+            self.fetched = _copier().submit(self._run, self._fetch)
             self.built = _layers().submit(self._run, self._build)
         else:
+            self._run(self._fetch)
             self._run(self._build)
         self._complete = True
 
@@ -150,8 +154,8 @@ class HostWork:
         """Wait until everything is done. Raises what went wrong, with the layer named, or CacheMismatchError after
         `abandon`.
         """
-        self._wait(self.copied)
-        self._wait(self.built)
+        for future in self._futures():
+            self._wait(future)
         for begin, end in self._events:
             end.synchronize()
             self._stats.lists_seconds += begin.elapsed_time(end) / 1000
@@ -159,21 +163,27 @@ class HostWork:
 
     def check(self) -> None:
         """Raise what went wrong so far, without waiting."""
-        for future in (self.copied, self.built):
-            if future is not None and future.done():
+        for future in self._futures():
+            if future.done():
                 self._wait(future)
 
     def abandon(self) -> None:
         """Do not begin what has not begun, and stop after the heads that are being built. Does not wait."""
         self._stop.set()
-        for future in (self.built, self.copied):
-            if future is not None:
-                future.cancel()
+        for future in reversed(self._futures()):
+            future.cancel()
 
     @property
     def done(self) -> bool:
         """Whether nothing is under way any more."""
-        return self._complete and all(future is None or future.done() for future in (self.copied, self.built))
+        return self._complete and all(future.done() for future in self._futures())
+
+    def leaving(self) -> list[Future[None]]:
+        """What is under way from the device."""
+        return [future for future in (self.copied, self.fetched) if future is not None and not future.done()]
+
+    def _futures(self) -> list[Future[None]]:
+        return [future for future in (self.copied, self.fetched, self.built) if future is not None]
 
     def _wait(self, future: Future[None] | None) -> None:
         if future is None:
@@ -242,7 +252,8 @@ class HostWork:
     def _build(self) -> None:
         if self.copied is not None:
             self.copied.result()
-        self._fetch()
+        if self.fetched is not None:
+            self.fetched.result()
         began = time.perf_counter()
         while self._jobs:
             job = self._jobs.pop(0)
@@ -314,16 +325,16 @@ def make_room(device: torch.device) -> float:
     """
     began = time.perf_counter()
     works = _under_way(device)
-    copying = [work.copied for work in works if work.copied is not None and not work.copied.done()]
-    concurrent.futures.wait(copying[:-1])
+    leaving = [left for work in works if (left := work.leaving())]
+    concurrent.futures.wait([future for left in leaving[:-1] for future in left])
     building = [work.built for work in works if work.built is not None and not work.built.done()]
     concurrent.futures.wait(building[: max(0, len(building) - BACKLOG)])
-    return time.perf_counter() - began if copying[:-1] or building[BACKLOG:] else 0.0
+    return time.perf_counter() - began if leaving[:-1] or building[BACKLOG:] else 0.0
 
 
 def drain(device: torch.device) -> None:
     """Wait until no layer's keys are being copied from the device any more, so that their memory is free."""
-    concurrent.futures.wait([work.copied for work in _under_way(device) if work.copied is not None])
+    concurrent.futures.wait([future for work in _under_way(device) for future in work.leaving()])
 
 
 _works: list[HostWork] = []

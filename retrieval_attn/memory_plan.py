@@ -287,7 +287,7 @@ class _Arithmetic:
         stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
         return (
             Item("keys and values", n * size.token_bytes, stored),
-            Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_size()[2]}"),
+            Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
             Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
 

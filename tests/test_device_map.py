@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
@@ -18,8 +21,9 @@ from retrieval_attn import placement
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.loading import load_model
-from tests.test_tensor_parallel import BUNDLED, QUESTION, check_logits, make_cases, run_both, text_with_needle
-from tests.tiny_models import random_ids, tiny_model
+from retrieval_attn.rotation import Rotation
+from tests.test_tensor_parallel import BUNDLED, QUESTION, TINY, check_logits, make_cases, run_both, text_with_needle
+from tests.tiny_models import build_model, random_ids, tiny_model
 
 ALL = ra.Config(sink=4, window=16, spill=8, top_k="all", decode_tokens=4)
 CPU = torch.device("cpu")
@@ -52,8 +56,10 @@ def expected_logits(name: str, ids: torch.Tensor) -> torch.Tensor:
 def mapped(name: str, folder: Path, device_map: dict[str, Any]) -> Any:
     """The tiny model of `name`, saved and loaded again with a device map."""
     tiny_model(name).save_pretrained(folder / "model")
+    # grouped matrix products of experts may not take float32 on a GPU
+    options = {"experts_implementation": "eager"} if name == "gpt_oss" else {}
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", device_map=device_map, offload_folder=folder / "disk", dtype=torch.float32
+        folder / "model", device_map=device_map, offload_folder=folder / "disk", dtype=torch.float32, **options
     )
     return model.eval()
 
@@ -172,6 +178,67 @@ def test_spreading_that_cannot_be(options: dict[str, Any], words: str, needle_mo
     """Said before anything is loaded."""
     with pytest.raises(ConfigError, match=words):
         ra.LLM(needle_model_path, **options)
+
+
+# -- two devices that do not exist ----------------------------------------------------------------------
+
+
+def spread_over_fakes(name: str) -> Any:
+    """A tiny model of fake tensors, its layers on two fake devices, with accelerate's hooks between them."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    class Hook(AlignDevicesHook):  # type: ignore[misc]
+        def init_hook(self, module: Any) -> Any:  # accelerate would move the weights, which fakes do not let it
+            return module
+
+    model = build_model(name)
+    where = by_layer("cpu:0", "cpu:1")
+    for path, module in model.named_modules():
+        place = next((where[part] for part in where if path == part or path.startswith(f"{part}.")), "cpu:0")
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+                    own[key] = nn.Parameter(fake, requires_grad=False) if own is module._parameters else fake
+        if path in where:
+            add_hook_to_module(module, Hook(execution_device=place, skip_keys={"past_key_values"}))
+    add_hook_to_module(model, Hook(execution_device="cpu:0", io_same_device=True, skip_keys={"past_key_values"}))
+    return model
+
+
+@needs_accelerate
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3"])
+def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors know shapes and devices, and refuse operations over two. What the host does with numbers is left out.
+
+    Prefill in one and in chunks, decoding over the index, an exact follow-up, a fork; windows where their layers are.
+    """
+
+    def to_host(tensor: torch.Tensor, fmt: object) -> Any:
+        return np.zeros(tuple(tensor.shape), np.float32)
+
+    def to_device(array: Any, fmt: object, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(array.shape, dtype=like.dtype, device=like.device)
+
+    monkeypatch.setattr("retrieval_attn.host_work.to_host", to_host)
+    monkeypatch.setattr("retrieval_attn.layers.to_device", to_device)
+    monkeypatch.setattr("retrieval_attn.layers.to_queries", lambda query: np.ones(tuple(query.shape), np.float32))
+    config = ra.Config(**{**TINY, "index": "flat"})
+    with FakeTensorMode(), torch.no_grad():
+        model = spread_over_fakes(name)
+        assert placement.devices(model) == (torch.device("cpu", 0), torch.device("cpu", 1))
+        for chunk in (4096, 37):
+            ra.enable(model, config, prefill_chunk=chunk)
+            cache = ra.RetrievalCache(model, config)
+            for step in (150, 1, 1, 40, 1):
+                ids = torch.zeros(1, step, dtype=torch.long, device="cpu:0")
+                logits = model(input_ids=ids, past_key_values=cache).logits
+                assert logits.device == torch.device("cpu", 0)
+            layers: list[Any] = list(cache.fork().layers)
+            assert [layer.window.tail()[0].device.index for layer in layers] == [0, 1]
+        rotation = Rotation.of(model, model.model.layers[1].self_attn)
+        cosines, _ = rotation._tables(torch.arange(3, device="cpu:1"))
+        assert cosines.device == torch.device("cpu", 1)
 
 
 # -- two GPUs -----------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ INSIDE = {
     "hooks",
     "layers",
     "prefill",
-    "prefill_report",
     "rotation",
     "sizes",
     "switch",

@@ -124,9 +124,20 @@ def test_replays_equal_eager_decoding(name: str) -> None:
         {"config": CONFIG.replace(top_k=0.2)},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"prompt": 14, "new": 24},
+        {"batch": 2, "padded": True, "prompt": 14, "new": 14},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
     ],
-    ids=["batch", "padded", "shared", "shared padded", "share", "spill always", "grows into retrieval", "roargraph"],
+    ids=[
+        "batch",
+        "padded",
+        "shared",
+        "shared padded",
+        "share",
+        "spill always",
+        "grows into retrieval",
+        "padded window",
+        "roargraph",
+    ],
 )
 def test_batches_and_options_equal_eager_decoding(options: dict[str, Any]) -> None:
     """Rows on one path are searched together until a spill parts them; a short prompt begins without a host part."""
@@ -153,8 +164,8 @@ def test_the_next_cache_reuses_the_graph() -> None:
     second = Decoded(model, "emulate", prompt=PROMPT + 7)
     assert second.decoder is first.decoder and second.decoder.captures == 1
     assert second.difference(Decoded(model, False, prompt=PROMPT + 7)) <= 1e-5
-    # the first cache goes on where it stopped, eagerly and as a graph, from its own window
-    forks = [first.cache.fork() for _ in range(2)]
+    # the first cache goes on where it stopped, from its own window, as one does that never was in a graph
+    forks = [Decoded(model, False).cache.fork(), first.cache.fork()]
     logits = []
     for fork, graph in zip(forks, (False, "emulate"), strict=True):
         steps = Steps(model, fork, graph)  # type: ignore[arg-type]

@@ -144,8 +144,13 @@ class _Stream:
         return self._model()
 
     def shrink(self, size: int, layer: int) -> bool:
-        """A chunk of `size` tokens did not fit: go on with half of it. False if it was as small as it gets."""
-        if size <= LEAST_CHUNK:
+        """A chunk of `size` tokens did not fit: go on with half of it. False if it was as small as it gets.
+
+        Also False where ranks share the model's heads: the others are in the middle of the same chunk.
+        """
+        from retrieval_attn.placement import tensor_ranks  # which finds layers through this module
+
+        if size <= LEAST_CHUNK or tensor_ranks(self.model) > 1:
             return False
         self.chunk = max(LEAST_CHUNK, size // 2)
         log.warning(

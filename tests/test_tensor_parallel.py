@@ -109,7 +109,7 @@ def both(folder: Path, needle_model_path: Path) -> Iterator[dict[str, Both]]:
     """Two ranks on the CPU (gloo)."""
     built_for = torch.accelerator.current_accelerator(check_available=False)
     if built_for is not None:
-        pytest.skip(f"transformers puts the ranks of a PyTorch built for {built_for} there; test_device_map.py does that")
+        pytest.skip(f"transformers puts ranks of a PyTorch for {built_for} there; test_device_map.py tests those")
     cases = make_cases(folder, needle_model_path)
     add_commands(folder, cases)
     yield run_both(folder, cases, [sys.executable], "cpu")

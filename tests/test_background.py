@@ -1,0 +1,85 @@
+"""Threads that come and go, and the ring of pinned memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrieval_attn.background import Crew
+from retrieval_attn.staging import Staging
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def workers(patience: float = 10.0) -> list[str]:
+    """Threads of this package that are still there after so many seconds."""
+    until = time.monotonic() + patience
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("retrieval_attn-")]
+        if not names or time.monotonic() > until:
+            return names
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_staging_brings_every_piece_once_and_in_order(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    """More pieces than buffers, strided tensors, two dtypes; without pinned memory it says so."""
+    ring = Staging(torch.device(device), size=4096, count=3)
+    source = torch.randn(4, 100, 8, device=device)
+    half = source.transpose(0, 1).bfloat16()
+    got: list[tuple[np.ndarray, np.ndarray]] = []
+    ready = None
+    if device == "cuda":
+        ready = torch.cuda.Event()
+        ready.record()
+    pieces = [
+        ((source[:, i : i + 10], half[i : i + 10]), lambda a, b: got.append((a.copy(), b.copy())))
+        for i in range(0, 100, 10)
+    ]
+    ring.bring(iter(pieces), ready)
+    np.testing.assert_array_equal(np.concatenate([a for a, _ in got], axis=1), source.cpu().numpy())
+    np.testing.assert_array_equal(np.concatenate([b for _, b in got]), half.cpu().view(torch.uint16).numpy())
+    if device == "cuda":
+        assert all(buffer.is_pinned() for buffer in ring._buffers)
+
+
+def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrieval_attn import staging
+
+    real = torch.empty
+
+    def refusing(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: cannot pin")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    staging._say_refused.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        rings = [Staging(torch.device("cpu"), 64, 2) for _ in range(2)]
+    assert sum("pinned memory was refused" in record.message for record in caplog.records) == 1
+    got: list[list[int]] = []
+    rings[0].bring([([torch.arange(4)], lambda array: got.append(array.tolist()))], None)
+    assert got == [[0, 1, 2, 3]]
+
+
+def test_a_crew_works_at_once_keeps_order_and_goes_home() -> None:
+    crew = Crew(3, "retrieval_attn-test")
+    together = threading.Barrier(3)
+
+    def work(number: int) -> int:
+        if number < 3:
+            together.wait(10)  # breaks unless three run at the same time
+        return number * number
+
+    assert crew.map(work, range(10)) == [number * number for number in range(10)]
+    with pytest.raises(ZeroDivisionError):
+        crew.map(lambda number: 1 // number, [1, 0, 2])
+    assert crew.submit(lambda: 7).result(10) == 7
+    assert not workers() and crew.busy == 0

@@ -34,6 +34,8 @@ from retrieval_attn.index.threads import kernel_threads
 
 AHEAD = 8
 """Pairs of blocks that are asked for ahead: the processor does so itself, but not across pages."""
+SAMPLE_STEP, SAMPLE_AHEAD = 16, 3
+"""One pair of blocks in so many is scanned first, for a bound that few other keys pass."""
 KEYS_PER_TASK = 16384
 POOL_BYTES = 64 << 20
 """Most memory for candidate pools in one pass; more queries are searched in several passes."""
@@ -167,19 +169,31 @@ def scan_blocks(blocks, planes, wide, steps, num_queries, start, stop, kept, poo
     capacity > kept or more than stop - start; unused entries become EMPTY. Of equal scores the lower id is kept.
     Scratch: counts (num_queries,) int64, bounds (rows of planes,) float32, scores (8, 16) float32.
     """
-    wides, narrows = wide // WIDE_STEP, (planes.shape[1] - wide) // NARROW_STEP
+    layout = wide // WIDE_STEP, (planes.shape[1] - wide) // NARROW_STEP
+    work = pool, counts, bounds, scores
     for query in range(planes.shape[0]):
         bounds[query] = -np.inf if query < num_queries else np.inf
     counts[:num_queries] = 0
-    for block in range(start // BLOCK, -(-stop // BLOCK), 2):
-        if block + 2 * AHEAD + 2 <= blocks.shape[0]:
-            _prefetch_pair(blocks, block + 2 * AHEAD)
-        for first in range(0, num_queries, TILE_QUERIES):
-            left, right = _pair_scores(blocks, block, planes, first, wides, narrows, steps, bounds, scores)
-            if left:
-                _offer_all(left, block, first, 0, stop, kept, pool, counts, bounds, scores)
-            if right:
-                _offer_all(right, block + 1, first, 4, stop, kept, pool, counts, bounds, scores)
+    share = kept / SAMPLE_STEP
+    ranked = int(1.5 * share + 6.0 * np.sqrt(share) + 4.0)
+    if stop - start >= 8 * SAMPLE_STEP * ranked and ranked < pool.shape[1]:
+        # a bound that very likely a little more than `kept` keys are above: without, thousands pass before it is tight
+        _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, SAMPLE_STEP, ranked, work)
+        for query in range(num_queries):
+            enough = counts[query] >= ranked
+            if enough:
+                keep_best(pool[query], counts[query], ranked)
+            bounds[query] = score_of(pool[query, ranked - 1]) if enough else -np.inf
+            counts[query] = 0
+    _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, 1, kept, work)
+    misled = False
+    for query in range(num_queries):
+        enough = counts[query] >= min(kept, stop - start)
+        misled = misled or not enough
+        counts[query] = counts[query] if enough else 0
+        bounds[query] = np.inf if enough else -np.inf
+    if misled:
+        _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, 1, kept, work)
     for query in range(num_queries):
         count = counts[query]
         if count > kept:
@@ -187,6 +201,22 @@ def scan_blocks(blocks, planes, wide, steps, num_queries, start, stop, kept, poo
             count = kept
         for i in range(count, kept):
             pool[query, i] = EMPTY
+
+
+@njit(nogil=True, cache=True)
+def _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, every, kept, work):
+    """Add the keys of one pair of blocks in `every` that are above their query's bound to its pool."""
+    pool, counts, bounds, scores = work
+    for block in range(start // BLOCK, -(-stop // BLOCK), 2 * every):
+        ahead = block + 2 * every * (AHEAD if every == 1 else SAMPLE_AHEAD)
+        if ahead + 2 <= blocks.shape[0]:
+            _prefetch_pair(blocks, ahead)
+        for first in range(0, num_queries, TILE_QUERIES):
+            left, right = _pair_scores(blocks, block, planes, first, layout[0], layout[1], steps, bounds, scores)
+            if left:
+                _offer_all(left, block, first, 0, stop, kept, pool, counts, bounds, scores)
+            if right:
+                _offer_all(right, block + 1, first, 4, stop, kept, pool, counts, bounds, scores)
 
 
 @njit(nogil=True, cache=True)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.index import blocks as B
-from retrieval_attn.index.block_scan import best_of_blocks, encode_block_queries
+from retrieval_attn.index.block_scan import SAMPLE_STEP, best_of_blocks, encode_block_queries
 from retrieval_attn.index.packed import EMPTY
 
 RANK = 28  # 12 numbers of 8 bits, 16 of 4
@@ -112,3 +112,21 @@ def test_more_keys_than_there_is_room_for() -> None:
     assert len(grown.blocks) * B.BLOCK >= 97 and len(grown.blocks) % 2 == 0
     np.testing.assert_array_equal(grown.blocks[:5], written)
     assert B.out_of_reach(keys, keys.mean[None] + 3 * keys.reach) and not B.out_of_reach(keys, keys.mean[None])
+
+
+def test_a_sample_that_misleads_costs_time_only() -> None:
+    """The best keys lie where the sample looks: too few others pass its bound, and the scan starts again."""
+    n, kept = 40_000, 300
+    rng = np.random.default_rng(7)
+    numbers = rng.standard_normal((n, 8)).astype(np.float32)
+    numbers[np.arange(n) // B.PAIR % SAMPLE_STEP == 0] += 3
+    numbers[:5_000] = numbers[0]  # and thousands of equal ones
+    keys = B.empty_blocks(numbers, 8, n)
+    B.write_blocks(numbers, keys.blocks, 0, keys.mean, keys.step, 8)
+    queries, side = np.concatenate([np.ones((1, 8)), rng.standard_normal((2, 8))]).astype("f4"), np.eye(8, dtype="f4")
+    found, _ = best_of_blocks(keys, n, queries, side, kept)
+    planes, steps = np.zeros((3, 8), np.int8), np.zeros((2, 3), np.float32)
+    encode_block_queries(queries, side, keys.step, 8, planes, steps, np.empty(8))
+    codes = np.clip(np.floor((numbers.astype("f8") - keys.mean) / keys.step), -128, 127).astype(np.float32)
+    sums = codes @ planes.T.astype(np.float32)
+    assert ids_of(found) == [sorted(np.lexsort((np.arange(n), -row))[:kept].tolist()) for row in sums.T]

@@ -17,11 +17,15 @@ from retrieval_attn.staging import Staging
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
+CREWS = tuple(f"retrieval_attn-{name}" for name in ("copy", "layer", "index"))
+"""Names of threads that end by themselves; an emulated device's, for one, stays."""
+
+
 def workers(patience: float = 10.0) -> list[str]:
-    """Threads of this package that are still there after so many seconds."""
+    """Threads of the crews that are still there after so many seconds."""
     until = time.monotonic() + patience
     while True:
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("retrieval_attn-")]
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith(CREWS)]
         if not names or time.monotonic() > until:
             return names
         time.sleep(0.02)

@@ -145,7 +145,7 @@ def test_int8_at_a_million_tokens_fits_128_gb() -> None:
 @pytest.mark.parametrize("host", ["64GB", "128GiB", "1TiB"])
 def test_largest_context_of_an_int8_host(host: str) -> None:
     """Below and above the number of keys that a graph can hold, one token more does not fit."""
-    options = {"gpu_memory": "1TiB", "host_memory": host, "config": {"host_dtype": "int8"}}
+    options: dict[str, Any] = {"gpu_memory": "1TiB", "host_memory": host, "config": {"host_dtype": "int8"}}
     largest = plan(llama3_8b(), **options).largest_context
     above, at = plan(llama3_8b(), context=largest + 1, **options), plan(llama3_8b(), context=largest, **options)
     assert at.host_bytes <= at.host_memory < above.host_bytes

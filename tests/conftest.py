@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports the hub client: a test must never wait for, or depend on, a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -101,6 +102,27 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison_tensor(torch_empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison_tensor(torch_empty_like(*a, **k)))
     yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For files whose matrices are so small that a second thread only waits for a core that others have."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def loaded(needle_model_path: Path) -> tuple[Any, Any]:
+    """The bundled model in float32, with transformers' own attention, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(needle_model_path)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
@@ -22,13 +22,6 @@ from tests.tiny_models import random_ids, tiny_model
 CONFIG = ra.Config(sink=8, window=64, spill=16, top_k=50, prefill_chunk=512)
 NEEDLE = "The special magic Bergen number is: 7391846."
 QUESTION = "What is the special magic Bergen number?"
-
-
-@pytest.fixture(scope="module")
-def loaded(needle_model_path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The bundled model in float32, with transformers' own attention."""
-    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(needle_model_path)
 
 
 @pytest.fixture(scope="module")

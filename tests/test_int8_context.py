@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 from retrieval_attn import transfer
@@ -20,13 +18,6 @@ from tests.tiny_models import random_ids, tiny_model
 INT8 = Format.INT8
 CONFIG = ra.Config(sink=8, window=64, spill=16, top_k=50, prefill_chunk=512, host_dtype="int8")
 QUESTION = "What is the special magic Bergen number?"
-
-
-@pytest.fixture(scope="module")
-def loaded(needle_model_path: Path) -> tuple[Any, Any]:
-    """The bundled model in float32, with transformers' own attention."""
-    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(needle_model_path)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 from retrieval_attn.layers import RetrievalLayer
@@ -62,12 +60,6 @@ def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:
     kept = whole.finish(model, attention, 1, valid)
     assert 0 < kept.shape[1] < 60
     assert whole.finish(model, attention, 1, torch.zeros_like(valid)).shape[1] == 0
-
-
-@pytest.fixture(scope="module")
-def loaded(needle_model_path: Path) -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(needle_model_path)
 
 
 def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:

@@ -15,7 +15,7 @@ from numba import carray, njit
 from retrieval_attn.cpu import step as at
 from retrieval_attn.cpu.atomics import at_address, atomic_load
 from retrieval_attn.cpu.gather import attend_rows, bytes_of_row
-from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
+from retrieval_attn.cpu.step import count_cost, floats_at, task_in_format, words_at
 from retrieval_attn.cpu.stored_rows import rows_at
 from retrieval_attn.index.dots import bits_to_float
 from retrieval_attn.index.formats import Format
@@ -171,10 +171,4 @@ def _attend_int8(descriptor, number, worker):
 @functools.cache
 def attend_task(fmt: Format) -> int:
     """Address of the function that attends to values in `fmt`; compiled, or loaded, on first use."""
-    made = {
-        Format.FLOAT32: _attend_float32,
-        Format.BFLOAT16: _attend_bfloat16,
-        Format.FLOAT16: _attend_float16,
-        Format.INT8: _attend_int8,
-    }
-    return address_of(made[fmt], TASK_SIGNATURE)
+    return task_in_format(fmt, _attend_float32, _attend_bfloat16, _attend_float16, _attend_int8)

@@ -17,7 +17,7 @@ from numba.extending import overload
 from retrieval_attn.cpu import step as at
 from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max
 from retrieval_attn.cpu.gather import bytes_of_row
-from retrieval_attn.cpu.step import TASK_SIGNATURE, address_of, count_cost, floats_at, words_at
+from retrieval_attn.cpu.step import count_cost, floats_at, task_in_format, words_at
 from retrieval_attn.cpu.stored_rows import rows_at
 from retrieval_attn.index.block_scan import encode_block_queries, scan_blocks
 from retrieval_attn.index.blocks import BLOCK, PAIR
@@ -164,6 +164,27 @@ def _search_graph(descriptor, number, worker, like):
     return np.int64(0)
 
 
+@njit(nogil=True, cache=True)
+def _hand_in_codes(pool, count, start, stop, origin, finite, step, task, piece, lists, like):
+    """Write each query's `count` candidates to its list, packed as their codes are: exact scores come when all are in.
+
+    pool: (queries, capacity) with ids from `origin` of the piece's array on. finite[query]: NaN for a query whose codes
+    say nothing; it gets the exact best of [start, stop).
+    """
+    entry, top_k, dim = task[at.TASK_ENTRY], step[at.TOP_K], step[at.HEAD_DIM]
+    for query in range(step[at.QUERIES]):
+        found = lists[query]
+        if finite[query] != finite[query]:
+            own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
+            keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
+            alone = _scan_alone(own, keys, start + origin, stop + origin, top_k, pool[query])
+            _hand_in(pool[query], alone, top_k, piece[at.FIRST], step, entry, query, found)
+            continue
+        for i in range(count):
+            found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
+        found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
+
+
 def _coded_rows(row, piece, dim, like):
     """The codes that a coded scan goes through: the index's own, or rows of int8 as they are stored."""
 
@@ -181,8 +202,7 @@ def _choose_coded_rows(row, piece, dim, like):
 def _scan_coded(descriptor, number, worker, like):
     """Scan of the codes of one part of a piece for all queries of its entry; exact scores come when all are in."""
     step, task, piece, lists = _task_of(descriptor, number)
-    entry, queries, top_k, dim = task[at.TASK_ENTRY], step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
-    padded = step[at.PADDED]
+    entry, queries, dim, padded = task[at.TASK_ENTRY], step[at.QUERIES], step[at.HEAD_DIM], step[at.PADDED]
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
     width, kept, origin = row[at.CODE_WIDTH], row[at.KEPT], row[at.GRAPH_FIRST]
     low, high = piece[at.LOW] - origin, piece[at.HIGH] - origin
@@ -200,17 +220,7 @@ def _scan_coded(descriptor, number, worker, like):
     bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), (padded // TILE_QUERIES, BOUND_WORDS), np.int32)
     sums = carray(at_address(scratch + step[at.TILE_AT]), (4, 16), np.int32)
     scan_codes(codes, planes, queries, start, stop, kept, pool, counts, bounds, sums)
-    for query in range(queries):
-        found = lists[query]
-        if steps[1, query] != steps[1, query]:  # not finite: its codes say nothing
-            keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
-            count = _scan_alone(tiles[query : query + 1], keys, start + origin, stop + origin, top_k, pool[query])
-            _hand_in(pool[query], count, top_k, piece[at.FIRST], step, entry, query, found)
-            continue
-        count = min(kept, stop - start)
-        for i in range(count):
-            found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
-        found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
+    _hand_in_codes(pool, min(kept, stop - start), start, stop, origin, steps[1], step, task, piece, lists, like)
     count_cost(step, worker, (stop - start) * queries, (stop - start) * codes.strides[0])
     return np.int64(0)
 
@@ -219,8 +229,7 @@ def _scan_coded(descriptor, number, worker, like):
 def _scan_sketch(descriptor, number, worker, like):
     """Scan of the sketch of one part of a piece for all queries of its entry; exact scores come when all are in."""
     step, task, piece, lists = _task_of(descriptor, number)
-    entry, queries, top_k, dim = task[at.TASK_ENTRY], step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
-    padded = step[at.PADDED]
+    entry, queries, dim, padded = task[at.TASK_ENTRY], step[at.QUERIES], step[at.HEAD_DIM], step[at.PADDED]
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
     rank, wide, kept, origin = row[at.RANK], row[at.WIDE], row[at.KEPT], row[at.GRAPH_FIRST]
     length = piece[at.HIGH] - origin  # a sketch is searched from its first key on
@@ -240,17 +249,7 @@ def _scan_sketch(descriptor, number, worker, like):
     bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), padded, np.float32)
     scores = floats_at(scratch + step[at.TILE_AT], 8, BLOCK)
     scan_blocks(blocks, planes, wide, steps, queries, start, stop, kept, pool, counts, bounds, scores)
-    for query in range(queries):
-        found = lists[query]
-        if steps[0, query] != steps[0, query]:  # not finite: its numbers say nothing
-            keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
-            count = _scan_alone(tiles[query : query + 1], keys, start + origin, stop + origin, top_k, pool[query])
-            _hand_in(pool[query], count, top_k, piece[at.FIRST], step, entry, query, found)
-            continue
-        count = min(kept, stop - start)
-        for i in range(count):
-            found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
-        found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
+    _hand_in_codes(pool, min(kept, stop - start), start, stop, origin, steps[0], step, task, piece, lists, like)
     count_cost(step, worker, (stop - start) * queries, (stop - start) * row[at.CODE_WIDTH] // BLOCK)
     return np.int64(0)
 
@@ -293,13 +292,7 @@ def _graph_int8(descriptor, task, worker):
 @functools.cache
 def scan_task(fmt: Format) -> int:
     """Address of the function that scans keys in `fmt`; compiled, or loaded, on first use."""
-    made = {
-        Format.FLOAT32: _scan_float32,
-        Format.BFLOAT16: _scan_bfloat16,
-        Format.FLOAT16: _scan_float16,
-        Format.INT8: _scan_int8,
-    }
-    return address_of(made[fmt], TASK_SIGNATURE)
+    return task_in_format(fmt, _scan_float32, _scan_bfloat16, _scan_float16, _scan_int8)
 
 
 def _coded_float32(descriptor, task, worker):
@@ -321,25 +314,13 @@ def _coded_int8(descriptor, task, worker):
 @functools.cache
 def coded_task(fmt: Format) -> int:
     """Address of the function that scans codes of keys in `fmt`; compiled, or loaded, on first use."""
-    made = {
-        Format.FLOAT32: _coded_float32,
-        Format.BFLOAT16: _coded_bfloat16,
-        Format.FLOAT16: _coded_float16,
-        Format.INT8: _coded_int8,
-    }
-    return address_of(made[fmt], TASK_SIGNATURE)
+    return task_in_format(fmt, _coded_float32, _coded_bfloat16, _coded_float16, _coded_int8)
 
 
 @functools.cache
 def graph_task(fmt: Format) -> int:
     """Address of the function that searches a graph over keys in `fmt`; compiled, or loaded, on first use."""
-    made = {
-        Format.FLOAT32: _graph_float32,
-        Format.BFLOAT16: _graph_bfloat16,
-        Format.FLOAT16: _graph_float16,
-        Format.INT8: _graph_int8,
-    }
-    return address_of(made[fmt], TASK_SIGNATURE)
+    return task_in_format(fmt, _graph_float32, _graph_bfloat16, _graph_float16, _graph_int8)
 
 
 def _sketch_float32(descriptor, task, worker):
@@ -361,10 +342,4 @@ def _sketch_int8(descriptor, task, worker):
 @functools.cache
 def sketch_task(fmt: Format) -> int:
     """Address of the function that scans a sketch of keys in `fmt`; compiled, or loaded, on first use."""
-    made = {
-        Format.FLOAT32: _sketch_float32,
-        Format.BFLOAT16: _sketch_bfloat16,
-        Format.FLOAT16: _sketch_float16,
-        Format.INT8: _sketch_int8,
-    }
-    return address_of(made[fmt], TASK_SIGNATURE)
+    return task_in_format(fmt, _sketch_float32, _sketch_bfloat16, _sketch_float16, _sketch_int8)

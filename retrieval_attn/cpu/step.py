@@ -33,6 +33,7 @@ from retrieval_attn.cpu.atomics import (
     yield_core,
 )
 from retrieval_attn.cpu.pool import YIELD_NANOSECONDS, run_job
+from retrieval_attn.index.formats import Format
 from retrieval_attn.index.packed import EMPTY
 
 # Words of the descriptor. AT: an address, of what the brackets say, C-contiguous.
@@ -253,3 +254,9 @@ def address_of(function: Callable[..., Any], signature: str) -> int:
     compiled: Any = cfunc(signature, cache=True)(function)
     _compiled.append(compiled)  # its code lives as long as the object
     return int(compiled.address)
+
+
+def task_in_format(fmt: Format, *functions: Callable[..., Any]) -> int:
+    """Address of the task for rows in `fmt`, of the functions for float32, bfloat16, float16 and int8 in this order."""
+    order = Format.FLOAT32, Format.BFLOAT16, Format.FLOAT16, Format.INT8
+    return address_of(dict(zip(order, functions, strict=True))[fmt], TASK_SIGNATURE)

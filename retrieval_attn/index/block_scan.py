@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
@@ -18,6 +17,7 @@ from numba import njit, prange, types
 from numba.core import cgutils
 
 from retrieval_attn.index.blocks import BLOCK, NARROW_STEP, PAIR, VECTOR, WIDE_STEP, KeyBlocks
+from retrieval_attn.index.coded import best_in_parts
 from retrieval_attn.index.codes import HAS_VNNI, add_products
 from retrieval_attn.index.dots import (
     TILE_QUERIES,
@@ -30,15 +30,12 @@ from retrieval_attn.index.dots import (
     lowest_bit,
 )
 from retrieval_attn.index.packed import EMPTY, keep_best, pack_score, score_of
-from retrieval_attn.index.threads import kernel_threads
 
 AHEAD = 8
 """Pairs of blocks that are asked for ahead: the processor does so itself, but not across pages."""
 SAMPLE_STEP, SAMPLE_AHEAD = 16, 3
 """One pair of blocks in so many is scanned first, for a bound that few other keys pass."""
 KEYS_PER_TASK = 16384
-POOL_BYTES = 64 << 20
-"""Most memory for candidate pools in one pass; more queries are searched in several passes."""
 MOST_NUMBER = 127
 
 _INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -266,27 +263,14 @@ def best_of_blocks(
     queries (n, head_dim) float32. Returns packed candidates (n, min(kept, length)), unordered, and which queries are
     not finite (n,) bool, whose candidates say nothing. The same at any number of threads.
     """
-    num, kept = len(queries), min(kept, length)
-    best = np.full((num, kept), EMPTY, np.int64)
-    lost = np.zeros(num, bool)
-    if not best.size:
-        return best, lost
-    parts = max(1, min(numba.get_num_threads(), length // KEYS_PER_TASK))
-    capacity = 2 * kept + 64
-    at_once = max(TILE_QUERIES, POOL_BYTES // (8 * parts * capacity) // TILE_QUERIES * TILE_QUERIES)
-    with kernel_threads(None):
-        for first in range(0, num, at_once):
-            rows = slice(first, min(first + at_once, num))
-            count = rows.stop - first
-            planes = np.zeros((-(-count // TILE_QUERIES) * TILE_QUERIES, len(query_side)), np.int8)
-            steps = np.zeros((2, len(planes)), np.float32)
-            numbers = np.empty(len(query_side), np.float64)
-            encode_block_queries(queries[rows], query_side, keys.step, keys.wide, planes[:count], steps, numbers)
-            pools = np.empty((parts, count, capacity), np.int64)
-            _scan_parts(keys.blocks, length, planes, keys.wide, steps, count, kept, pools)
-            found = pools[..., :kept].transpose(1, 0, 2).reshape(count, parts * kept)
-            if parts > 1:
-                found.partition(parts * kept - kept, axis=1)
-            best[rows] = found[:, -kept:]
-            lost[rows] = np.isnan(steps[0, :count])
-    return best, lost
+    lost = np.zeros(len(queries), bool)
+
+    def scan(some: slice, count: int, pools: npt.NDArray[np.int64]) -> None:
+        planes = np.zeros((-(-count // TILE_QUERIES) * TILE_QUERIES, len(query_side)), np.int8)
+        steps = np.zeros((2, len(planes)), np.float32)
+        numbers = np.empty(len(query_side), np.float64)
+        encode_block_queries(queries[some], query_side, keys.step, keys.wide, planes[:count], steps, numbers)
+        _scan_parts(keys.blocks, length, planes, keys.wide, steps, count, min(kept, length), pools)
+        lost[some] = np.isnan(steps[0, :count])
+
+    return best_in_parts(len(queries), length, kept, KEYS_PER_TASK, scan), lost

@@ -206,6 +206,21 @@ def _attach(lists, targets, nodes):
     return starts, attached
 
 
+@njit(nogil=True, cache=True, inline="always")
+def _own_edges(adjacency, node, seen, candidates):
+    """The edges of a node as its first candidates, they and itself marked as seen; how many."""
+    count = 0
+    seen[node] = node
+    for i in range(adjacency.shape[1]):
+        other = adjacency[node, i]
+        if other < 0:
+            break
+        seen[other] = node
+        candidates[count] = other
+        count += 1
+    return count
+
+
 @njit(nogil=True, cache=True)
 def _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency, chunk):
     nodes = adjacency.shape[0]
@@ -219,15 +234,7 @@ def _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidat
     for node in range(chunk * CHUNK, min(nodes, (chunk + 1) * CHUNK)):
         if starts[node] == starts[node + 1]:
             continue
-        count = 0
-        seen[node] = node
-        for i in range(degree):
-            other = adjacency[node, i]
-            if other < 0:
-                break
-            seen[other] = node
-            candidates[count] = other
-            count += 1
+        count = _own_edges(adjacency, node, seen, candidates)
         for rank in range(length):
             for i in range(starts[node], starts[node + 1]):
                 other = lists[attached[i], rank]
@@ -285,15 +292,7 @@ def _add_reverse_chunk(near, adjacency, starts, pointing, fill, l2, max_candidat
     order = np.empty(room, np.int64)
     chosen = np.empty(degree, np.int64)
     for node in range(chunk * CHUNK, min(nodes, (chunk + 1) * CHUNK)):
-        count = 0
-        seen[node] = node
-        for i in range(degree):
-            other = adjacency[node, i]
-            if other < 0:
-                break
-            seen[other] = node
-            candidates[count] = other
-            count += 1
+        count = _own_edges(adjacency, node, seen, candidates)
         total = starts[node + 1] - starts[node]
         step = max(1, (total + max_candidates - 1) // max_candidates)
         for i in range(starts[node], starts[node + 1], step):

@@ -147,8 +147,8 @@ class SketchIndex(KeyIndex):
         variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
         wide, narrow = allocate(variances, int(budget))
         query_side, key_side = (_cut(side, wide + narrow) for side in sides)
-        index = cls(pieces, empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0), query_side, key_side, 0)
-        index._rescore = int(rescore)
+        nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
+        index = cls(pieces, nothing, query_side, key_side, int(rescore))
         index._encode_all(pieces.within(len(keys)), len(keys))
         return index
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,7 @@ from retrieval_attn.index import synthetic
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Products of 64 numbers: a second thread only waits for a core that other tests have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arguments(folder: Path | str, *extra: str) -> argparse.Namespace:

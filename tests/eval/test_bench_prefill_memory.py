@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from retrieval_attn import exact_pass
 from retrieval_attn.cli import main
@@ -19,13 +17,7 @@ from retrieval_attn.gpu.merge import Partial
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Products of 64 numbers: a second thread only waits for a core that other tests have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_prefill_reports_phases_and_agreement(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -25,13 +24,7 @@ ON_CPU_FEW = pytest.mark.parametrize(
 SCALE = 0.2
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny products: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class _OwnLoop(Method):
             out = step(chosen[:, None], self.position)
             self.position += 1
             if keep:
-                logits.append(out.float())
+                logits.append(out.to(torch.float32, copy=True))  # a graph's next step writes into the same memory
             chosen = out.argmax(dim=-1)
             tokens.append(chosen)
             values = chosen.tolist()  # waits for the device, as a caller who shows text does

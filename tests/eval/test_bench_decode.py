@@ -15,6 +15,7 @@ from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RunFolderError
 from retrieval_attn.eval import bench_decode, bench_keys, bench_quality
+from retrieval_attn.eval.bench_baselines import FullGraph
 from retrieval_attn.eval.bench_busy import busy_of
 from retrieval_attn.eval.bench_decode import Bench, lengths_of
 from retrieval_attn.eval.bench_keys import ReadSource, SyntheticSource, attentions, rotate
@@ -106,6 +107,13 @@ def test_wrong_answers_have_no_speed(
     assert eager["status"] == "ok"
     shown = capsys.readouterr().out
     assert "| 600 | flat | wrong |" in shown and "| 600 | full-resident | wrong |" in shown
+
+
+def test_kept_logits_outlive_the_next_step(bench: Bench, source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a graph, whose steps all write their logits into the same memory."""
+    eager, memory = FullGraph._eager, torch.empty(1, bench.model.config.vocab_size)
+    monkeypatch.setattr(FullGraph, "_eager", lambda self, *given: memory.copy_(eager(self, *given)))
+    assert measure(bench, source, parse("full-graph")[0]).status == "ok"
 
 
 def test_static_is_compared_with_its_definition(bench: Bench, source: Any, monkeypatch: pytest.MonkeyPatch) -> None:

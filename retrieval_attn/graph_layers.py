@@ -55,8 +55,8 @@ class _Host:
 
     step: LayerStep
     call: HostCall
-    staged: Tensor  # (batch * q_heads, head_dim) view of call.source
-    part: HostPart  # views of call.target
+    staged: Tensor  # (batch * q_heads, head_dim) view of the call's queries, the device's
+    part: HostPart  # views of its results
     q_heads: int
     scale: float
     softcap: float | None
@@ -205,19 +205,17 @@ class GraphLayer:
 
     def _make_host(self, query: Tensor, value_dim: int, scale: float, softcap: float | None) -> _Host:
         batch, q_heads, _, dim = query.shape
-        count, runtime, device = batch * q_heads, self._owner.runtime, query.device
+        count, runtime = batch * q_heads, self._owner.runtime
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
-        queries, results = runtime.host_memory(count * dim), runtime.host_memory(lse_at + count)
-        source = torch.zeros(count * dim, dtype=torch.float32, device=device)
-        target = torch.zeros(lse_at + count, dtype=torch.float32, device=device)
-        rows = None if batch == 1 else torch.arange(count, device=device)
-        part = HostPart(target[: count * value_dim].view(count, value_dim), target[lse_at:], rows)
-        out, lse = results[: count * value_dim].numpy(), results[lse_at:].numpy()
-        buffers = StepBuffers(queries.numpy(), out, lse, self._meters, self._descriptor)
+        queries, results = runtime.shared(count * dim), runtime.shared(lse_at + count)
+        rows = None if batch == 1 else torch.arange(count, device=query.device)
+        part = HostPart(results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], rows)
+        out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
+        buffers = StepBuffers(queries.host.numpy(), out, lse, self._meters, self._descriptor)
         assert isinstance(self.layer, RetrievalLayer)
         step = LayerStep(self._owner.pool, self.layer.fmt, layer=self._number, buffers=buffers)
-        call = HostCall(source, queries, results, target, step.callback, step.address)
-        return _Host(step, call, source.view(count, dim), part, q_heads, scale, softcap)
+        call = HostCall(queries, results, step.callback, step.address)
+        return _Host(step, call, queries.device.view(count, dim), part, q_heads, scale, softcap)
 
 
 def _window_of(layer: RetrievalLayer | SlidingLayer) -> WindowCache:

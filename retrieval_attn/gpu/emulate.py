@@ -4,8 +4,9 @@ Every operation that PyTorch dispatches while a step is recorded is kept with it
 and writes what it returns into the tensors that it returned first, as a CUDA graph writes to the same addresses. So
 what a real graph would get wrong goes wrong here too: a number that Python computed stays what it was, and a tensor
 that was made anew for a step is not seen. Reading a tensor's value while recording is refused, as a capture refuses
-it. The host function is called from another thread. It is no faster than running eagerly: for tests and for looking
-into problems.
+it. The host function is called from another thread; of the memory that it shares with the device each side has its own,
+and what one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
+meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.graph import HostCall
+from retrieval_attn.gpu.graph import HostCall, Shared
 
 # Operations whose result's shape, or whose result, has to be known on the CPU: a capture ends with an error there.
 READS_VALUES = {
@@ -47,18 +49,19 @@ class EmulatedRuntime:
         self._recorder: _Recorder | None = None
         self.calls = 0
 
-    def host_memory(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float32)
+    def shared(self, count: int) -> Shared:
+        return Shared(torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float32))
 
     def begin(self, call: HostCall) -> _Pending:
-        call.queries.copy_(call.source)
+        call.queries.host.copy_(call.queries.device)
+        call.results.device.fill_(torch.nan)
         pending = _Pending(self, call)
         self._do(pending.start)
         return pending
 
     def join(self, begun: _Pending) -> None:
         self._do(begun.wait)
-        begun.call.target.copy_(begun.call.results)
+        begun.call.results.device.copy_(begun.call.results.host)
 
     def warm_up(self, record: Callable[[], None]) -> None:
         record()
@@ -97,6 +100,8 @@ class _Pending:
     def __init__(self, runtime: EmulatedRuntime, call: HostCall) -> None:
         self._runtime, self.call = runtime, call
         self._running: Future[None] | None = None
+        # bits, without PyTorch: a look at values would be recorded
+        self._taken, self._given = (part.numpy().view(np.int32) for part in (call.queries.host, call.queries.device))
 
     def start(self) -> None:
         self._running = self._runtime.submit(self.call)
@@ -104,6 +109,8 @@ class _Pending:
     def wait(self) -> None:
         assert self._running is not None
         self._running.result()
+        if not np.array_equal(self._taken, self._given):
+            raise CaptureError("queries were written while the host could read them")
 
 
 class _Recorder(TorchDispatchMode):

@@ -1,8 +1,9 @@
 """Capturing one decode step as a CUDA graph, with calls to host code as nodes of it.
 
-`CudaRuntime` records on streams of its own: the main one computes, a side one copies queries to page-locked memory,
-calls a C function there (`cudaLaunchHostFunc`) and copies its results back, while the main one goes on; both join where
-the results are needed. The C function runs on a thread of CUDA's and must not call CUDA, nor need Python.
+`CudaRuntime` records on streams of its own: the main one computes, a side one calls a C function (`cudaLaunchHostFunc`)
+while the main one goes on; both join where the results are needed. Kernels write the queries into page-locked host
+memory and read the results there, so that nothing but the call lies between them; where they cannot, both are copied.
+The C function runs on a thread of CUDA's and must not call CUDA, nor need Python.
 
 `Runtime` says what a graph needs; `emulate.py` has the one that runs on a CPU.
 """
@@ -14,31 +15,43 @@ import ctypes
 import functools
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.gpu.decode_kernels import reaches_host
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HostCall:
-    """A call of host code from the device, and the memory it goes through.
+class Shared(NamedTuple):
+    """float32 (count,) as the device and as the host use it: one tensor, or two of which calls copy one to the other.
 
-    source, target: on the device, float32, 1-D. queries, results: page-locked host memory of the same lengths.
-    function: address of a C function void f(void *), argument: what it gets; both outlive the graph.
+    The host's is a CPU tensor in any case, and so is the device's if it is the same: only kernels may use it, as
+    `decode_kernels` do; an operation of PyTorch's would run on the CPU.
     """
 
-    source: Tensor
-    queries: Tensor
-    results: Tensor
-    target: Tensor
+    device: Tensor
+    host: Tensor
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """A call of host code from the device, and the memory it goes through, from `Runtime.shared`.
+
+    queries: the device writes them before the call begins, and not again before it has joined. results: until then,
+    what the device would find there is undefined. function: address of a C function void f(void *), argument: what it
+    gets; both outlive the graph.
+    """
+
+    queries: Shared
+    results: Shared
     function: int
     argument: int
 
@@ -49,14 +62,14 @@ class Runtime(Protocol):
     processors: int
     """Multiprocessors, for choosing how many parts to cut work into."""
 
-    def host_memory(self, count: int) -> Tensor:
-        """float32 (count,), zeros, page-locked where that means something. Raises CaptureError if it cannot be had."""
+    def shared(self, count: int) -> Shared:
+        """Memory for queries or results, zeros. Raises CaptureError if it cannot be had."""
 
     def begin(self, call: HostCall) -> object:
-        """Copy `call.source` to the host, call, copy the results to `call.target`; returns what `join` takes."""
+        """Call with the queries that were written; what follows does not wait for it. Returns what `join` takes."""
 
     def join(self, begun: Any) -> None:
-        """What follows sees the results of the call."""
+        """What follows waits for the call and sees its results."""
 
     def warm_up(self, record: Callable[[], None]) -> None:
         """Run what is to be recorded, as it will be recorded, and wait for it."""
@@ -76,26 +89,33 @@ class CudaRuntime:
         self._device = device
         self._launch = host_function_launcher()
         with torch.cuda.device(device):
-            self._main, self._side = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._open_pool()
+        reason = reaches_host(device)
+        self._reaches = reason is None
+        if reason is not None:
+            logger.warning("%s: kernels do not reach host memory (%s): every layer copies, slower", device, reason)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def host_memory(self, count: int) -> Tensor:
+    def shared(self, count: int) -> Shared:
         try:
-            return torch.zeros(count, dtype=torch.float32, pin_memory=True)
+            host = torch.zeros(count, dtype=torch.float32, pin_memory=True)
         except RuntimeError as error:
             raise CaptureError(
                 f"{4 * count} bytes of page-locked memory cannot be had: {_first_line(error)}"
             ) from error
+        return Shared(host if self._reaches else torch.zeros(count, dtype=torch.float32, device=self._device), host)
 
     def begin(self, call: HostCall) -> torch.cuda.Event:
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             self._side.wait_event(ready)
-            call.queries.copy_(call.source, non_blocking=True)
+            # a host function sees what kernels before it wrote to host memory, and kernels after it what it wrote
+            if call.queries.device is not call.queries.host:
+                call.queries.host.copy_(call.queries.device, non_blocking=True)
             self._launch(self._side.cuda_stream, call.function, call.argument)
-            call.target.copy_(call.results, non_blocking=True)
+            if call.results.device is not call.results.host:
+                call.results.device.copy_(call.results.host, non_blocking=True)
             done.record(self._side)
         return done
 
@@ -113,8 +133,8 @@ class CudaRuntime:
         self.synchronize()
         with self._on_main(), _no_collection():
             # other threads (Numba's, index builds) may call CUDA meanwhile: only this one is held to the rules
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 record()
             except BaseException as error:
                 self._give_up(graph)
@@ -133,20 +153,31 @@ class CudaRuntime:
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed. The pool may be left half-taken, so the next capture gets a new one."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # it failed at its beginning
             graph.capture_end()
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):
             # where ending failed, the allocator still believes that a capture is under way
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        with contextlib.suppress(RuntimeError):
+            # and the random number generator would refuse to work outside one, until a capture ends well: this one
+            self._open_pool()
+
+    def _open_pool(self) -> None:
+        """New streams and a new pool with a graph in it that is never replayed.
+
+        A pool whose last graph is gone is dead: PyTorch refuses its handle with a failed assertion. This graph keeps
+        the pool while decoders come and go.
+        """
         self._main, self._side = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
-        # and the random number generator would refuse to work outside one, until a capture ends well
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._main):
-            scratch, small = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._main):
+            scratch, keeper = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
             self._main.synchronize()
-            small.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            keeper.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             scratch.add_(1)
-            small.capture_end()
+            keeper.capture_end()
+        self._keeper = keeper, scratch
 
     @contextlib.contextmanager
     def _on_main(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import threading
 from collections.abc import Iterator
 
@@ -11,14 +12,21 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.gpu import decode_kernels
 from retrieval_attn.gpu import graph as graph_module
+from retrieval_attn.gpu.decode_kernels import HostPart, Parts, merge_parts, reaches_host, stage_queries
 from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.graph import HostCall, Runtime, cuda_runtime, host_function_launcher
+from retrieval_attn.gpu.graph import CudaRuntime, HostCall, Runtime, cuda_runtime, host_function_launcher
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    yield EmulatedRuntime() if request.param == "emulated" else cuda_runtime(0)
+@pytest.fixture(params=["emulated", *(pytest.param(name, marks=pytest.mark.cuda) for name in ("cuda", "copies"))])
+def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """copies: on a device whose kernels do not reach host memory, so we say."""
+    if request.param == "copies":
+        monkeypatch.setattr(graph_module, "reaches_host", lambda device: "a test says so")
+        yield CudaRuntime(torch.device("cuda", 0))
+    else:
+        yield EmulatedRuntime() if request.param == "emulated" else cuda_runtime(0)
 
 
 def device_of(runtime: Runtime) -> str:
@@ -51,37 +59,106 @@ def test_replays_read_and_write_the_same_memory(runtime: Runtime) -> None:
     assert counter == [2]
 
 
+class Doubling:
+    """A host call that returns twice its three queries plus 7, and what stages and reads them on the device."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.threads: set[int] = set()
+        self.queries, self.results = runtime.shared(3), runtime.shared(4)
+        taken, given = self.queries.host.numpy(), self.results.host.numpy()
+
+        @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        def double(argument: int) -> None:
+            self.threads.add(threading.get_ident())
+            given[:3] = 2 * taken + argument
+
+        self._function = double
+        address = ctypes.cast(double, ctypes.c_void_p).value
+        assert address is not None
+        self.call = HostCall(self.queries, self.results, address, 7)
+        device = device_of(runtime)
+        self._none = Parts(torch.zeros(1, 1, 1, 3, device=device), torch.full((1, 1, 1), -torch.inf, device=device))
+
+    def stage(self, numbers: Tensor) -> None:
+        stage_queries(numbers.view(1, 1, 1, 3), self.queries.device.view(1, 3), None)
+
+    def read(self) -> Tensor:
+        """As one head's part, with lse 0, merged with nothing."""
+        part = HostPart(self.results.device[:3].view(1, 3), self.results.device[3:])
+        return merge_parts(self._none, part, None, torch.float32).view(3)
+
+
 def test_host_functions_are_nodes(runtime: Runtime) -> None:
     """Called once per replay, on another thread, with the queries of that replay; what follows sees the results."""
-    device, threads = device_of(runtime), set()
-    source, target = torch.zeros(3, device=device), torch.zeros(3, device=device)
-    queries, results = runtime.host_memory(3), runtime.host_memory(3)
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def double(argument: int) -> None:
-        threads.add(threading.get_ident())
-        results.numpy()[:] = 2 * queries.numpy() + argument
-
-    function = ctypes.cast(double, ctypes.c_void_p).value
-    assert function is not None
-    call, out = HostCall(source, queries, results, target, function, 7), torch.zeros(3, device=device)
+    device, host = device_of(runtime), Doubling(runtime)
+    given, out = torch.zeros(3, device=device), torch.zeros(3, device=device)
 
     def record() -> None:
-        source.add_(1)
-        begun = runtime.begin(call)
-        beside = source * 10
+        given.add_(1)
+        host.stage(given)
+        begun = runtime.begin(host.call)
+        beside = given * 10
         runtime.join(begun)
-        out.copy_(target + beside)
+        out.copy_(host.read() + beside)
 
     runtime.warm_up(record)
-    source.zero_()
     replay = runtime.capture(record)
-    source.zero_()
+    given.zero_()
     for step in range(1, 4):
         replay()
         runtime.synchronize()
         assert out.tolist() == [12.0 * step + 7] * 3
-    assert threading.get_ident() not in threads and threads
+    assert threading.get_ident() not in host.threads and host.threads
+
+
+@pytest.mark.cuda
+def test_kernels_reach_host_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton is, nothing is copied; where they do not, that is said."""
+    if importlib.util.find_spec("triton") is not None:
+        assert reaches_host(torch.device("cuda", 0)) is None
+        shared = cuda_runtime(0).shared(5)
+        assert shared.device is shared.host and shared.host.is_pinned()
+    monkeypatch.setattr(decode_kernels, "_triton_kernels", lambda: None)
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    shared = runtime.shared(5)
+    assert shared.device.is_cuda and shared.host.is_pinned()
+    (said,) = [record.getMessage() for record in caplog.records if "do not reach host memory" in record.getMessage()]
+    assert "no Triton" in said
+
+
+def test_results_before_the_join_are_wrong() -> None:
+    """The emulation shows what a graph would only do now and then."""
+    runtime, out, staged = EmulatedRuntime(), torch.zeros(3), torch.zeros(3)
+    host = Doubling(runtime)
+
+    def early() -> None:
+        host.stage(staged.add_(1))
+        begun = runtime.begin(host.call)
+        out.copy_(host.read())
+        runtime.join(begun)
+
+    runtime.warm_up(early)
+    assert out.isnan().all()
+    replay = runtime.capture(early)
+    out.zero_()
+    replay()
+    assert out.isnan().all()
+
+
+def test_queries_written_after_the_call_began_are_an_error() -> None:
+    runtime, staged = EmulatedRuntime(), torch.zeros(3)
+    host = Doubling(runtime)
+
+    def late() -> None:
+        begun = runtime.begin(host.call)
+        host.stage(staged)
+        runtime.join(begun)
+
+    replay = runtime.capture(late)
+    replay()
+    staged.add_(1)
+    with pytest.raises(CaptureError, match="queries were written"):
+        replay()
 
 
 def test_reading_a_value_ends_the_capture(runtime: Runtime) -> None:

@@ -290,7 +290,7 @@ def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
         original(*args)
 
     monkeypatch.setattr(host_work, "_append", slow)
-    where = torch.device(device)
+    where = torch.empty(0, device=device).device  # with its number
     tokens = 3000 if device == "cpu" else 60_000
     works: list[HostWork] = []
     if device == "cuda":
@@ -343,6 +343,7 @@ def test_a_gpu_prefill_leaves_the_bytes_of_one_that_waits(monkeypatch: pytest.Mo
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_reading_does_not_wait_for_the_device() -> None:
     """After a warm-up no layer waits: torch raises at every operation that would synchronise the compute stream."""
     config = CONFIG.replace(index_options={"exact_below": 0})

@@ -118,6 +118,7 @@ def test_kernels_reach_host_memory(caplog: pytest.LogCaptureFixture, monkeypatch
         assert reaches_host(torch.device("cuda", 0)) is None
         shared = cuda_runtime(0).shared(5)
         assert shared.device is shared.host and shared.host.is_pinned()
+    caplog.clear()
     monkeypatch.setattr(decode_kernels, "_triton_kernels", lambda: None)
     runtime = CudaRuntime(torch.device("cuda", 0))
     shared = runtime.shared(5)

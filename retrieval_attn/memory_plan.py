@@ -22,7 +22,7 @@ from retrieval_attn.model_shape import ModelShape, model_shape
 from retrieval_attn.sizes import GIB, host_memory_bytes, parse_bytes, show_bytes
 
 # CUDA context, cuBLAS workspaces and the allocator's fragmentation: what a process holds beyond its tensors.
-DEVICE_RESERVE = 3 * GIB // 4
+DEVICE_RESERVE = GIB
 # Interpreter, libraries and pinned staging buffers.
 HOST_RESERVE = 2 * GIB
 # The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.

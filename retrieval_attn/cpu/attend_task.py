@@ -15,6 +15,7 @@ from numba import carray, njit
 from retrieval_attn.cpu import step as at
 from retrieval_attn.cpu.atomics import at_address, atomic_load
 from retrieval_attn.cpu.gather import attend_rows, bytes_of_row
+from retrieval_attn.cpu.search_tasks import scan_alone
 from retrieval_attn.cpu.step import count_cost, floats_at, task_in_format, words_at
 from retrieval_attn.cpu.stored_rows import rows_at
 from retrieval_attn.index.dots import bits_to_float
@@ -67,11 +68,16 @@ def _score_coded(step, entry, query, number, joined, count, like):
     dim = step[at.HEAD_DIM]
     piece = words_at(step[at.PIECES_AT], number + 1, at.PIECE_WORDS)[number]
     kept = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0, at.KEPT]
+    own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
+    keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
+    if count < min(kept, piece[at.HIGH] - piece[at.LOW]):  # the sketch was misled: an exact answer, slowly
+        count = scan_alone(own, keys, piece[at.LOW], piece[at.HIGH], step[at.TOP_K], joined)
+        for i in range(count):
+            joined[i] -= piece[at.FIRST]
+        return count
     if count > kept:
         keep_best(joined, count, kept)
         count = kept
-    own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
-    keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
     rescore(keys, piece[at.HIGH], own, 0, joined, count, piece[at.FIRST], joined)
     return count
 

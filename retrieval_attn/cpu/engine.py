@@ -248,6 +248,8 @@ class LayerStep:
             words.FRESH_AT: graphs.fresh * 4,
             words.SURVIVORS_AT: graphs.fresh * 8,
             words.NUMBERS_AT: graphs.numbers * 8,
+            words.PROJECTED_AT: padded * graphs.numbers * 4,
+            words.SAMPLE_AT: queries * graphs.sample * 4,
         }
         stride = 0
         for word, nbytes in layout.items():
@@ -292,6 +294,7 @@ class LayerStep:
             words.GRAPH_POOL: graphs.pool,
             words.VISITED: graphs.visited,
             words.FRESH: graphs.fresh,
+            words.SAMPLE: graphs.sample,
         }
         for word, array in arrays.items():
             self._words[word] = array.ctypes.data
@@ -430,6 +433,9 @@ def _tables(
                     tasks += [(-1, entry, (entry, len(pieces), query, queries, lists)) for query in range(queries)]
                     lists, count = lists + 1, count + queries
                 else:
+                    if sketch:
+                        tasks.append((-1, entry, (entry, len(pieces), -1, 1, 0)))
+                        count += 1
                     parts = wanted.parts_of(piece, CODED_TOKENS if codes or sketch else PART_TOKENS)
                     for part in range(parts):
                         # all heads' first parts first: what they find lets later parts drop most of their keys

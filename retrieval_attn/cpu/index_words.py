@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu import step as words
 from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.index.block_search import scratch_floats
 from retrieval_attn.index.flat import SCAN_SHARE as CODES_SHARE
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.memory import aligned_empty
@@ -22,7 +23,7 @@ class IndexWords:
     def __init__(self, queries: int, padded: int, top_k: int) -> None:
         self._queries, self._padded, self._top_k = queries, padded, top_k
         self.kept_alive: list[Any] = []
-        self.pool = self.visited = self.fresh = self.planes = self.kept = self.numbers = 1
+        self.pool = self.visited = self.fresh = self.planes = self.kept = self.numbers = self.sample = 1
 
     def codes(self, index: KeyIndex, first: int, visible: int) -> int:
         """Address of the row of an index with codes; 0 if it has none, or a scan of the keys is the better search."""
@@ -51,17 +52,37 @@ class IndexWords:
         if visible < CODES_SHARE * kept:
             return 0
         arguments = index.search_arguments()
-        coded, side = arguments
+        coded, ids, total, side, leaves = arguments
+        means, rank = leaves.means, len(arguments.query_side)
         row = np.zeros(words.GRAPH_WORDS, np.int64)
-        for word, array in ((words.CODES, coded.blocks), (words.STEP_SIZES, coded.step), (words.QUERY_SIDE, side)):
+        arrays: dict[int, npt.NDArray[Any]] = {
+            words.CODES: coded.blocks,
+            words.STEP_SIZES: coded.step,
+            words.QUERY_SIDE: side,
+            words.IDS: ids,
+            words.LEAVES: means.blocks,
+            words.LEAF_STEPS: means.step,
+            words.READY: aligned_empty((8,), np.int64),
+            words.CHOSEN: aligned_empty((total + 1,), np.int32),
+            words.OWN_PLANES: aligned_empty((self._padded, rank), np.int8),
+            words.OWN_STEPS: aligned_empty((2, self._padded), np.float32),
+            words.OWN_BOUNDS: aligned_empty((self._padded,), np.float32),
+        }
+        arrays[words.READY][:] = 0
+        arrays[words.OWN_PLANES][:] = 0
+        for word, array in arrays.items():
             row[word] = array.ctypes.data
+        row[words.TOTAL], row[words.ORDERED] = total, leaves.ordered
+        row[words.LEAF_ROWS], row[words.LEAF_NUMBERS] = len(means.blocks), len(means.step)
+        row[words.SHARE] = int(np.float32(leaves.share).view(np.int32))
         row[words.CODE_ROWS], row[words.CODE_WIDTH] = coded.blocks.shape
         row[words.RANK], row[words.WIDE] = len(side), coded.wide
         row[words.GRAPH_FIRST], row[words.KEPT] = first, kept
         self.kept = max(self.kept, kept)
-        self.planes = max(self.planes, self._padded * len(side))
-        self.numbers = max(self.numbers, len(side))
-        self.kept_alive += [row, arguments]
+        self.planes = max(self.planes, self._padded * len(means.step))
+        self.numbers = max(self.numbers, rank)
+        self.sample = max(self.sample, scratch_floats(len(means.blocks)))
+        self.kept_alive += [row, arguments, arrays]
         return int(row.ctypes.data)
 
     def graph(self, index: KeyIndex, first: int, visible: int) -> int:

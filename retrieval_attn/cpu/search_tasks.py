@@ -15,16 +15,17 @@ from numba import carray, njit, types
 from numba.extending import overload
 
 from retrieval_attn.cpu import step as at
-from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max
+from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_max, atomic_swap
 from retrieval_attn.cpu.gather import bytes_of_row
-from retrieval_attn.cpu.step import count_cost, floats_at, task_in_format, words_at
+from retrieval_attn.cpu.step import count_cost, floats_at, task_in_format, wait_for, words_at
 from retrieval_attn.cpu.stored_rows import rows_at
-from retrieval_attn.index.block_scan import encode_block_queries, scan_blocks
-from retrieval_attn.index.blocks import BLOCK, PAIR
+from retrieval_attn.index.block_scan import encode_block_queries, project_queries, sample_bounds, scan_chosen
+from retrieval_attn.index.blocks import BLOCK
 from retrieval_attn.index.codes import encode_query_rows
 from retrieval_attn.index.dots import TILE_QUERIES, bits_to_float, dot
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.graph_search import search_graph
+from retrieval_attn.index.leaves import choose_blocks
 from retrieval_attn.index.packed import EMPTY, keep_best, pack_score
 from retrieval_attn.index.scan import BOUND_WORDS, TILE_KEYS, scan_codes, scan_exact
 
@@ -91,7 +92,7 @@ def _scan_part(descriptor, number, worker, like):
 
 
 @njit(nogil=True, cache=True)
-def _scan_alone(queries, keys, low, high, top_k, pool):
+def scan_alone(queries, keys, low, high, top_k, pool):
     """The best top_k of tokens [low, high) for the one query, unordered, in pool; returns how many. Simple and slow."""
     count = 0
     floor = EMPTY
@@ -156,7 +157,7 @@ def _search_graph(descriptor, number, worker, like):
             pool[i] = pack_score(scores[i], ids[i] + row[at.GRAPH_FIRST])
     else:
         stored = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
-        count = _scan_alone(own, stored, piece[at.LOW], piece[at.HIGH], top_k, pool)
+        count = scan_alone(own, stored, piece[at.LOW], piece[at.HIGH], top_k, pool)
         scored += limit
         nbytes += limit * bytes_of_row(like, dim)
     _hand_in(pool, count, top_k, piece[at.FIRST], step, entry, query, lists[query])
@@ -165,8 +166,8 @@ def _search_graph(descriptor, number, worker, like):
 
 
 @njit(nogil=True, cache=True)
-def _hand_in_codes(pool, count, start, stop, origin, finite, step, task, piece, lists, like):
-    """Write each query's `count` candidates to its list, packed as their codes are: exact scores come when all are in.
+def _hand_in_codes(pool, counts, start, stop, origin, finite, step, task, piece, lists, like):
+    """Write each query's counts[query] candidates to its list, packed as their codes are, to be scored when all are in.
 
     pool: (queries, capacity) with ids from `origin` of the piece's array on. finite[query]: NaN for a query whose codes
     say nothing; it gets the exact best of [start, stop).
@@ -177,12 +178,12 @@ def _hand_in_codes(pool, count, start, stop, origin, finite, step, task, piece, 
         if finite[query] != finite[query]:
             own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
             keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
-            alone = _scan_alone(own, keys, start + origin, stop + origin, top_k, pool[query])
+            alone = scan_alone(own, keys, start + origin, stop + origin, top_k, pool[query])
             _hand_in(pool[query], alone, top_k, piece[at.FIRST], step, entry, query, found)
             continue
-        for i in range(count):
+        for i in range(counts[query]):
             found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
-        found[at.LIST_COUNT], found[at.LIST_PIECE] = count, task[at.TASK_PIECE]
+        found[at.LIST_COUNT], found[at.LIST_PIECE] = counts[query], task[at.TASK_PIECE]
 
 
 def _coded_rows(row, piece, dim, like):
@@ -220,37 +221,88 @@ def _scan_coded(descriptor, number, worker, like):
     bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), (padded // TILE_QUERIES, BOUND_WORDS), np.int32)
     sums = carray(at_address(scratch + step[at.TILE_AT]), (4, 16), np.int32)
     scan_codes(codes, planes, queries, start, stop, kept, pool, counts, bounds, sums)
-    _hand_in_codes(pool, min(kept, stop - start), start, stop, origin, steps[1], step, task, piece, lists, like)
+    counts[:] = min(kept, stop - start)
+    _hand_in_codes(pool, counts, start, stop, origin, steps[1], step, task, piece, lists, like)
     count_cost(step, worker, (stop - start) * queries, (stop - start) * codes.strides[0])
     return np.int64(0)
 
 
 @njit(nogil=True, cache=True)
-def _scan_sketch(descriptor, number, worker, like):
-    """Scan of the sketch of one part of a piece for all queries of its entry; exact scores come when all are in."""
-    step, task, piece, lists = _task_of(descriptor, number)
+def _prepare_sketch(step, task, piece, row, scratch):
+    """What all parts of a sketch wait for: coded queries, the blocks to look at, and a bound for each query."""
     entry, queries, dim, padded = task[at.TASK_ENTRY], step[at.QUERIES], step[at.HEAD_DIM], step[at.PADDED]
+    rank, wide, length = row[at.RANK], row[at.WIDE], piece[at.HIGH] - row[at.GRAPH_FIRST]
+    tiles = floats_at(step[at.TILES_AT] + entry * padded * dim * 4, padded, dim)
+    projected = floats_at(scratch + step[at.PROJECTED_AT], padded, rank)
+    scores = floats_at(scratch + step[at.TILE_AT], TILE_QUERIES, 32)
+    project_queries(tiles, floats_at(row[at.QUERY_SIDE], rank, dim), projected, scores)
+    planes = carray(at_address(row[at.OWN_PLANES]), (padded, rank), np.int8)
+    steps = floats_at(row[at.OWN_STEPS], 2, padded)
+    numbers = carray(at_address(scratch + step[at.NUMBERS_AT]), rank, np.float64)
+    encode_block_queries(projected, queries, floats_at(row[at.STEP_SIZES], 1, rank)[0], wide, planes, steps, numbers)
+    count = row[at.LEAF_NUMBERS]
+    leaf_planes = carray(at_address(scratch + step[at.PLANES_AT]), (padded, count), np.int8)
+    leaf_steps = floats_at(scratch + step[at.STEPS_AT], 2, padded)
+    sizes = floats_at(row[at.LEAF_STEPS], 1, count)[0]
+    encode_block_queries(projected, queries, sizes, count, leaf_planes, leaf_steps, numbers)
+    means = carray(at_address(row[at.LEAVES]), (row[at.LEAF_ROWS], count * BLOCK), np.uint8)
+    chosen = carray(at_address(row[at.CHOSEN]), row[at.TOTAL] + 1, np.int32)
+    sample = floats_at(scratch + step[at.SAMPLE_AT], queries, step[at.SAMPLE])
+    bounds = carray(at_address(row[at.OWN_BOUNDS]), padded, np.float32)
+    scores = floats_at(scratch + step[at.TILE_AT], 8, BLOCK)
+    share = bits_to_float(np.int32(row[at.SHARE]))
+    looked_at = choose_blocks(
+        means, row[at.ORDERED], row[at.TOTAL], share, leaf_planes, leaf_steps, queries, chosen, sample, bounds, scores
+    )
+    blocks = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], row[at.CODE_WIDTH]), np.uint8)
+    ids = carray(at_address(row[at.IDS]), row[at.CODE_ROWS] * BLOCK, np.int32)
+    sample_bounds(
+        blocks, ids, planes, wide, steps, queries, chosen, looked_at, length, row[at.KEPT], sample, bounds, scores
+    )
+    ready = words_at(row[at.READY], 1, 8)[0]
+    ready[1] = looked_at
+    atomic_swap(row[at.READY], step[at.GENERATION])
+    return looked_at
+
+
+@njit(nogil=True, cache=True)
+def _scan_sketch(descriptor, number, worker, like):
+    """Scan of the chosen blocks of one part of a sketch for all queries of its entry, or what comes before all parts.
+
+    Exact scores come when all parts are in.
+    """
+    step, task, piece, lists = _task_of(descriptor, number)
+    queries, padded = step[at.QUERIES], step[at.PADDED]
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
+    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    if task[at.TASK_PART] < 0:
+        looked_at = _prepare_sketch(step, task, piece, row, scratch)
+        leaves = row[at.ORDERED] if looked_at < row[at.TOTAL] else 0
+        nbytes = looked_at * row[at.CODE_WIDTH] + leaves * row[at.LEAF_NUMBERS]
+        count_cost(step, worker, (looked_at * BLOCK + leaves) * queries, nbytes)
+        return np.int64(0)
+    wait_for(row[at.READY], step[at.GENERATION])
     rank, wide, kept, origin = row[at.RANK], row[at.WIDE], row[at.KEPT], row[at.GRAPH_FIRST]
     length = piece[at.HIGH] - origin  # a sketch is searched from its first key on
-    pairs = (length + PAIR - 1) // PAIR
-    start = pairs * task[at.TASK_PART] // task[at.TASK_PARTS] * PAIR
-    stop = min(pairs * (task[at.TASK_PART] + 1) // task[at.TASK_PARTS] * PAIR, length)
-    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
+    part, parts = task[at.TASK_PART], task[at.TASK_PARTS]
+    looked_at = words_at(row[at.READY], 1, 8)[0, 1]
+    pairs = (looked_at + 1) // 2
+    first, last = pairs * part // parts * 2, min(pairs * (part + 1) // parts * 2, looked_at)
     blocks = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], row[at.CODE_WIDTH]), np.uint8)
-    tiles = floats_at(step[at.TILES_AT] + entry * padded * dim * 4, padded, dim)
-    planes = carray(at_address(scratch + step[at.PLANES_AT]), (padded, rank), np.int8)
-    steps = floats_at(scratch + step[at.STEPS_AT], 2, padded)
-    numbers = carray(at_address(scratch + step[at.NUMBERS_AT]), rank, np.float64)
-    side = floats_at(row[at.QUERY_SIDE], rank, dim)
-    encode_block_queries(tiles, side, floats_at(row[at.STEP_SIZES], 1, rank)[0], wide, planes, steps, numbers)
+    ids = carray(at_address(row[at.IDS]), row[at.CODE_ROWS] * BLOCK, np.int32)
+    planes = carray(at_address(row[at.OWN_PLANES]), (padded, rank), np.int8)
+    steps = floats_at(row[at.OWN_STEPS], 2, padded)
+    chosen = carray(at_address(row[at.CHOSEN]), row[at.TOTAL] + 1, np.int32)
     pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
     counts = carray(at_address(scratch + step[at.COUNTS_AT]), queries, np.int64)
     bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), padded, np.float32)
+    bounds[:] = carray(at_address(row[at.OWN_BOUNDS]), padded, np.float32)
     scores = floats_at(scratch + step[at.TILE_AT], 8, BLOCK)
-    scan_blocks(blocks, planes, wide, steps, queries, start, stop, kept, pool, counts, bounds, scores)
-    _hand_in_codes(pool, min(kept, stop - start), start, stop, origin, steps[0], step, task, piece, lists, like)
-    count_cost(step, worker, (stop - start) * queries, (stop - start) * row[at.CODE_WIDTH] // BLOCK)
+    scan_chosen(
+        blocks, ids, planes, wide, steps, queries, chosen, first, last, length, kept, pool, counts, bounds, scores
+    )
+    start, stop = length * part // parts, length * (part + 1) // parts  # for queries that need an exact answer
+    _hand_in_codes(pool, counts, start, stop, origin, steps[0], step, task, piece, lists, like)
     return np.int64(0)
 
 

@@ -91,7 +91,11 @@ from retrieval_attn.index.packed import EMPTY
     JOINED,
     NANOSECONDS,  # wall clock of the last run
     NUMBERS_AT,  # float64 (most numbers of a sketch,)
-) = range(53)
+    PROJECTED_AT,  # float32 (PADDED, most numbers of a sketch)
+    SAMPLE_AT,  # float32 (QUERIES, SAMPLE)
+    SAMPLE,
+    GENERATION,  # counts the runs
+) = range(57)
 WORDS = 64
 
 # A row of the table of entries.
@@ -101,7 +105,8 @@ ENTRY_WORDS = 4
 # [low, high) take part, with the ids first + token.
 SEARCH, KEYS, VALUES, LOW, HIGH, FIRST, INDEX = range(7)
 PIECE_WORDS = 7
-# A row of the table of search tasks. Of an exact piece: part `part` of `parts`; else `part` is the query.
+# A row of the table of search tasks. Of a scanned piece: part `part` of `parts`, -1 for what all parts of a sketch
+# wait for; of a graph `part` is the query.
 TASK_ENTRY, TASK_PIECE, TASK_PART, TASK_PARTS, TASK_LIST = range(5)
 TASK_WORDS = 5
 # What describes a graph, behind INDEX: one such row for the whole group, or one for each query head; or coded keys.
@@ -131,8 +136,21 @@ TASK_WORDS = 5
     QUERY_SIDE,  # of a sketch: float32 (RANK, HEAD_DIM)
     RANK,
     WIDE,  # how many of RANK numbers have 8 bits
-) = range(25)
-GRAPH_WORDS = 32
+    IDS,  # int32 (16 * CODE_ROWS,): the key of every place, -1 for none
+    TOTAL,  # blocks in use
+    LEAVES,  # uint8 (LEAF_ROWS, 16 * LEAF_NUMBERS): coded means of the leaves
+    LEAF_ROWS,
+    LEAF_NUMBERS,
+    LEAF_STEPS,  # float32 (LEAF_NUMBERS,)
+    ORDERED,  # how many leaves
+    SHARE,  # bits of a float32
+    READY,  # int64 (8,): the GENERATION that what follows belongs to, and how many blocks were chosen
+    CHOSEN,  # int32 (TOTAL + 1,)
+    OWN_PLANES,  # int8 (PADDED, RANK): coded queries
+    OWN_STEPS,  # float32 (2, PADDED)
+    OWN_BOUNDS,  # float32 (PADDED,)
+) = range(38)
+GRAPH_WORDS = 40
 # A list begins with how many packed candidates follow, in any order, and the row of the piece that they belong to if
 # they are packed by the sums of their codes (-1: by their scores).
 LIST_COUNT, LIST_PIECE = range(2)
@@ -166,10 +184,10 @@ def count_cost(step, worker, scanned, nbytes):
 
 
 @njit(nogil=True, cache=True)
-def _wait_for(address):
-    """Return when the word there is 0."""
+def wait_for(address, value):
+    """Return when the word there is `value`."""
     since = nanoseconds()
-    while atomic_load(address) != 0:
+    while atomic_load(address) != value:
         for _ in range(32):
             pause()
         if nanoseconds() - since > YIELD_NANOSECONDS:
@@ -190,7 +208,7 @@ def _run_task(descriptor, task, worker):
     number = task - step[TASKS]
     pending = step[PENDING_AT] + number // step[QUERIES] * 64
     if atomic_load(pending) != 0:
-        _wait_for(pending)
+        wait_for(pending, 0)
         since = nanoseconds()
     code = call_task(step[ATTEND], descriptor, number, worker)
     meters[ATTEND_TIME] += nanoseconds() - since
@@ -215,6 +233,7 @@ def run_step(descriptor):
             for j in range(dim):
                 tiles[entry, query, j] = source[entry, query, j]
         pending[entry, 0] = table[entry, ENTRY_TASKS]
+    step[GENERATION] += 1
     words_at(step[FLOORS_AT], entries, queries)[:] = EMPTY
     words_at(step[METERS_AT], step[WORKERS], METER_WORDS)[:] = 0
     status = run_job(step[POOL], step[TASK], descriptor, step[TASKS] + entries * queries, step[WIDTH])

@@ -42,7 +42,9 @@ class Recorder:
         self._seen += 1
         if self.failed is None and self._seen == SKIPPED + 1:
             try:
-                self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self._profile = torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+                )
                 self._profile.start()
             except (RuntimeError, AssertionError) as error:
                 self._give_up(error)

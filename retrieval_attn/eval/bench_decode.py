@@ -151,6 +151,7 @@ class Bench:
 
         self.args = args
         self.checked: dict[str, float] = {}  # logit error of the methods that were found right, by label
+        self.noise: float | None = None  # what rounding does to the logits, once it was measured
         self._short: Source | None = None
         self.device = choose_device(args.device)
         self.limit = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "gpu_memory")
@@ -298,4 +299,5 @@ def about(bench: Bench) -> dict[str, Any]:
         "gpu_memory": bench.limit,
         "batch": bench.args.batch,
         "seed": bench.args.seed,
+        "noise": bench.noise,
     }

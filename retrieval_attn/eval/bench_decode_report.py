@@ -64,6 +64,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     lines += [f"| {' | '.join(_cells(row, rows))} |" for row in rows]
     worst = max((row.error for row in rows if row.error is not None), default=None)
     checked = "nothing was" if worst is None else f"largest relative difference {worst:.1e}"
+    noise = "" if report.get("noise") is None else f"; transformers' sdpa and eager attention: {report['noise']:.1e}"
     lines += [
         "",
         "Times: median of single steps (10th to 90th percentile), sampling and reading the token included. MiB/token: "
@@ -71,7 +72,8 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         "exact best top_k; mass: of their attention weight; captured: of all attention, sinks and window included. "
         "waits: share of a step in which the device has nothing to do. GPU: kernels; copy: between host and device. "
         "prepare peak: device memory of the process while the context was placed. Checked before timing: logits of "
-        f"every method against its definition ({checked}), and retrieved attention against that over the keys found.",
+        f"every method against its definition ({checked}{noise}), and retrieved attention against that over the keys "
+        "found.",
         *_notes(rows),
     ]
     return "\n".join(lines) + "\n"

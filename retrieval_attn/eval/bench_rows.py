@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -18,6 +19,7 @@ from retrieval_attn.eval.bench_host import host_peak, start_host_peak
 from retrieval_attn.eval.bench_keys import Source
 from retrieval_attn.eval.bench_method import Decoded, Method, MethodSpec, Retrieval, forward_logits
 from retrieval_attn.eval.bench_methods import kind_of, make
+from retrieval_attn.eval.bench_noise import allowed, rounding_noise
 from retrieval_attn.eval.bench_place import fill
 from retrieval_attn.eval.bench_quality import TOLERANCE as ANSWER_TOLERANCE
 from retrieval_attn.eval.bench_quality import Quality, average, judge
@@ -151,7 +153,7 @@ def _measure(bench: Bench, source: Source, spec: MethodSpec, row: Row) -> None:
         if type(method) is Retrieval:
             _enter(row, judge(method, source), args.min_recall)
         if isinstance(method, Retrieval):
-            _replay(method)
+            _replay(method, allowed(bench.model.dtype, bench.noise or 0.0))
         start_peak(bench.device)
         _time(method, row, args.tokens, args.seconds)
         held = peak(bench.device)
@@ -167,7 +169,7 @@ def _measure(bench: Bench, source: Source, spec: MethodSpec, row: Row) -> None:
             _record(method, row)
 
 
-def _replay(method: Retrieval) -> None:
+def _replay(method: Retrieval, tolerance: float) -> None:
     """The loop that is timed gives the logits of ordinary forwards with the same tokens; raises WrongAnswer."""
     done = method.decode(CHECKED_TOKENS, keep=True)
     cache = method.cache.fork()
@@ -177,7 +179,7 @@ def _replay(method: Retrieval) -> None:
             ids = done.tokens[:, step : step + 1]
             places = torch.full_like(ids, method.position + step)
             wanted.append(forward_logits(method.model, cache, ids, places).float())
-    _compare(done, wanted, TOLERANCE[method.model.dtype], f"in the loop ({done.how}) differ from an ordinary forward's")
+    _compare(done, wanted, tolerance, f"in the loop ({done.how}) differ from an ordinary forward's")
 
 
 def _enter(row: Row, quality: Quality | None, least: float) -> None:
@@ -231,6 +233,7 @@ def _record(method: Method, row: Row) -> None:
 def _check(bench: Bench, spec: MethodSpec) -> float:
     """Largest relative logit error of the method on a short context; raises WrongAnswer beyond the tolerance.
 
+    The tolerance is the dtype's, or twice the `rounding_noise` where that is more.
     Retrieval is checked with top_k="all" and with top_k so large that it finds every key: that is full attention. The
     reference is transformers' attention with its DynamicCache, over what the method attends to by its definition.
     """
@@ -251,6 +254,11 @@ def _check(bench: Bench, spec: MethodSpec) -> float:
         del method
         with source.feeding():
             wanted = _reference(bench.model, source, spans, done)
+            if bench.noise is None:
+                whole = [(0, source.tokens)]
+                again = functools.partial(_reference, bench.model, source, whole, done)
+                bench.noise = rounding_noise(bench.model, again)
+        tolerance = max(tolerance, allowed(bench.model.dtype, bench.noise))
         what = f"after {source.tokens} tokens (top_k={config.top_k}, {done.how}) differ from its definition's"
         worst = max(worst, _compare(done, wanted, tolerance, what))
     return worst

@@ -65,6 +65,7 @@ def nearest_keys(queries: Tensor, keys: Tensor, kk: int, *, memory: int = MEMORY
                 ids = (_LOW - (part & _LOW)).to(torch.int32)
                 finite = block.isfinite().all(dim=1, keepdim=True)
                 found[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
+            del grouped  # not beside the next block's
     return lists
 
 

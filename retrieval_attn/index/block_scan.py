@@ -1,4 +1,4 @@
-"""Scan of keys in blocks (see `blocks`) for all queries of a group: approximate scores, and the best of them.
+"""Scan of chosen blocks of keys (see `blocks`) for all queries of a group: approximate scores, and the best of them.
 
 The numbers of 8 and those of 4 bits are summed apart as integers, each with a scale of its own per query, and added as
 float32: one scale for both would leave the important ones a few steps only.
@@ -8,16 +8,12 @@ float32: one scale for both would leave the important ones a few steps only.
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 
-from retrieval_attn.index.blocks import BLOCK, NARROW_STEP, PAIR, VECTOR, WIDE_STEP, KeyBlocks
-from retrieval_attn.index.coded import best_in_parts
+from retrieval_attn.index.blocks import BLOCK, NARROW_STEP, PAIR, VECTOR, WIDE_STEP
 from retrieval_attn.index.codes import HAS_VNNI, add_products
 from retrieval_attn.index.dots import (
     TILE_QUERIES,
@@ -25,17 +21,17 @@ from retrieval_attn.index.dots import (
     _row_address,
     _shuffled,
     _spread,
-    dot,
     intrinsic,
     lowest_bit,
+    score_tile,
 )
-from retrieval_attn.index.packed import EMPTY, keep_best, pack_score, score_of
+from retrieval_attn.index.packed import keep_best, pack_score, score_of
 
-AHEAD = 8
-"""Pairs of blocks that are asked for ahead: the processor does so itself, but not across pages."""
-SAMPLE_STEP, SAMPLE_AHEAD = 16, 3
-"""One pair of blocks in so many is scanned first, for a bound that few other keys pass."""
-KEYS_PER_TASK = 16384
+AHEAD = 6
+"""Pairs of blocks that are asked for ahead."""
+SAMPLED = 2048
+"""About so many keys are scanned first, for a bound that few other keys pass."""
+HALVINGS = 12
 MOST_NUMBER = 127
 
 _INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -45,17 +41,25 @@ _FLOATS = ir.VectorType(ir.FloatType(), BLOCK)
 
 
 @intrinsic
-def _pair_scores(typingctx, blocks, block, planes, first, wides, narrows, steps, bounds, scores):
-    """scores[4 * j + i] = scores of the 16 keys of blocks[block + j] for query first + i, j < 2, i < 4.
+def pair_scores(
+    typingctx, blocks, left, right, next_left, next_right, planes, first, wides, narrows, steps, bounds, scores
+):
+    """scores[4 * j + i] = scores of the 16 keys of block left (j = 0) or right (j = 1) for query first + i, i < 4.
 
-    Two int64: bit 16 * i + t of the j-th says that key t's score is above bounds[first + i].
+    Two int64: bit 16 * i + t of the j-th says that key t's score is above bounds[first + i]. The cache is asked for
+    the blocks next_left and next_right, line by line between the products: all lines at once would have to queue.
     """
     pair = types.UniTuple(types.int64, 2)
-    signature = pair(blocks, types.int64, planes, types.int64, types.int64, types.int64, steps, bounds, scores)
+    number = types.int64
+    signature = pair(blocks, number, number, number, number, planes, number, number, number, steps, bounds, scores)
 
     def codegen(context, builder, signature, args):
-        blocks, block, planes, first, wides, narrows, steps, bounds, scores = args
-        blocks_type, _, planes_type, _, _, _, steps_type, bounds_type, scores_type = signature.args
+        blocks, left, right, next_left, next_right, planes, first, wides, narrows, steps, bounds, scores = args
+        blocks_type, planes_type = signature.args[0], signature.args[5]
+        steps_type, bounds_type, scores_type = signature.args[9:]
+        pointer_type = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
 
         def number(value):
             return ir.Constant(_INT64, value)
@@ -63,7 +67,14 @@ def _pair_scores(typingctx, blocks, block, planes, first, wides, narrows, steps,
         def load(address, kind, align):
             return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
-        rows = [_row_address(context, builder, blocks_type, blocks, builder.add(block, number(j))) for j in range(2)]
+        rows = [_row_address(context, builder, blocks_type, blocks, block) for block in (left, right)]
+        coming = [_row_address(context, builder, blocks_type, blocks, block) for block in (next_left, next_right)]
+
+        def ask(line):
+            for row in coming:
+                pointer = builder.inttoptr(_offset(builder, row, line, VECTOR), pointer_type)
+                builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+
         own = [builder.add(first, number(i)) for i in range(TILE_QUERIES)]
         queries = [_row_address(context, builder, planes_type, planes, i) for i in own]
         slots = [cgutils.alloca_once(builder, _SUMS) for _ in range(4 * TILE_QUERIES)]
@@ -81,12 +92,14 @@ def _pair_scores(typingctx, blocks, block, planes, first, wides, narrows, steps,
                     builder.store(add_products(builder, builder.load(slot), own_codes, spread, HAS_VNNI), slot)
 
         with cgutils.for_range(builder, wides) as loop:
+            ask(loop.index)
             codes = [load(_offset(builder, row, loop.index, VECTOR), _BYTES, VECTOR) for row in rows]
             add(0, codes, builder.mul(loop.index, number(WIDE_STEP)))
         behind = [_offset(builder, row, wides, VECTOR) for row in rows]
         low_half = ir.Constant(_BYTES, [15] * VECTOR)
         shift = ir.Constant(ir.VectorType(ir.IntType(16), VECTOR // 2), [4] * (VECTOR // 2))
         with cgutils.for_range(builder, narrows) as loop:
+            ask(builder.add(wides, loop.index))
             both = [load(_offset(builder, row, loop.index, VECTOR), _BYTES, VECTOR) for row in behind]
             byte = builder.add(builder.mul(wides, number(WIDE_STEP)), builder.mul(loop.index, number(NARROW_STEP)))
             add(1, [builder.and_(one, low_half) for one in both], byte)
@@ -119,115 +132,164 @@ def _pair_scores(typingctx, blocks, block, planes, first, wides, narrows, steps,
     return signature, codegen
 
 
-@intrinsic
-def _prefetch_pair(typingctx, blocks, block):
-    """Ask the cache for blocks[block] and the one behind it. Never faults, changes nothing."""
-
-    def codegen(context, builder, signature, args):
-        pointer_type = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        base = _row_address(context, builder, signature.args[0], args[0], args[1])
-        width = builder.extract_value(context.make_array(signature.args[0])(context, builder, args[0]).shape, 1)
-        lines = builder.udiv(width, ir.Constant(_INT64, VECTOR // 2))
-        with cgutils.for_range(builder, lines) as loop:
-            pointer = builder.inttoptr(_offset(builder, base, loop.index, VECTOR), pointer_type)
-            builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
-        return context.get_dummy_value()
-
-    return types.void(blocks, types.int64), codegen
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def _count_above(values, count, bound):
+    """How many of values[:count] (float32) are above; counted in float32, or it takes no vectors."""
+    above = np.float32(0.0)
+    for i in range(count):
+        above += np.float32(1.0) if values[i] > bound else np.float32(0.0)
+    return above
 
 
 @njit(nogil=True, cache=True)
-def _offer_all(found, block, first, row, stop, kept, pool, counts, bounds, scores):
-    """Add the keys of one block whose bits are set to their queries' pools; full ones are cut to their best."""
-    capacity = pool.shape[1]
-    while found:
-        bit = lowest_bit(found)
-        found &= found - 1
-        query, lane = first + (bit >> 4), bit & 15
-        key_id = block * BLOCK + lane
-        if key_id >= stop:
-            continue
-        pool[query, counts[query]] = pack_score(scores[row + (bit >> 4), lane], key_id)
-        counts[query] += 1
-        if counts[query] == capacity:
-            keep_best(pool[query], capacity, kept)
-            counts[query] = kept
-            bounds[query] = score_of(pool[query, kept - 1])
+def value_of_rank(values, count, rank):
+    """A number that about `rank` of values[:count] (float32) are above: -inf if rank >= count, never a NaN.
+
+    By halving the range: passes over a few thousand numbers take a fraction of the time of ordering them.
+    """
+    low, high = np.float32(np.inf), np.float32(-np.inf)
+    for i in range(count):
+        value = values[i]
+        if value > np.float32(-np.inf):
+            low, high = min(low, value), max(high, value)
+    if rank >= count or not low < high or _count_above(values, count, low) < rank:
+        return np.float32(-np.inf)
+    for _ in range(HALVINGS):
+        middle = low + (high - low) * np.float32(0.5)
+        if _count_above(values, count, middle) > rank:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @njit(nogil=True, cache=True)
-def scan_blocks(blocks, planes, wide, steps, num_queries, start, stop, kept, pool, counts, bounds, scores):
-    """Approximate scores of keys [start, stop); leave the `kept` best of each query, unordered, in pool[query, :kept].
+def sample_bounds(blocks, ids, planes, wide, steps, num_queries, chosen, count, stop, kept, sample, bounds, scores):
+    """bounds[q] = a score that very likely at least `kept` keys below `stop` of the chosen blocks are above.
 
-    blocks as in `KeyBlocks`; planes (multiple of 4, rank) int8 and steps (2, at least as many) float32 as
-    `encode_block_queries` gives them; start a multiple of 32. pool (num_queries, capacity) int64 of packed candidates,
-    capacity > kept or more than stop - start; unused entries become EMPTY. Of equal scores the lower id is kept.
-    Scratch: counts (num_queries,) int64, bounds (rows of planes,) float32, scores (8, 16) float32.
+    Of the chosen blocks (see `scan_chosen`) evenly spaced ones are scanned, about SAMPLED keys. -inf where all keys
+    are wanted or the sample is too small to say. sample: scratch, float32 (num_queries, 2 * SAMPLED).
     """
     layout = wide // WIDE_STEP, (planes.shape[1] - wide) // NARROW_STEP
-    work = pool, counts, bounds, scores
-    for query in range(planes.shape[0]):
-        bounds[query] = -np.inf if query < num_queries else np.inf
-    counts[:num_queries] = 0
-    share = kept / SAMPLE_STEP
-    ranked = int(1.5 * share + 6.0 * np.sqrt(share) + 4.0)
-    if stop - start >= 8 * SAMPLE_STEP * ranked and ranked < pool.shape[1]:
-        # a bound that very likely a little more than `kept` keys are above: without, thousands pass before it is tight
-        _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, SAMPLE_STEP, ranked, work)
-        for query in range(num_queries):
-            enough = counts[query] >= ranked
-            if enough:
-                keep_best(pool[query], counts[query], ranked)
-            bounds[query] = score_of(pool[query, ranked - 1]) if enough else -np.inf
-            counts[query] = 0
-    _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, 1, kept, work)
-    misled = False
-    for query in range(num_queries):
-        enough = counts[query] >= min(kept, stop - start)
-        misled = misled or not enough
-        counts[query] = counts[query] if enough else 0
-        bounds[query] = np.inf if enough else -np.inf
-    if misled:
-        _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, 1, kept, work)
-    for query in range(num_queries):
-        count = counts[query]
-        if count > kept:
-            keep_best(pool[query], count, kept)
-            count = kept
-        for i in range(count, kept):
-            pool[query, i] = EMPTY
-
-
-@njit(nogil=True, cache=True)
-def _scan_pairs(blocks, planes, layout, steps, num_queries, start, stop, every, kept, work):
-    """Add the keys of one pair of blocks in `every` that are above their query's bound to its pool."""
-    pool, counts, bounds, scores = work
-    for block in range(start // BLOCK, -(-stop // BLOCK), 2 * every):
-        ahead = block + 2 * every * (AHEAD if every == 1 else SAMPLE_AHEAD)
-        if ahead + 2 <= blocks.shape[0]:
-            _prefetch_pair(blocks, ahead)
+    every = max(1, count * BLOCK // SAMPLED)
+    bounds[:] = np.inf
+    taken = 0
+    for place in range(0, count - 1, 2 * every):
+        left, right = chosen[place], chosen[place + 1]
+        following = min(place + 2 * every * 3, count - 2)
         for first in range(0, num_queries, TILE_QUERIES):
-            left, right = _pair_scores(blocks, block, planes, first, layout[0], layout[1], steps, bounds, scores)
-            if left:
-                _offer_all(left, block, first, 0, stop, kept, pool, counts, bounds, scores)
-            if right:
-                _offer_all(right, block + 1, first, 4, stop, kept, pool, counts, bounds, scores)
+            pair_scores(
+                blocks, left, right, chosen[following], chosen[following + 1], planes, first, layout[0], layout[1],
+                steps, bounds, scores,
+            )  # fmt: skip
+            for query in range(first, min(first + TILE_QUERIES, num_queries)):
+                for lane in range(BLOCK):
+                    key_id = ids[left * BLOCK + lane]
+                    seen = (key_id >= 0) & (key_id < stop)
+                    sample[query, taken + lane] = scores[query - first, lane] if seen else np.float32(-np.inf)
+                for lane in range(BLOCK):
+                    key_id = ids[right * BLOCK + lane]
+                    seen = (key_id >= 0) & (key_id < stop)
+                    value = scores[query - first + TILE_QUERIES, lane]
+                    sample[query, taken + BLOCK + lane] = value if seen else np.float32(-np.inf)
+        taken += PAIR
+        if taken + PAIR > sample.shape[1]:
+            break
+    share = kept / every
+    ranked = int(1.5 * share + 6.0 * np.sqrt(share) + 4.0)
+    for query in range(num_queries):
+        bounds[query] = np.float32(-np.inf)
+        if every > 1:
+            bounds[query] = value_of_rank(sample[query], taken, ranked)
 
 
 @njit(nogil=True, cache=True)
-def encode_block_queries(queries, query_side, step, wide, planes, steps, numbers):
-    """Fill planes (n, rank) int8 and steps (2, at least n) float32 from queries (n, head_dim) float32.
+def scan_chosen(
+    blocks, ids, planes, wide, steps, num_queries, chosen, first, last, stop, kept, pool, counts, bounds, scores
+):
+    """Approximate scores of the keys below `stop` in the blocks chosen[first:last]; the `kept` best of each query.
 
-    query_side (rank, head_dim) float32: what the queries are projected by. numbers: scratch (rank,) float64. The score
-    of a key is steps[0] times the sum over its 8-bit numbers plus steps[1] times that over its 4-bit ones, but for a
-    constant of the query. A query that is not finite gets NaN for its steps.
+    blocks as in `KeyBlocks`; ids (16 * blocks,) int32 the key of every place, -1 for none; planes (multiple of 4, rank)
+    int8 and steps (2, at least as many) float32 as `encode_block_queries` gives them; chosen int32, first even and last
+    even or the end of `chosen`, in which the last block is repeated if their number is odd. Only scores above
+    bounds[query] count; bounds (rows of planes,) float32 may be raised here. Leaves counts[query] <= kept packed
+    candidates, unordered, in pool[query]. pool (num_queries, capacity) int64, capacity > kept. Of equal scores the
+    lower id is kept. Scratch: scores (8, 16) float32.
     """
-    rank = len(query_side)
-    for i in range(len(queries)):
+    wides, narrows = wide // WIDE_STEP, (planes.shape[1] - wide) // NARROW_STEP
+    capacity = pool.shape[1]
+    counts[:num_queries] = 0
+    for query in range(num_queries, planes.shape[0]):
+        bounds[query] = np.inf
+    for place in range(first, last, 2):
+        left, right = chosen[place], chosen[place + 1]
+        following = min(place + 2 * AHEAD, max(first, (last - 1) // 2 * 2))
+        for tile in range(0, num_queries, TILE_QUERIES):
+            in_left, in_right = pair_scores(
+                blocks, left, right, chosen[following], chosen[following + 1], planes, tile, wides, narrows, steps,
+                bounds, scores,
+            )  # fmt: skip
+            if left == right:
+                in_right = np.int64(0)
+            for j in range(2):
+                found = in_left if j == 0 else in_right
+                block = left if j == 0 else right
+                while found:
+                    bit = lowest_bit(found)
+                    found &= found - 1
+                    query, lane = tile + (bit >> 4), bit & 15
+                    key_id = np.int64(ids[block * BLOCK + lane])
+                    if key_id < 0 or key_id >= stop:
+                        continue
+                    count = counts[query]
+                    pool[query, count] = pack_score(scores[TILE_QUERIES * j + (bit >> 4), lane], key_id)
+                    count += 1
+                    if count == capacity:
+                        keep_best(pool[query], count, kept)
+                        count = kept
+                        # of a score equal to the last that is kept a lower id would win: keep looking at those
+                        bounds[query] = _just_below(score_of(pool[query, kept - 1]))
+                    counts[query] = count
+    for query in range(num_queries):
+        if counts[query] > kept:
+            keep_best(pool[query], counts[query], kept)
+            counts[query] = kept
+
+
+@njit(nogil=True, cache=True)
+def _just_below(score):
+    """The next float32 below a finite score, or one close to it; -inf and NaN stay."""
+    return np.float32(np.nextafter(np.float32(score), np.float32(-np.inf)))
+
+
+@njit(nogil=True, cache=True)
+def project_queries(queries, query_side, projected, scores):
+    """projected[i, j] = query_side[j] . queries[i], for a multiple of 4 queries.
+
+    projected (n, rank) float32 of queries (n, head_dim) and query_side (rank, head_dim) float32. Scratch: scores
+    (4, 32) float32.
+    """
+    for start in range(0, len(query_side), 32):
+        size = min(32, len(query_side) - start)
+        for first in range(0, len(queries), TILE_QUERIES):
+            score_tile(queries, first, query_side, start, size, scores)
+            for i in range(TILE_QUERIES):
+                for j in range(size):
+                    projected[first + i, start + j] = scores[i, j]
+
+
+@njit(nogil=True, cache=True)
+def encode_block_queries(projected, count, step, wide, planes, steps, numbers):
+    """Fill planes (n, rank) int8 and steps (2, at least n) float32 from the first numbers of `count` projected queries.
+
+    projected (n, at least rank) float32, see `project_queries`; step (rank,) of the keys. numbers: scratch (rank,)
+    float64. The score of a key is steps[0] times the sum over its 8-bit numbers plus steps[1] times that over its
+    4-bit ones, but for a constant of the query. A query that is not finite gets NaN for its steps.
+    """
+    rank = len(step)
+    for i in range(count):
         for j in range(rank):
-            numbers[j] = np.float64(dot(queries, i, query_side, j)) * np.float64(step[j])
+            numbers[j] = np.float64(projected[i, j]) * np.float64(step[j])
         for part in range(2):
             low, high = (0, wide) if part == 0 else (wide, rank)
             largest = 0.0
@@ -241,36 +303,3 @@ def encode_block_queries(queries, query_side, step, wide, planes, steps, numbers
             steps[part, i] = largest / MOST_NUMBER if usable else (np.nan if finite != finite or largest else 0.0)
         if steps[0, i] != steps[0, i] or steps[1, i] != steps[1, i]:
             steps[0, i] = steps[1, i] = np.nan
-
-
-@njit(parallel=True, nogil=True, cache=True)
-def _scan_parts(blocks, length, planes, wide, steps, num_queries, kept, pools):
-    parts = pools.shape[0]
-    pairs = -(-length // PAIR)
-    for part in prange(parts):
-        counts = np.empty(num_queries, np.int64)
-        bounds = np.empty(planes.shape[0], np.float32)
-        scores = np.empty((8, BLOCK), np.float32)
-        start, stop = pairs * part // parts * PAIR, min(pairs * (part + 1) // parts * PAIR, length)
-        scan_blocks(blocks, planes, wide, steps, num_queries, start, stop, kept, pools[part], counts, bounds, scores)
-
-
-def best_of_blocks(
-    keys: KeyBlocks, length: int, queries: npt.NDArray[np.float32], query_side: npt.NDArray[np.float32], kept: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-    """The `kept` keys of the first `length` with the largest approximate scores, per query.
-
-    queries (n, head_dim) float32. Returns packed candidates (n, min(kept, length)), unordered, and which queries are
-    not finite (n,) bool, whose candidates say nothing. The same at any number of threads.
-    """
-    lost = np.zeros(len(queries), bool)
-
-    def scan(some: slice, count: int, pools: npt.NDArray[np.int64]) -> None:
-        planes = np.zeros((-(-count // TILE_QUERIES) * TILE_QUERIES, len(query_side)), np.int8)
-        steps = np.zeros((2, len(planes)), np.float32)
-        numbers = np.empty(len(query_side), np.float64)
-        encode_block_queries(queries[some], query_side, keys.step, keys.wide, planes[:count], steps, numbers)
-        _scan_parts(keys.blocks, length, planes, keys.wide, steps, count, min(kept, length), pools)
-        lost[some] = np.isnan(steps[0, :count])
-
-    return best_in_parts(len(queries), length, kept, KEYS_PER_TASK, scan), lost

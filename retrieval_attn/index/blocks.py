@@ -99,6 +99,14 @@ def empty_blocks(sample: npt.NDArray[np.float32], wide: int, capacity: int) -> K
     return KeyBlocks(blocks, mean, step, reach, wide)
 
 
+def decoded(keys: KeyBlocks, count: int) -> npt.NDArray[np.float32]:
+    """The numbers (count, rank) that the first `count` keys were coded from, but for rounding; wide ones only."""
+    assert not keys.narrow
+    codes = keys.blocks.reshape(len(keys.blocks), -1, BLOCK, WIDE_STEP).transpose(0, 2, 1, 3)
+    numbers = codes.reshape(len(keys.blocks) * BLOCK, -1)[:count].astype(np.float32)
+    return keys.mean + keys.step * (numbers - (WIDE_LEVELS // 2 - 0.5))
+
+
 def with_room(keys: KeyBlocks, count: int, written: int) -> KeyBlocks:
     """`keys` if `count` fit, else the first `written` of them in a larger array, with a quarter to spare."""
     if count <= len(keys.blocks) * BLOCK:

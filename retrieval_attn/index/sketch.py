@@ -3,8 +3,8 @@
 q . k is approximated by (A q) . (B k): the change of basis in which the first numbers carry most of what training
 queries tell keys apart by (the leading eigenvectors of Sq^1/2 Sk Sq^1/2, with Sq the second moment of queries and Sk
 the covariance of keys). The first numbers of B k are stored in 8 bits, the next in 4, the rest not at all (`blocks`),
-and all keys are scanned, one pass for all queries. What it needs is one eigenproblem of head_dim and one matrix product
-per head; it depends on the data only through the spectrum, so it degrades evenly where graphs lose single answers.
+in blocks of 16 near keys, and the blocks that look promising are scanned (`leaves`), one pass for all queries. What it
+needs is one eigenproblem of head_dim, one matrix product and one sorting per head.
 """
 
 # mypy: allow-untyped-defs
@@ -20,11 +20,12 @@ from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, check_search, check_training, register
-from retrieval_attn.index.block_scan import best_of_blocks
+from retrieval_attn.index.block_search import best_of_blocks
 from retrieval_attn.index.blocks import (
     BLOCK,
     KeyBlocks,
     allocate,
+    decoded,
     empty_blocks,
     key_bytes,
     out_of_reach,
@@ -34,11 +35,12 @@ from retrieval_attn.index.blocks import (
 from retrieval_attn.index.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
+from retrieval_attn.index.leaves import LEAF_NUMBERS, TREE_NUMBERS, Leaves, code_means, leaf_order, needed_share
 from retrieval_attn.index.memory import aligned_empty, one_layout
 from retrieval_attn.index.pieces import KeyPieces
 
 LEAST_BYTES = 8
-RESCORE = 4
+RESCORE = 2
 """Keys scored exactly per key wanted."""
 SAMPLED_KEYS = 32768
 """Most keys that the projection is learned from, evenly spaced."""
@@ -46,13 +48,26 @@ FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
 TILE = 64
 PROJECTED_AT_ONCE = 8192
+LEAST_LEAVES = 512
+"""With fewer leaves all are looked at."""
+HELD_OUT, HELD_K = 64, 100
+"""Training queries, and best keys of each, that tell how many leaves have to be looked at."""
+FOUND = 0.965
+"""Share of those keys that lie in the leaves looked at."""
+LATE_SHARE = 8
+"""Keys are ordered anew when more than one in so many came after the last ordering."""
 
 
 class SketchArguments(NamedTuple):
-    """What a compiled search of a sketch reads: coded keys, and what queries are projected by, (rank, head_dim)."""
+    """What a compiled search of a sketch reads: coded keys, the id of every place (-1: none), how many blocks are in
+    use, what queries are projected by, (rank, head_dim), and the leaves.
+    """
 
     keys: KeyBlocks
+    ids: npt.NDArray[np.int32]
+    total: int
     query_side: npt.NDArray[np.float32]
+    leaves: Leaves
 
 
 @njit(nogil=True, cache=True)
@@ -98,20 +113,12 @@ class SketchIndex(KeyIndex):
 
     kind: ClassVar[str] = "sketch"
     trains: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore", "share"})
 
-    def __init__(
-        self,
-        keys: KeyPieces,
-        blocks: KeyBlocks,
-        query_side: npt.NDArray[np.float32],
-        key_side: npt.NDArray[np.float32],
-        rescore: int,
-    ) -> None:
-        """blocks: of the projected keys; query_side, key_side (rank, head_dim): A and B. Callers use `build`."""
+    def __init__(self, keys: KeyPieces, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
+        """key_side (rank, head_dim): B. Callers use `build`."""
         self._keys = keys
-        self._blocks = blocks
-        self._query_side = query_side
+        self._search = arguments
         self._key_side = key_side
         self._rescore = rescore
         self._measured = len(self)  # how many keys the steps were taken from
@@ -123,7 +130,9 @@ class SketchIndex(KeyIndex):
         """See KeyIndex.build. Options:
 
         key_bytes: most bytes per key, at least 8 (default head_dim / 2).
-        rescore: how many keys get an exact score for each that is wanted (default 4).
+        rescore: how many keys get an exact score for each that is wanted (default 2).
+        share: of the leaves, what is looked at; default: what training queries need to find 96.5 % of their best 100
+        keys, by count and by weight. 1.0: all.
         Without keys the projection keeps what queries have most of. Raises ConfigError for other values or without
         finite training queries, ShapeError for keys that are not finite.
         """
@@ -131,6 +140,9 @@ class SketchIndex(KeyIndex):
         dim = fmt.dim_of(keys)
         budget = options.pop("key_bytes", max(LEAST_BYTES, dim // 2))
         rescore = options.pop("rescore", RESCORE)
+        share = options.pop("share", None)
+        if share is not None and (isinstance(share, bool) or not isinstance(share, float | int) or not 0 < share <= 1):
+            raise ConfigError(f"share={share!r} must be above 0 and at most 1, or None to measure it")
         if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < LEAST_BYTES:
             raise ConfigError(f"key_bytes={budget!r} must be a whole number of at least {LEAST_BYTES}")
         check_rescore(rescore)
@@ -148,49 +160,107 @@ class SketchIndex(KeyIndex):
         wide, narrow = allocate(variances, int(budget))
         query_side, key_side = (_cut(side, wide + narrow) for side in sides)
         nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
-        index = cls(pieces, nothing, query_side, key_side, int(rescore))
-        index._encode_all(pieces.within(len(keys)), len(keys))
+        none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
+        empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
+        index = cls(pieces, empty, key_side, int(rescore))
+        index._encode_all(pieces.within(len(keys)), len(keys), share is None or share < 1)
+        if share is None and index._search.leaves.ordered:
+            index._fit_share(rows if queries is None else queries)
         return index
 
-    def _encode_all(self, arrays: list[npt.NDArray[Any]], room: int) -> None:
-        """Code the keys of `arrays`, ids from 0 on, with steps that fit them. Raises ShapeError."""
-        total = sum(len(array) for array in arrays)
+    def _encode_all(self, arrays: list[npt.NDArray[Any]], room: int, leafy: bool) -> None:
+        """Code the keys of `arrays`, ids from 0 on, with steps that fit them; leafy: in leaves. Raises ShapeError."""
+        total, fmt, rank = sum(len(array) for array in arrays), self._keys.fmt, len(self._key_side)
         every = max(1, total // SAMPLED_KEYS)
-        sample = [_projected(array[::every], self._keys.fmt, self._key_side) for array in arrays]
-        numbers = np.concatenate(sample) if sample else np.empty((0, len(self._key_side)), np.float32)
+        sample = [_projected(array[::every], fmt, self._key_side) for array in arrays]
+        numbers = np.concatenate(sample) if sample else np.empty((0, rank), np.float32)
         _check_finite(numbers, 0, every)
-        self._blocks = empty_blocks(numbers, self._blocks.wide, room)
-        self._measured, written = total, 0
-        for array in arrays:
-            for first in range(0, len(array), PROJECTED_AT_ONCE):
-                written += self._encode(array[first : first + PROJECTED_AT_ONCE], written)
+        leaves = self._search.leaves
+        leafy = leafy and total >= LEAST_LEAVES * BLOCK
+        if leafy:
+            first = [_projected(array, fmt, self._key_side[:TREE_NUMBERS]) for array in arrays]
+            order = leaf_order(np.concatenate(first))
+        else:
+            order = np.arange(total, dtype=np.int32)
+        blocks = empty_blocks(numbers, self._search.keys.wide, max(room, total))
+        means = np.zeros((-(-total // BLOCK), min(rank, LEAF_NUMBERS)), np.float32)
+        for start in range(0, total, PROJECTED_AT_ONCE):
+            some = order[start : start + PROJECTED_AT_ONCE]
+            numbers = _projected(_taken(arrays, some), fmt, self._key_side)
+            _check_finite(numbers, 0, 1)
+            write_blocks(numbers, blocks.blocks, start, blocks.mean, blocks.step, blocks.wide)
+            cuts = np.arange(0, len(some), BLOCK)
+            sums = np.add.reduceat(numbers[:, : means.shape[1]], cuts, axis=0)
+            means[start // BLOCK : start // BLOCK + len(cuts)] = sums / np.diff([*cuts, len(some)])[:, None]
+        ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
+        ids[:total] = order
+        coded = Leaves(code_means(means), len(means), leaves.share) if leafy else leaves._replace(ordered=0)
+        self._search = self._search._replace(keys=blocks, ids=ids, total=len(means), leaves=coded)
+        self._measured = total
 
-    def _encode(self, keys: npt.NDArray[Any], start: int) -> int:
-        numbers = _projected(keys, self._keys.fmt, self._key_side)
-        _check_finite(numbers, start, 1)
-        blocks = self._blocks
-        write_blocks(numbers, blocks.blocks, start, blocks.mean, blocks.step, blocks.wide)
-        return len(keys)
+    def _fit_share(self, queries: npt.NDArray[np.float32]) -> None:
+        """Look at as many leaves as some of queries (heads, m, head_dim) need; the heads look together."""
+        count = max(1, HELD_OUT // len(queries))
+        few = queries[:, :: max(1, queries.shape[1] // count)][:, :count]
+        few = few[:, np.isfinite(few).all(axis=(0, 2))]
+        group = len(few)
+        held = np.ascontiguousarray(few.transpose(1, 0, 2).reshape(-1, few.shape[2]))
+        if not len(held):
+            return
+        found = search_pieces(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
+        places = np.empty(len(self), np.int64)
+        ids = self._search.ids[: self._search.total * BLOCK]
+        places[ids[ids >= 0]] = np.flatnonzero(ids >= 0)
+        leaves = self._search.leaves
+        means = decoded(leaves.means, leaves.ordered)
+        side = self._search.query_side[: means.shape[1]]
+        scores = ((held @ side.T) @ means[:, : len(side)].T).astype(np.float32)
+        logits = (found.scores / np.sqrt(self.head_dim)).astype(np.float64)
+        weights: npt.NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        share = needed_share(scores, places[found.ids] // BLOCK, FOUND, weights, group)
+        self._search = self._search._replace(leaves=leaves._replace(share=share))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.
 
-        All keys are coded anew when there are twice as many as the steps were taken from, or a far larger one comes.
+        They lie behind the leaves and are always looked at, until they are one in eight: then all keys are ordered and
+        coded anew, as they are when there are twice as many as the steps were taken from, or a far larger one comes.
         """
         self._keys.check(keys)
         length, total = len(self), len(self) + len(keys)
         numbers = _projected(keys, self._keys.fmt, self._key_side)
         _check_finite(numbers, length, 1)
-        if len(keys) and (total >= 2 * self._measured or out_of_reach(self._blocks, numbers)):
-            self._encode_all([*self._keys.within(length), keys], total + total // 4)
-        else:
-            self._blocks = blocks = with_room(self._blocks, total, length)
-            write_blocks(numbers, blocks.blocks, length, blocks.mean, blocks.step, blocks.wide)
+        search = self._search
+        late = search.total - search.leaves.ordered if search.leaves.ordered else 0
+        crowded = LATE_SHARE * late > search.total or search.total * BLOCK > 2 * (total + BLOCK)
+        if len(keys) and (total >= 2 * self._measured or crowded or out_of_reach(search.keys, numbers)):
+            self._encode_all([*self._keys.within(length), keys], total + total // 4, search.leaves.share < 1)
+        elif len(keys):
+            self._append(numbers, length)
         self._keys.add(keys)
+
+    def _append(self, numbers: npt.NDArray[np.float32], length: int) -> None:
+        """Code numbers (n, rank) as keys from id `length` on, in the free places behind all others."""
+        search = self._search
+        used = search.total * BLOCK
+        if search.total > search.leaves.ordered:  # the last block has no mean that would change
+            used -= BLOCK - 1 - int(np.flatnonzero(search.ids[used - BLOCK : used] >= 0).max(initial=-1))
+        stop = used + len(numbers)
+        blocks = with_room(search.keys, stop, used)
+        ids = search.ids
+        if len(ids) < len(blocks.blocks) * BLOCK:
+            ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
+            ids[:used] = search.ids[:used]
+        write_blocks(numbers, blocks.blocks, used, blocks.mean, blocks.step, blocks.wide)
+        ids[used:stop] = np.arange(length, length + len(numbers))
+        self._search = search._replace(keys=blocks, ids=ids, total=-(-stop // BLOCK))
 
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible."""
         self._keys.cut(length)
+        search = self._search
+        self._search = search._replace(ids=np.where(search.ids < length, search.ids, -1).astype(np.int32))
         return True
 
     def rescore_count(self, k: int) -> int:
@@ -199,7 +269,7 @@ class SketchIndex(KeyIndex):
 
     def search_arguments(self) -> SketchArguments:
         """What a compiled search of this index needs besides the keys; another object after every change."""
-        return SketchArguments(self._blocks, self._query_side)
+        return self._search
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k of the keys that the sketch puts first; see KeyIndex.search."""
@@ -208,37 +278,63 @@ class SketchIndex(KeyIndex):
         kept = self.rescore_count(k)
         if stop < SCAN_SHARE * kept:
             return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
-        found, lost = best_of_blocks(self._blocks, stop, queries, self._query_side, kept)
+        found, scanned, lost = best_of_blocks(self._search, stop, queries, kept)
         ids, scores = self._keys.best(found, queries, k)
         if lost.any():
             exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
             ids[lost], scores[lost] = exact.ids, exact.scores
-        return SearchResult(ids, scores, len(queries) * stop)
+        return SearchResult(ids, scores, scanned)
+
+    @property
+    def share(self) -> float:
+        """Of the leaves, what a search looks at for each query; 1.0: every key."""
+        return self._search.leaves.share if self._search.leaves.ordered else 1.0
 
     def state(self) -> dict[str, StateValue]:
         """See KeyIndex.state."""
-        blocks = self._blocks
+        search = self._search
+        blocks, means = search.keys, search.leaves.means
         return {
             "rescore": self._rescore,
             "wide": blocks.wide,
-            "blocks": blocks.blocks[: -(-len(self) // BLOCK)],
+            "ordered": search.leaves.ordered,
+            "share": search.leaves.share,
+            "blocks": blocks.blocks[: search.total],
+            "ids": search.ids[: search.total * BLOCK],
             "mean": blocks.mean,
             "step": blocks.step,
             "reach": blocks.reach,
-            "query_side": self._query_side,
+            "query_side": search.query_side,
             "key_side": self._key_side,
+            "leaf_blocks": means.blocks,
+            "leaf_mean": means.mean,
+            "leaf_step": means.step,
+            "leaf_reach": means.reach,
         }
 
     @classmethod
     def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> SketchIndex:
         """See KeyIndex.from_state."""
-        rescore, wide, step = state.get("rescore"), state.get("wide"), state.get("step")
-        rank = step.shape[0] if isinstance(step, np.ndarray) and step.ndim == 1 else -1
-        if not isinstance(rescore, int) or not isinstance(wide, int) or not 0 <= wide <= rank:
+        rescore, wide, ordered, share = (state.get(name) for name in ("rescore", "wide", "ordered", "share"))
+        rank, total, coded = (_rows_of(state.get(name)) for name in ("step", "blocks", "leaf_blocks"))
+        if (
+            not isinstance(rescore, int)
+            or not isinstance(wide, int)
+            or not 0 <= wide <= rank
+            or not isinstance(ordered, int)
+            or not 0 <= ordered <= min(total, coded * BLOCK)
+            or not isinstance(share, float)
+            or not 0 < share <= 1
+        ):
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
-        rows, width = -(-len(keys) // BLOCK), key_bytes(wide, rank - wide) * BLOCK
-        expected: dict[str, tuple[type, tuple[int, ...]]] = {"blocks": (np.uint8, (rows, width))}
+        width, numbers = key_bytes(wide, rank - wide) * BLOCK, _rows_of(state.get("leaf_step"))
+        expected: dict[str, tuple[type, tuple[int, ...]]] = {
+            "blocks": (np.uint8, (total, width)),
+            "ids": (np.int32, (total * BLOCK,)),
+            "leaf_blocks": (np.uint8, (coded, key_bytes(numbers, 0) * BLOCK)),
+        }
         expected |= {name: (np.float32, (rank,)) for name in ("mean", "step", "reach")}
+        expected |= {f"leaf_{name}": (np.float32, (numbers,)) for name in ("mean", "step", "reach")}
         expected |= {name: (np.float32, (rank, fmt.dim_of(keys))) for name in ("query_side", "key_side")}
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, (dtype, shape) in expected.items():
@@ -251,10 +347,18 @@ class SketchIndex(KeyIndex):
             if not np.isfinite(array).all():
                 raise InputDataError(f"{name} of the sketch must be finite; build the index again")
             arrays[name] = array
-        blocks = aligned_empty((rows + rows % 2, width), np.uint8)
-        blocks[:rows] = arrays["blocks"]
-        mean, step, reach, query_side, key_side = (np.array(arrays[name]) for name in list(expected)[1:])
-        return cls(KeyPieces(keys, fmt), KeyBlocks(blocks, mean, step, reach, wide), query_side, key_side, rescore)
+        known = np.sort(arrays["ids"][arrays["ids"] >= 0])
+        if not np.array_equal(known, np.arange(len(keys))):
+            raise InputDataError(f"the ids of the sketch are not those of {len(keys)} keys; build the index again")
+        blocks = _aligned(arrays["blocks"])
+        ids = np.full(len(blocks) * BLOCK, -1, np.int32)
+        ids[: len(arrays["ids"])] = arrays["ids"]
+        mean, step, reach = (np.array(arrays[name]) for name in ("mean", "step", "reach"))
+        coded_keys = KeyBlocks(blocks, mean, step, reach, wide)
+        mean, step, reach = (np.array(arrays[f"leaf_{name}"]) for name in ("mean", "step", "reach"))
+        leaves = Leaves(KeyBlocks(_aligned(arrays["leaf_blocks"]), mean, step, reach, numbers), ordered, share)
+        search = SketchArguments(coded_keys, ids, total, np.array(arrays["query_side"]), leaves)
+        return cls(KeyPieces(keys, fmt), search, np.array(arrays["key_side"]), rescore)
 
     def __len__(self) -> int:
         return self._keys.length
@@ -266,8 +370,33 @@ class SketchIndex(KeyIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes and the projection."""
-        return int(self._blocks.nbytes + self._query_side.nbytes + self._key_side.nbytes)
+        """Bytes of the codes, their ids, the leaves and the projection."""
+        search = self._search
+        sides = search.query_side.nbytes + self._key_side.nbytes
+        return int(search.keys.nbytes + search.ids.nbytes + search.leaves.means.nbytes + sides)
+
+
+def _rows_of(array: StateValue | None) -> int:
+    return len(array) if isinstance(array, np.ndarray) and array.ndim else 0
+
+
+def _aligned(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """A copy of blocks where kernels want them, an even number."""
+    blocks = aligned_empty((len(rows) + len(rows) % 2, rows.shape[1]), np.uint8)
+    blocks[: len(rows)] = rows
+    return blocks
+
+
+def _taken(arrays: list[npt.NDArray[Any]], ids: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+    """Keys of these ids, counted through the arrays."""
+    if len(arrays) == 1:
+        return arrays[0][ids]
+    bases = np.cumsum([0] + [len(array) for array in arrays])
+    out = np.empty((len(ids), *arrays[0].shape[1:]), arrays[0].dtype)
+    for array, base in zip(arrays, bases, strict=False):
+        here = (ids >= base) & (ids < base + len(array))
+        out[here] = array[ids[here] - base]
+    return out
 
 
 def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:

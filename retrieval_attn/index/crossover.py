@@ -29,7 +29,9 @@ REPEATS = 5
 COLD = 2.0
 """A head is searched once per token, its graph cold in the caches; the same search repeated is about twice as fast.
 A scan streams, and is as fast cold as warm."""
-VERSION = 2
+TYPICAL_SHARE = 0.125
+"""Of a sketch's leaves, what heads of trained models need to have looked at."""
+VERSION = 3
 """Raised when what is measured changes."""
 
 
@@ -64,15 +66,15 @@ def crossover(head_dim: int) -> int:
 def _measure(head_dim: int) -> int:
     head = synthetic_head(KEYS, head_dim=head_dim, train=1024, decode=16)
     keys = from_float32(head.keys, Format.BFLOAT16)
-    scan = create("sketch", keys, fmt=Format.BFLOAT16, queries=head.train_rotated)
+    scans = [
+        create("sketch", keys[:count], fmt=Format.BFLOAT16, queries=head.train_rotated, share=TYPICAL_SHARE)
+        for count in (KEYS // 2, KEYS)
+    ]
     graph = create("roargraph", keys, fmt=Format.BFLOAT16, queries=head.train_rotated, exact_below=0)
     # many heads in one call, as in decode, so that the price of a call is not measured
     heads = head.decode.shape[1]
     groups = np.ascontiguousarray(head.decode.transpose(1, 0, 2))
-    half, whole = (
-        _seconds(functools.partial(type(scan).search_heads, [scan] * heads, groups, 100, limit=limit))
-        for limit in (KEYS // 2, KEYS)
-    )
+    half, whole = (_seconds(functools.partial(type(scan).search_heads, [scan] * heads, groups, 100)) for scan in scans)
     scan_seconds = 2 * max(whole - half, 1e-9)  # what keys cost, not what a call does
     graph_seconds = _seconds(lambda: graph.search(groups.reshape(-1, head_dim), 100)) * COLD
     return int(KEYS * graph_seconds / scan_seconds)

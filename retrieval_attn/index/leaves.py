@@ -30,6 +30,8 @@ SPREAD_SAMPLE = 256
 """Keys of a node that the number which varies most is told from."""
 SAMPLE_STEP = 8
 """One pair of blocks of means in so many is scanned first, to know how high a score the wanted share reaches."""
+GOLDEN = 0.618
+"""Leaves that follow each other lie about so much of the tree apart."""
 SHARES = (0.02, 0.03, 0.045, 0.065, 0.09, 0.125, 0.18, 0.25)
 """Shares of leaves that are tried; where none suffices a search looks at all."""
 
@@ -45,10 +47,18 @@ class Leaves(NamedTuple):
 
 
 def leaf_order(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-    """Keys (n, rank) float32 finite in the order of the tree's leaves: (n,) int32, every 16 in a row are a leaf."""
+    """Keys (n, rank) float32 finite in leaves: (n,) int32, every 16 in a row are one.
+
+    Neighbours in the tree do not follow each other: of leaves in a row searches take samples.
+    """
     order = np.arange(len(numbers), dtype=np.int32)
     if len(numbers) > BLOCK:
         _split(np.ascontiguousarray(numbers[:, :TREE_NUMBERS]), order, np.empty(len(numbers), np.int64))
+    whole = len(numbers) // BLOCK
+    if whole > 1:
+        stride = next(step for step in range(int(GOLDEN * whole) | 1, 2 * whole + 2) if np.gcd(step, whole) == 1)
+        mixed = np.arange(whole) * stride % whole
+        order[: whole * BLOCK] = order[: whole * BLOCK].reshape(whole, BLOCK)[mixed].ravel()
     return order
 
 

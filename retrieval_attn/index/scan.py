@@ -40,7 +40,7 @@ SAMPLE_STEP = 32
 """One key in so many is scored first, for a bound that few others pass."""
 BOUND_WORDS = 32
 """int32 that a tile of 4 queries has among the bounds of a coded scan: a bound for each lane of sums, and a zero."""
-AHEAD = 8
+AHEAD = 32
 """Rows asked for ahead of the one that is scored again."""
 
 _INT32 = ir.IntType(32)

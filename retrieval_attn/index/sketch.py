@@ -42,7 +42,7 @@ from retrieval_attn.index.pieces import KeyPieces
 LEAST_BYTES = 8
 RESCORE = 2
 """Keys scored exactly per key wanted."""
-SAMPLED_KEYS = 32768
+SAMPLED_KEYS = 8192
 """Most keys that the projection is learned from, evenly spaced."""
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
@@ -52,7 +52,7 @@ LEAST_LEAVES = 512
 """With fewer leaves all are looked at."""
 HELD_OUT, HELD_K = 64, 100
 """Training queries, and best keys of each, that tell how many leaves have to be looked at."""
-FOUND = 0.965
+FOUND = 0.98
 """Share of those keys that lie in the leaves looked at."""
 LATE_SHARE = 8
 """Keys are ordered anew when more than one in so many came after the last ordering."""
@@ -131,7 +131,7 @@ class SketchIndex(KeyIndex):
 
         key_bytes: most bytes per key, at least 8 (default head_dim / 2).
         rescore: how many keys get an exact score for each that is wanted (default 2).
-        share: of the leaves, what is looked at; default: what training queries need to find 96.5 % of their best 100
+        share: of the leaves, what is looked at; default: what training queries need to find 98 % of their best 100
         keys, by count and by weight. 1.0: all.
         Without keys the projection keeps what queries have most of. Raises ConfigError for other values or without
         finite training queries, ShapeError for keys that are not finite.

@@ -41,7 +41,6 @@ class WindowBuffers(NamedTuple):
 class HostPart(NamedTuple):
     """The host's partial as it comes back: out (batch * q_heads, value_dim) and lse (batch * q_heads,), float32.
 
-    On the device, or in page-locked host memory where `reaches_host` says None.
     rows: int64 (batch * q_heads,), which of them belongs to query head h of row b, at b * q_heads + h; None: that one.
     """
 
@@ -63,26 +62,9 @@ def split_count(batch: int, kv_heads: int, slots: int, processors: int) -> int:
     return max(1, min(wanted, -(-slots // BLOCK_TOKENS), MOST_SPLITS))
 
 
-def reaches_host(device: torch.device) -> str | None:
-    """Why the kernels on a CUDA device cannot read and write page-locked host memory where it lies; None: they can."""
-    kernels = _triton_kernels()
-    if kernels is None:
-        return "no Triton"
-    given = torch.arange(16, dtype=torch.float32)
-    try:
-        source, target = given.pin_memory(), torch.zeros(1, 16, pin_memory=True)
-        with torch.cuda.device(device):
-            kernels.stage_queries(source.view(1, 1, 1, 16), target, None)
-        torch.cuda.synchronize(device)
-    except Exception as error:  # whatever Triton makes of a pointer, or of a machine without a compiler
-        return f"{type(error).__name__}: {error}"
-    return None if torch.equal(target[0], given) else "what they write does not arrive"
-
-
 def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
     """Write query (batch, q_heads, 1, head_dim) as float32 to target (batch * q_heads, head_dim).
 
-    target: on the device, or in page-locked host memory where `reaches_host` says None.
     rows: int64, where query head h of row b goes, at b * q_heads + h; None: there, in order.
     """
     kernels = _triton(query)

@@ -170,16 +170,13 @@ def _merge_kernel(
     at = i.to(tl.int64)
     part, column = tl.arange(0, S), tl.arange(0, V)
     is_part, in_value = part < splits, column < value_dim
+    scores = tl.load(lse + at * splits + part, mask=is_part, other=-float("inf"))
+    top = tl.max(scores, axis=0)
     row = at
     if HAS_ROWS:
         row = tl.load(rows + i).to(tl.int64)
     if HAS_HOST:
-        # both on their way before either is needed: host memory is a microsecond away. Never from a cache
-        host_score = tl.load(host_lse + row, volatile=True)
-        host_mixed = tl.load(host_out + row * value_dim + column, mask=in_value, other=0.0, volatile=True)
-    scores = tl.load(lse + at * splits + part, mask=is_part, other=-float("inf"))
-    top = tl.max(scores, axis=0)
-    if HAS_HOST:
+        host_score = tl.load(host_lse + row)
         top = tl.maximum(top, host_score)
     if HAS_SINKS:
         sink_score = tl.load(sinks + i % q_heads).to(tl.float32)
@@ -196,7 +193,7 @@ def _merge_kernel(
     if HAS_HOST:
         weight = tl.exp(host_score - top)
         total += weight
-        mixed += weight * host_mixed
+        mixed += weight * tl.load(host_out + row * value_dim + column, mask=in_value, other=0.0)
     if HAS_SINKS:
         total += tl.exp(sink_score - top)
     mixed = mixed / tl.where(total > 0, total, 1.0)

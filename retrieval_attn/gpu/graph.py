@@ -1,9 +1,8 @@
 """Capturing one decode step as a CUDA graph, with calls to host code as nodes of it.
 
-`CudaRuntime` records on streams of its own: the main one computes, a side one calls a C function (`cudaLaunchHostFunc`)
-while the main one goes on; both join where the results are needed. Kernels write the queries into page-locked host
-memory and read the results there, so that nothing but the call lies between them; where they cannot, both are copied.
-The C function runs on a thread of CUDA's and must not call CUDA, nor need Python.
+`CudaRuntime` records on streams of its own: the main one computes, a side one copies queries to page-locked memory,
+calls a C function there (`cudaLaunchHostFunc`) and copies its results back, while the main one goes on; both join where
+the results are needed. The C function runs on a thread of CUDA's and must not call CUDA, nor need Python.
 
 `Runtime` says what a graph needs; `emulate.py` has the one that runs on a CPU.
 """
@@ -25,17 +24,12 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu.decode_kernels import reaches_host
 
 logger = logging.getLogger(__name__)
 
 
 class Shared(NamedTuple):
-    """float32 (count,) as the device and as the host use it: one tensor, or two of which calls copy one to the other.
-
-    The host's is a CPU tensor in any case, and so is the device's if it is the same: only kernels may use it, as
-    `decode_kernels` do; an operation of PyTorch's would run on the CPU.
-    """
+    """float32 (count,), of which calls copy one to the other; the host's is page-locked where that means something."""
 
     device: Tensor
     host: Tensor
@@ -90,10 +84,6 @@ class CudaRuntime:
         self._launch = host_function_launcher()
         with torch.cuda.device(device):
             self._open_pool()
-        reason = reaches_host(device)
-        self._reaches = reason is None
-        if reason is not None:
-            logger.warning("%s: kernels do not reach host memory (%s): every layer copies, slower", device, reason)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def shared(self, count: int) -> Shared:
@@ -103,19 +93,16 @@ class CudaRuntime:
             raise CaptureError(
                 f"{4 * count} bytes of page-locked memory cannot be had: {_first_line(error)}"
             ) from error
-        return Shared(host if self._reaches else torch.zeros(count, dtype=torch.float32, device=self._device), host)
+        return Shared(torch.zeros(count, dtype=torch.float32, device=self._device), host)
 
     def begin(self, call: HostCall) -> torch.cuda.Event:
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             self._side.wait_event(ready)
-            # a host function sees what kernels before it wrote to host memory, and kernels after it what it wrote
-            if call.queries.device is not call.queries.host:
-                call.queries.host.copy_(call.queries.device, non_blocking=True)
+            call.queries.host.copy_(call.queries.device, non_blocking=True)
             self._launch(self._side.cuda_stream, call.function, call.argument)
-            if call.results.device is not call.results.host:
-                call.results.device.copy_(call.results.host, non_blocking=True)
+            call.results.device.copy_(call.results.host, non_blocking=True)
             done.record(self._side)
         return done
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import threading
 from collections.abc import Iterator
 
@@ -12,21 +11,15 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu import decode_kernels
 from retrieval_attn.gpu import graph as graph_module
-from retrieval_attn.gpu.decode_kernels import HostPart, Parts, merge_parts, reaches_host, stage_queries
+from retrieval_attn.gpu.decode_kernels import HostPart, Parts, merge_parts, stage_queries
 from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.graph import CudaRuntime, HostCall, Runtime, cuda_runtime, host_function_launcher
+from retrieval_attn.gpu.graph import HostCall, Runtime, cuda_runtime, host_function_launcher
 
 
-@pytest.fixture(params=["emulated", *(pytest.param(name, marks=pytest.mark.cuda) for name in ("cuda", "copies"))])
-def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    """copies: on a device whose kernels do not reach host memory, so we say."""
-    if request.param == "copies":
-        monkeypatch.setattr(graph_module, "reaches_host", lambda device: "a test says so")
-        yield CudaRuntime(torch.device("cuda", 0))
-    else:
-        yield EmulatedRuntime() if request.param == "emulated" else cuda_runtime(0)
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    yield EmulatedRuntime() if request.param == "emulated" else cuda_runtime(0)
 
 
 def device_of(runtime: Runtime) -> str:
@@ -109,22 +102,6 @@ def test_host_functions_are_nodes(runtime: Runtime) -> None:
         runtime.synchronize()
         assert out.tolist() == [12.0 * step + 7] * 3
     assert threading.get_ident() not in host.threads and host.threads
-
-
-@pytest.mark.cuda
-def test_kernels_reach_host_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton is, nothing is copied; where they do not, that is said."""
-    if importlib.util.find_spec("triton") is not None:
-        assert reaches_host(torch.device("cuda", 0)) is None
-        shared = cuda_runtime(0).shared(5)
-        assert shared.device is shared.host and shared.host.is_pinned()
-    caplog.clear()
-    monkeypatch.setattr(decode_kernels, "_triton_kernels", lambda: None)
-    runtime = CudaRuntime(torch.device("cuda", 0))
-    shared = runtime.shared(5)
-    assert shared.device.is_cuda and shared.host.is_pinned()
-    (said,) = [record.getMessage() for record in caplog.records if "do not reach host memory" in record.getMessage()]
-    assert "no Triton" in said
 
 
 def test_results_before_the_join_are_wrong() -> None:

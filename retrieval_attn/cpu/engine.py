@@ -248,8 +248,8 @@ class LayerStep:
             words.FRESH_AT: graphs.fresh * 4,
             words.SURVIVORS_AT: graphs.fresh * 8,
             words.NUMBERS_AT: graphs.numbers * 8,
-            words.PROJECTED_AT: padded * graphs.numbers * 4,
-            words.SAMPLE_AT: queries * graphs.sample * 4,
+            words.PROJECTED_AT: TILE_QUERIES * graphs.numbers * 4,
+            words.SAMPLE_AT: TILE_QUERIES * graphs.sample * 4,
         }
         stride = 0
         for word, nbytes in layout.items():

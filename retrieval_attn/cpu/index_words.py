@@ -10,6 +10,7 @@ import numpy.typing as npt
 from retrieval_attn.cpu import step as words
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.block_search import scratch_floats
+from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.flat import SCAN_SHARE as CODES_SHARE
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.memory import aligned_empty
@@ -63,9 +64,10 @@ class IndexWords:
             words.LEAVES: means.blocks,
             words.LEAF_STEPS: means.step,
             words.READY: aligned_empty((8,), np.int64),
-            words.CHOSEN: aligned_empty((total + 1,), np.int32),
+            words.CHOSEN: aligned_empty((self._padded // TILE_QUERIES, total + 1), np.int32),
+            words.COUNTS: aligned_empty((self._padded // TILE_QUERIES,), np.int64),
             words.OWN_PLANES: aligned_empty((self._padded, rank), np.int8),
-            words.OWN_STEPS: aligned_empty((2, self._padded), np.float32),
+            words.OWN_STEPS: aligned_empty((self._padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32),
             words.OWN_BOUNDS: aligned_empty((self._padded,), np.float32),
         }
         arrays[words.READY][:] = 0
@@ -79,7 +81,7 @@ class IndexWords:
         row[words.RANK], row[words.WIDE] = len(side), coded.wide
         row[words.GRAPH_FIRST], row[words.KEPT] = first, kept
         self.kept = max(self.kept, kept)
-        self.planes = max(self.planes, self._padded * len(means.step))
+        self.planes = max(self.planes, TILE_QUERIES * len(means.step))
         self.numbers = max(self.numbers, rank)
         self.sample = max(self.sample, scratch_floats(len(means.blocks)))
         self.kept_alive += [row, arguments, arrays]

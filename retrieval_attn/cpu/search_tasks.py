@@ -229,40 +229,51 @@ def _scan_coded(descriptor, number, worker, like):
 
 @njit(nogil=True, cache=True)
 def _prepare_sketch(step, task, piece, row, scratch):
-    """What all parts of a sketch wait for: coded queries, the blocks to look at, and a bound for each query."""
+    """What all parts of a sketch wait for: coded queries, the blocks to look at, and a bound for each query.
+
+    Four queries at a time look together. Returns how many (query, place) pairs will be scored, leaves included.
+    """
     entry, queries, dim, padded = task[at.TASK_ENTRY], step[at.QUERIES], step[at.HEAD_DIM], step[at.PADDED]
     rank, wide, length = row[at.RANK], row[at.WIDE], piece[at.HIGH] - row[at.GRAPH_FIRST]
     tiles = floats_at(step[at.TILES_AT] + entry * padded * dim * 4, padded, dim)
-    projected = floats_at(scratch + step[at.PROJECTED_AT], padded, rank)
-    scores = floats_at(scratch + step[at.TILE_AT], TILE_QUERIES, 32)
-    project_queries(tiles, floats_at(row[at.QUERY_SIDE], rank, dim), projected, scores)
+    projected = floats_at(scratch + step[at.PROJECTED_AT], TILE_QUERIES, rank)
+    side, sizes = floats_at(row[at.QUERY_SIDE], rank, dim), floats_at(row[at.STEP_SIZES], 1, rank)[0]
     planes = carray(at_address(row[at.OWN_PLANES]), (padded, rank), np.int8)
-    steps = floats_at(row[at.OWN_STEPS], 2, padded)
+    steps = carray(at_address(row[at.OWN_STEPS]), (padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32)
     numbers = carray(at_address(scratch + step[at.NUMBERS_AT]), rank, np.float64)
-    encode_block_queries(projected, queries, floats_at(row[at.STEP_SIZES], 1, rank)[0], wide, planes, steps, numbers)
-    count = row[at.LEAF_NUMBERS]
-    leaf_planes = carray(at_address(scratch + step[at.PLANES_AT]), (padded, count), np.int8)
-    leaf_steps = floats_at(scratch + step[at.STEPS_AT], 2, padded)
-    sizes = floats_at(row[at.LEAF_STEPS], 1, count)[0]
-    encode_block_queries(projected, queries, sizes, count, leaf_planes, leaf_steps, numbers)
-    means = carray(at_address(row[at.LEAVES]), (row[at.LEAF_ROWS], count * BLOCK), np.uint8)
-    chosen = carray(at_address(row[at.CHOSEN]), row[at.TOTAL] + 1, np.int32)
-    sample = floats_at(scratch + step[at.SAMPLE_AT], queries, step[at.SAMPLE])
+    leaf_numbers = row[at.LEAF_NUMBERS]
+    leaf_planes = carray(at_address(scratch + step[at.PLANES_AT]), (TILE_QUERIES, leaf_numbers), np.int8)
+    leaf_steps = floats_at(scratch + step[at.STEPS_AT], 2, TILE_QUERIES)
+    leaf_sizes = floats_at(row[at.LEAF_STEPS], 1, leaf_numbers)[0]
+    means = carray(at_address(row[at.LEAVES]), (row[at.LEAF_ROWS], leaf_numbers * BLOCK), np.uint8)
+    chosen = carray(at_address(row[at.CHOSEN]), (padded // TILE_QUERIES, row[at.TOTAL] + 1), np.int32)
+    counts = carray(at_address(row[at.COUNTS]), padded // TILE_QUERIES, np.int64)
+    sample = floats_at(scratch + step[at.SAMPLE_AT], TILE_QUERIES, step[at.SAMPLE])
     bounds = carray(at_address(row[at.OWN_BOUNDS]), padded, np.float32)
     scores = floats_at(scratch + step[at.TILE_AT], 8, BLOCK)
+    products = floats_at(scratch + step[at.TILE_AT], TILE_QUERIES, 32)
     share = bits_to_float(np.int32(row[at.SHARE]))
-    looked_at = choose_blocks(
-        means, row[at.ORDERED], row[at.TOTAL], share, leaf_planes, leaf_steps, queries, chosen, sample, bounds, scores
-    )
     blocks = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], row[at.CODE_WIDTH]), np.uint8)
     ids = carray(at_address(row[at.IDS]), row[at.CODE_ROWS] * BLOCK, np.int32)
-    sample_bounds(
-        blocks, ids, planes, wide, steps, queries, chosen, looked_at, length, row[at.KEPT], sample, bounds, scores
-    )
-    ready = words_at(row[at.READY], 1, 8)[0]
-    ready[1] = looked_at
+    scored = np.int64(0)
+    for tile in range(padded // TILE_QUERIES):
+        first = tile * TILE_QUERIES
+        own = min(TILE_QUERIES, queries - first)
+        four = slice(first, first + TILE_QUERIES)
+        project_queries(tiles[four], side, projected, products)
+        encode_block_queries(projected, own, sizes, wide, planes[four], steps[tile], numbers)
+        encode_block_queries(projected, own, leaf_sizes, leaf_numbers, leaf_planes, leaf_steps, numbers)
+        counts[tile] = choose_blocks(
+            means, row[at.ORDERED], row[at.TOTAL], share, leaf_planes, leaf_steps, own, chosen[tile], sample,
+            bounds[four], scores,
+        )  # fmt: skip
+        sample_bounds(
+            blocks, ids, planes[four], wide, steps[tile], own, chosen[tile], counts[tile], length, row[at.KEPT],
+            sample, bounds[four], scores,
+        )  # fmt: skip
+        scored += own * (counts[tile] * BLOCK + (row[at.ORDERED] if counts[tile] < row[at.TOTAL] else 0))
     atomic_swap(row[at.READY], step[at.GENERATION])
-    return looked_at
+    return scored
 
 
 @njit(nogil=True, cache=True)
@@ -276,33 +287,38 @@ def _scan_sketch(descriptor, number, worker, like):
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
     if task[at.TASK_PART] < 0:
-        looked_at = _prepare_sketch(step, task, piece, row, scratch)
-        leaves = row[at.ORDERED] if looked_at < row[at.TOTAL] else 0
-        nbytes = looked_at * row[at.CODE_WIDTH] + leaves * row[at.LEAF_NUMBERS]
-        count_cost(step, worker, (looked_at * BLOCK + leaves) * queries, nbytes)
+        scored = _prepare_sketch(step, task, piece, row, scratch)
+        count_cost(step, worker, scored, scored // queries * (row[at.CODE_WIDTH] // BLOCK))
         return np.int64(0)
     wait_for(row[at.READY], step[at.GENERATION])
     rank, wide, kept, origin = row[at.RANK], row[at.WIDE], row[at.KEPT], row[at.GRAPH_FIRST]
     length = piece[at.HIGH] - origin  # a sketch is searched from its first key on
     part, parts = task[at.TASK_PART], task[at.TASK_PARTS]
-    looked_at = words_at(row[at.READY], 1, 8)[0, 1]
-    pairs = (looked_at + 1) // 2
-    first, last = pairs * part // parts * 2, min(pairs * (part + 1) // parts * 2, looked_at)
     blocks = carray(at_address(row[at.CODES]), (row[at.CODE_ROWS], row[at.CODE_WIDTH]), np.uint8)
     ids = carray(at_address(row[at.IDS]), row[at.CODE_ROWS] * BLOCK, np.int32)
     planes = carray(at_address(row[at.OWN_PLANES]), (padded, rank), np.int8)
-    steps = floats_at(row[at.OWN_STEPS], 2, padded)
-    chosen = carray(at_address(row[at.CHOSEN]), row[at.TOTAL] + 1, np.int32)
+    steps = carray(at_address(row[at.OWN_STEPS]), (padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32)
+    chosen = carray(at_address(row[at.CHOSEN]), (padded // TILE_QUERIES, row[at.TOTAL] + 1), np.int32)
+    looked_at = carray(at_address(row[at.COUNTS]), padded // TILE_QUERIES, np.int64)
     pool = words_at(scratch + step[at.SCAN_AT], queries, step[at.CAPACITY])
     counts = carray(at_address(scratch + step[at.COUNTS_AT]), queries, np.int64)
     bounds = carray(at_address(scratch + step[at.BOUNDS_AT]), padded, np.float32)
     bounds[:] = carray(at_address(row[at.OWN_BOUNDS]), padded, np.float32)
+    finite = floats_at(scratch + step[at.STEPS_AT], 1, padded)[0]
     scores = floats_at(scratch + step[at.TILE_AT], 8, BLOCK)
-    scan_chosen(
-        blocks, ids, planes, wide, steps, queries, chosen, first, last, length, kept, pool, counts, bounds, scores
-    )
+    for tile in range(padded // TILE_QUERIES):
+        first = tile * TILE_QUERIES
+        own = min(TILE_QUERIES, queries - first)
+        pairs = (looked_at[tile] + 1) // 2
+        start, stop = pairs * part // parts * 2, min(pairs * (part + 1) // parts * 2, looked_at[tile])
+        scan_chosen(
+            blocks, ids, planes[first : first + TILE_QUERIES], wide, steps[tile], own, chosen[tile], start, stop,
+            length, kept, pool[first : first + own], counts[first : first + own],
+            bounds[first : first + TILE_QUERIES], scores,
+        )  # fmt: skip
+        finite[first : first + TILE_QUERIES] = steps[tile, 0]
     start, stop = length * part // parts, length * (part + 1) // parts  # for queries that need an exact answer
-    _hand_in_codes(pool, counts, start, stop, origin, steps[0], step, task, piece, lists, like)
+    _hand_in_codes(pool, counts, start, stop, origin, finite, step, task, piece, lists, like)
     return np.int64(0)
 
 

@@ -91,8 +91,8 @@ from retrieval_attn.index.packed import EMPTY
     JOINED,
     NANOSECONDS,  # wall clock of the last run
     NUMBERS_AT,  # float64 (most numbers of a sketch,)
-    PROJECTED_AT,  # float32 (PADDED, most numbers of a sketch)
-    SAMPLE_AT,  # float32 (QUERIES, SAMPLE)
+    PROJECTED_AT,  # float32 (4, most numbers of a sketch)
+    SAMPLE_AT,  # float32 (4, SAMPLE)
     SAMPLE,
     GENERATION,  # counts the runs
 ) = range(57)
@@ -144,12 +144,13 @@ TASK_WORDS = 5
     LEAF_STEPS,  # float32 (LEAF_NUMBERS,)
     ORDERED,  # how many leaves
     SHARE,  # bits of a float32
-    READY,  # int64 (8,): the GENERATION that what follows belongs to, and how many blocks were chosen
-    CHOSEN,  # int32 (TOTAL + 1,)
+    READY,  # int64 (8,): the GENERATION that what follows belongs to
+    CHOSEN,  # int32 (PADDED / 4, TOTAL + 1): blocks that four queries look at together
+    COUNTS,  # int64 (PADDED / 4,): how many
     OWN_PLANES,  # int8 (PADDED, RANK): coded queries
-    OWN_STEPS,  # float32 (2, PADDED)
+    OWN_STEPS,  # float32 (PADDED / 4, 2, 4)
     OWN_BOUNDS,  # float32 (PADDED,)
-) = range(38)
+) = range(39)
 GRAPH_WORDS = 40
 # A list begins with how many packed candidates follow, in any order, and the row of the piece that they belong to if
 # they are packed by the sums of their codes (-1: by their scores).

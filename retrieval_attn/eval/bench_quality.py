@@ -92,11 +92,18 @@ def _judge_layer(
     start, stop = span
     q_heads, steps, dim = queries.shape
     group = q_heads // path.num_kv_heads
-    ids, scanned = _search(path, queries, span, k)
-    answer = path.attend(queries, start, stop, k, scale=scale)
+    # one step at a time: heads of a group look at keys together, and tokens of an answer do not
+    ids, outs, scanned = [], [], 0
+    for step in range(steps):
+        asked = np.ascontiguousarray(queries[:, step : step + 1])
+        own_ids, scores = _search(path, asked, span, k)
+        ids.append(own_ids)
+        scanned += scores
+        outs.append(path.attend(asked, start, stop, k, scale=scale).out.copy())
     found.scanned.append(scanned / (q_heads * steps * (stop - start)))
+    chosen_ids, out = np.concatenate(ids, axis=1), np.concatenate(outs, axis=1)
     stored_keys, stored_values = path.read(0, tokens)
-    largest = float(np.abs(answer.out).max())
+    largest = float(np.abs(out).max())
     for head in np.unique(np.linspace(0, q_heads - 1, HEADS).astype(int)):
         own = slice(head // group, head // group + 1)
         keys = _plain(path, stored_keys[own])[0]
@@ -104,10 +111,10 @@ def _judge_layer(
         logits = (keys @ queries[head].T).astype(np.float64) * scale
         values = stored_values[own]
         for step in range(steps):
-            chosen = ids[head, step]
+            chosen = chosen_ids[head, step]
             _judge_query(logits[:, step], chosen[chosen >= 0], span, k, found)
             wanted = _attended(path, logits[:, step], values, chosen[chosen >= 0])
-            error = float(np.abs(answer.out[head, step] - wanted).max()) / largest
+            error = float(np.abs(out[head, step] - wanted).max()) / largest
             found.error = max(found.error, error if error == error else np.inf)
 
 

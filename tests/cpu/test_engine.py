@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from retrieval_attn.cpu import engine as engine_module
+from retrieval_attn.index import sketch as sketch_module
 from retrieval_attn.cpu import host_attend
 from retrieval_attn.cpu.engine import LayerStep, Piece
 from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
@@ -172,6 +173,49 @@ def test_coded_scan_finds_what_the_index_finds(
             expected = apart(path, queries, TOKENS - 500, top_k)
     assert same(results[0], results[2]) and same(results[1], results[3])
     assert_close(results[0], expected)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[SyntheticHead], n: int) -> None:
+    """Four queries together, whatever the number of threads and parts."""
+    queries = np.concatenate([head.decode for head in heads])[:, :n]
+    train = np.concatenate([head.train_rotated for head in heads])
+    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
+    values = normal(np.random.default_rng(5), keys.shape, BF16)
+    results = []
+    for threads in (1, 5):
+        with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "CODED_TOKENS", 300)
+            patch.setattr(sketch_module, "LEAST_LEAVES", 32)
+            options = {"key_bytes": 16, "share": 0.06}
+            path = HostPath(2, DIM, DIM, BF16, index_kind="sketch", index_options=options, pool=pool)
+            path.append(keys, values)
+            path.build_index(SINKS, TOKENS - 500, train)
+            results.append(path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE))
+            expected = apart(path, queries, TOKENS - 500, 20)
+            assert results[-1].keys_scanned == expected.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
+    assert same(results[0], results[1])
+    assert_close(results[0], expected)
+
+
+def test_a_sketch_that_finds_too_few_gets_an_exact_answer(pool: Pool, heads: list[SyntheticHead]) -> None:
+    """Nearly all keys are missing from the leaves: fewer candidates than are scored again, so all keys are scanned."""
+    queries = np.concatenate([head.decode for head in heads])[:, :1]
+    train = np.concatenate([head.train_rotated for head in heads])
+    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
+    values = normal(np.random.default_rng(5), keys.shape, BF16)
+    paths = [
+        HostPath(2, DIM, DIM, BF16, index_kind=kind, index_options=options, pool=pool)
+        for kind, options in (("sketch", {"key_bytes": 16}), ("flat", {"codes": "none"}))
+    ]
+    for path in paths:
+        path.append(keys, values)
+        path.build_index(SINKS, TOKENS - 500, train)
+    for index in cast("Any", paths[0].segments[0]).indexes:
+        ids = index._search.ids
+        index._search = index._search._replace(ids=np.where(ids % 100 == 0, ids, -1).astype(np.int32))
+    got, exact = (path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE) for path in paths)
+    assert same(got, exact)
 
 
 def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[SyntheticHead]) -> None:

@@ -24,8 +24,9 @@ from retrieval_attn.index.synthetic import synthetic_head
 
 log = logging.getLogger(__name__)
 
-KEYS = 32768
-REPEATS = 5
+KEYS, SCANNED = 32768, 131072
+"""Keys of the graph and of the shorter scan, and of the longer one."""
+REPEATS = 7
 COLD = 2.0
 """A head is searched once per token, its graph cold in the caches; the same search repeated is about twice as fast.
 A scan streams, and is as fast cold as warm."""
@@ -64,20 +65,21 @@ def crossover(head_dim: int) -> int:
 
 
 def _measure(head_dim: int) -> int:
-    head = synthetic_head(KEYS, head_dim=head_dim, train=1024, decode=16)
+    head = synthetic_head(SCANNED, head_dim=head_dim, train=1024, decode=16)
     keys = from_float32(head.keys, Format.BFLOAT16)
+    queries = head.train_rotated
     scans = [
-        create("sketch", keys[:count], fmt=Format.BFLOAT16, queries=head.train_rotated, share=TYPICAL_SHARE)
-        for count in (KEYS // 2, KEYS)
+        create("sketch", keys[:count], fmt=Format.BFLOAT16, queries=queries, share=TYPICAL_SHARE)
+        for count in (KEYS, SCANNED)
     ]
-    graph = create("roargraph", keys, fmt=Format.BFLOAT16, queries=head.train_rotated, exact_below=0)
+    graph = create("roargraph", keys[:KEYS], fmt=Format.BFLOAT16, queries=queries, exact_below=0)
     # many heads in one call, as in decode, so that the price of a call is not measured
     heads = head.decode.shape[1]
     groups = np.ascontiguousarray(head.decode.transpose(1, 0, 2))
-    half, whole = (_seconds(functools.partial(type(scan).search_heads, [scan] * heads, groups, 100)) for scan in scans)
-    scan_seconds = 2 * max(whole - half, 1e-9)  # what keys cost, not what a call does
+    few, many = (_seconds(functools.partial(type(scan).search_heads, [scan] * heads, groups, 100)) for scan in scans)
+    scan_seconds = max(many - few, 1e-9) / (SCANNED - KEYS)  # what keys cost, not what a call does
     graph_seconds = _seconds(lambda: graph.search(groups.reshape(-1, head_dim), 100)) * COLD
-    return int(KEYS * graph_seconds / scan_seconds)
+    return int(graph_seconds / scan_seconds)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -31,6 +31,7 @@ from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.base import check_kind
 from retrieval_attn.index.cores import usable_cores
+from retrieval_attn.index.crossover import crossover
 from retrieval_attn.index.graph_options import GraphOptions
 from retrieval_attn.index.threads import kernel_threads
 from retrieval_attn.staging import Piece, staging
@@ -103,7 +104,7 @@ class HostWork:
     def _lists(
         self, host: HostPath, queries: Tensor, keys: Callable[[], Tensor], start: int, stop: int
     ) -> Tensor | None:
-        kk = list_length(host.index_kind, host.index_options, stop - start)
+        kk = list_length(host.index_kind, host.index_options, stop - start, queries.shape[2])
         if not kk or not beside(self.device):
             return None
         begin = _mark(self.device, timing=True)
@@ -305,12 +306,20 @@ class HostWork:
         return array
 
 
-def list_length(kind: str, options: Mapping[str, Any], keys: int) -> int:
-    """Entries that training lists over so many keys should have for this kind of index; 0: it wants none."""
+def list_length(kind: str, options: Mapping[str, Any], keys: int, head_dim: int) -> int:
+    """Entries that training lists over so many keys should have for this kind of index; 0: it wants none.
+
+    For `auto` this measures the machine, if it has not been done, before indexes are built in many threads.
+    """
     if "lists" not in check_kind(kind, dict(options)).option_names or "lists" in options:
         return 0
     usual = GraphOptions()
-    least = SKETCH_FROM if kind == "auto" else options.get("exact_below", usual.exact_below)
+    least = options.get("exact_below", usual.exact_below)
+    if kind == "auto":
+        least = SKETCH_FROM
+        if keys >= SKETCH_FROM:
+            below = options.get("scan_below")
+            least = max(SKETCH_FROM, crossover(head_dim) if below is None else below)
     return int(options.get("list_k", usual.list_k)) if keys >= max(1, least) else 0
 
 

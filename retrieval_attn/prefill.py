@@ -75,6 +75,12 @@ def final_norms(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    """The model's token embedding, where it says which that is."""
+    found = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    return [found] if isinstance(found, nn.Embedding) else []
+
+
 def wrap_layers(model: nn.Module, chunk: int) -> None:
     """Make every decoder layer walk long inputs in chunks of `chunk` tokens. Undone by `unwrap_layers`.
 
@@ -88,11 +94,13 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
     for norm in final_norms(model):
         _wrap(norm, _ChunkedNorm(norm, chunk, stream))
+    for embedding in _embeddings(model):
+        _wrap(embedding, _NotedEmbedding(embedding, stream))
 
 
 def unwrap_layers(model: nn.Module) -> None:
     """Give the decoder layers their own forward back. Nothing happens when they are not wrapped."""
-    for module in [*(layer for layer, _ in decoder_layers(model)), *final_norms(model)]:
+    for module in [*(layer for layer, _ in decoder_layers(model)), *final_norms(model), *_embeddings(model)]:
         if _ORIGINAL in module.__dict__:
             del module.forward  # the instance attribute; the class's forward shows again
             if (before := module.__dict__.pop(_ORIGINAL)) is not None:
@@ -129,8 +137,9 @@ def wrapped_chunk(model: nn.Module) -> int | None:
 class _Stream:
     """The hidden states on their way through the layers of one model.
 
-    A wrapped layer may write its output over its input, but only when the input is the output of the layer
-    before it and nobody else holds it: not the caller's embeddings, and not what a forward hook recorded.
+    A wrapped layer may write its output over its input, but only when the input is the output of the layer before it,
+    or of the model's own embedding (models keep that until they return, and look at it no more), and nobody else holds
+    it: not the caller's embeddings, and not what a forward hook recorded.
     """
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
@@ -180,6 +189,18 @@ class _Stream:
     def passed(self, out: Tensor, module: nn.Module, seen: bool) -> None:
         """`out` leaves `module`. seen: somebody else may keep it (forward hooks, output_hidden_states)."""
         self._latest = None if seen or module._forward_hooks else weakref.ref(out)
+
+
+class _NotedEmbedding:
+    """A token embedding's forward whose output the first layer may overwrite."""
+
+    def __init__(self, embedding: nn.Module, stream: _Stream) -> None:
+        self._embedding, self._original, self._stream = embedding, embedding.forward, stream
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._original(*args, **kwargs)
+        self._stream.passed(out, self._embedding, seen=False)
+        return out
 
 
 class _ChunkedLayer:
@@ -240,7 +261,8 @@ class _ChunkedLayer:
         self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tokens = hidden_states.shape[1]
-        whole = hidden_states if self._stream.may_overwrite(hidden_states) else None
+        seen = bool(kwargs.get("output_hidden_states")) or bool(self._layer._forward_hooks)
+        whole = hidden_states if not seen and self._stream.may_overwrite(hidden_states) else None
         rest: tuple[Any, ...] | None = None
         start = 0
         while start < tokens:
@@ -253,7 +275,7 @@ class _ChunkedLayer:
             whole, rest = part
             start = stop
         assert whole is not None
-        self._stream.passed(whole, self._layer, seen=bool(kwargs.get("output_hidden_states")))
+        self._stream.passed(whole, self._layer, seen=seen)
         return whole if rest is None else (whole, *rest)
 
     def _fitting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +232,28 @@ def test_layer_major_prefill_leaves_embeddings_and_hidden_states_alone() -> None
             got = model(inputs_embeds=embeddings, past_key_values=cache, output_hidden_states=record).hidden_states
     assert torch.equal(embeddings, before)
     assert len(got) == len(expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5
+
+
+def test_the_models_own_embeddings_are_written_over() -> None:
+    """A long prompt holds its hidden states once; recorded ones are those of an ordinary forward all the same."""
+    model = copy.deepcopy(tiny_model("llama"))
+    ids = random_ids(1, 70)
+    options: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": "all"}
+    made: list[torch.Tensor] = []
+    with torch.no_grad():
+        other = copy.deepcopy(model)  # recording leaves hooks behind
+        expected = other(ids, output_hidden_states=True, use_cache=False).hidden_states
+        ra.enable(model, **options, prefill_chunk=16)
+        embedding = model.get_input_embeddings()
+        inner = embedding.forward
+        embedding.forward = lambda given: made.append(inner(given)) or made[-1]
+        for record in (False, True):
+            got = model(
+                ids, past_key_values=ra.RetrievalCache(model, **options), output_hidden_states=record
+            ).hidden_states
+            assert torch.equal(made[-1], expected[0]) == record
     for mine, theirs in zip(got, expected, strict=True):
         assert (mine - theirs).abs().max() <= 1e-5
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import synthetic_head
 
 log = logging.getLogger(__name__)
+_lock = threading.Lock()
 
 KEYS, SCANNED = 32768, 131072
 """Keys of the graph and of the shorter scan, and of the longer one."""
@@ -42,13 +44,18 @@ def cache_file() -> Path:
     return root / "retrieval_attn" / "crossover.json"
 
 
-@functools.cache
 def crossover(head_dim: int) -> int:
     """Keys from which on a graph search for the best 100 is faster than the scan of a sketch, for keys of `head_dim`.
 
     Measured on the first call (a few seconds, told in the log) and kept in `cache_file()`; a file that cannot be
-    read or written is measured anew by the next process, with a line in the log.
+    read or written is measured anew by the next process, with a line in the log. Threads wait for the one that measures.
     """
+    with _lock:
+        return _crossover(head_dim)
+
+
+@functools.cache
+def _crossover(head_dim: int) -> int:
     machine = f"{VERSION}/{platform.machine()}/{_processor()}/{numba.get_num_threads()}/{head_dim}"
     known = _read()
     if machine not in known:

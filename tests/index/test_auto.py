@@ -85,14 +85,14 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(crossover, "_measure", once)
     file = crossover.cache_file()
     for _ in range(2):
-        crossover.crossover.cache_clear()
+        crossover._crossover.cache_clear()
         assert crossover.crossover(64) == 12345
     assert measured == [64] and list(json.loads(file.read_text()).values()) == [12345]
     file.write_text("{")
-    crossover.crossover.cache_clear()
+    crossover._crossover.cache_clear()
     assert crossover.crossover(64) == 12345 and measured == [64, 64]
     assert json.loads(file.read_text())
-    crossover.crossover.cache_clear()
+    crossover._crossover.cache_clear()
 
 
 def test_the_measurement_is_a_number_of_keys() -> None:

@@ -48,7 +48,7 @@ def crossover(head_dim: int) -> int:
     """Keys from which on a graph search for the best 100 is faster than the scan of a sketch, for keys of `head_dim`.
 
     Measured on the first call (a few seconds, told in the log) and kept in `cache_file()`; a file that cannot be
-    read or written is measured anew by the next process, with a line in the log. Threads wait for the one that measures.
+    read or written is measured anew by the next process, with a line in the log. Threads wait for one that measures.
     """
     with _lock:
         return _crossover(head_dim)

@@ -11,6 +11,7 @@ eagerly. DESIGN section 5.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -27,10 +28,12 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.cpu import step as words
 from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.cpu.serve import Server
 from retrieval_attn.decode import CAPTURABLE
-from retrieval_attn.errors import CaptureError, RetrievalAttentionError
+from retrieval_attn.errors import BackendError, CaptureError, RetrievalAttentionError
 from retrieval_attn.gpu.decode_kernels import advance
 from retrieval_attn.gpu.emulate import EmulatedRuntime
+from retrieval_attn.gpu.exchange import Hop, Replay, asked_hop
 from retrieval_attn.gpu.graph import Runtime, cuda_runtime
 from retrieval_attn.graph_layers import GraphLayer
 from retrieval_attn.layers import RetrievalLayer
@@ -143,9 +146,10 @@ class GraphDecoder:
         self.capture_failure: str | None = None
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in _hooks_of(module)]
-        self._graphs: dict[tuple[bool, bool], Callable[[], None]] = {}
+        self._graphs: dict[tuple[bool, bool], Replay] = {}
         self._cache: RetrievalCache | None = None
         self._stale = self._launched = False
+        self._replay: Replay | None = None
         self._columns = self._room = self._unsettled = 0
 
     @_ordinary_tensors
@@ -161,7 +165,7 @@ class GraphDecoder:
     def release(self) -> None:
         """Let the bound cache go, with all confirmed tokens in it; a launched one that was not confirmed is lost."""
         if self._launched:
-            self.runtime.synchronize()
+            self.runtime.synchronize()  # whose calls were served before `step` was left
             self._launched = False
         if self._cache is not None:
             self.settle()
@@ -175,7 +179,8 @@ class GraphDecoder:
 
         The logits are the same memory at every step. Before the next one the caller waits for them, by reading what it
         chose from them, and calls `confirm`. Raises CaptureError where the step cannot go on as a graph (the cache then
-        holds what was confirmed), ContextLengthError past the model's positions.
+        holds what was confirmed), ContextLengthError past the model's positions, BackendError where device and host
+        lost each other: the step then did not happen.
         """
         assert self._cache is not None and not self._launched
         self._cache.require_room(1, self._columns)
@@ -188,19 +193,33 @@ class GraphDecoder:
         kind = self.retrieves, self.padded
         if kind not in self._graphs:
             self._graphs[kind] = self._capture()
-        self._launched = True
-        self._graphs[kind]()
+        self._launched, self._replay = True, self._graphs[kind]
+        try:
+            self._replay()
+        except BackendError:
+            with contextlib.suppress(RuntimeError):  # the error is told already
+                self.runtime.synchronize()
+            self._launched, self._stale = False, True  # the device may have counted the token
+            raise
         self.replays += 1
         assert self._logits is not None
         return self._logits
 
     def confirm(self) -> None:
-        """The last step is over: count its token. Raises BackendError if a host search failed, with the layer named."""
+        """The last step is over: count its token. Raises BackendError, with the layer named, if a host search failed.
+
+        Or if it came too late.
+        """
         if not self._launched:
             return
         self._launched = False
+        assert self._replay is not None
         if self.retrieves:
             self._raise_errors()
+            failure = self._replay.failure()
+            if failure is not None:
+                self._stale = True  # as in `_raise_errors`
+                raise BackendError(failure)
             self._work += self._meters.reshape(len(self._slots), -1, words.METER_WORDS).sum(axis=1)
             self._nanoseconds += self._descriptors[:, words.NANOSECONDS]
         self._columns += 1
@@ -286,7 +305,7 @@ class GraphDecoder:
         for slot in self._slots:
             slot.raise_error()
 
-    def _capture(self) -> Callable[[], None]:
+    def _capture(self) -> Replay:
         """Record the step for the inputs at hand; afterwards everything is as before it.
 
         The passes before it compile kernels and take the libraries' workspaces, too.
@@ -380,17 +399,25 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
 _decoders: weakref.WeakKeyDictionary[PreTrainedModel, list[GraphDecoder]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_emulated = EmulatedRuntime()
+
+
+@functools.cache
+def _emulated(hop: Hop) -> EmulatedRuntime:
+    return EmulatedRuntime(Server, hop)
 
 
 def runtime_for(model: PreTrainedModel, emulate: bool = False) -> Runtime | None:
-    """The runtime of the model's device, or None where there is none. Raises BackendError without host functions."""
+    """The runtime of the model's device, or None where there is none, with the exchange that the environment asks for.
+
+    Raises BackendError where there is none that works, ConfigError if the environment asks for one that is unknown.
+    """
+    hop = asked_hop()
     if emulate:
-        return _emulated
+        return _emulated(hop or "push")
     device = input_device(model)
     if device.type != "cuda":
         return None
-    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device())
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, hop)
 
 
 def acquire(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> GraphDecoder:

@@ -26,7 +26,8 @@ from retrieval_attn.gpu.decode_kernels import (
     stage_queries,
     window_partials,
 )
-from retrieval_attn.gpu.graph import HostCall, Runtime
+from retrieval_attn.gpu.exchange import HostCall
+from retrieval_attn.gpu.graph import Runtime
 from retrieval_attn.gpu.window import WindowCache
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.sliding import SlidingLayer
@@ -55,7 +56,7 @@ class _Host:
 
     step: LayerStep
     call: HostCall
-    staged: Tensor  # (batch * q_heads, head_dim) view of the call's queries, the device's
+    staged: Tensor  # (batch * q_heads, head_dim) view of the call's queries, as the device writes them
     part: HostPart  # views of its results
     q_heads: int
     scale: float
@@ -207,14 +208,14 @@ class GraphLayer:
         batch, q_heads, _, dim = query.shape
         count, runtime = batch * q_heads, self._owner.runtime
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
-        queries, results = runtime.shared(count * dim), runtime.shared(lse_at + count)
+        queries, results = runtime.queries(count * dim), runtime.results(lse_at + count)
         rows = None if batch == 1 else torch.arange(count, device=query.device)
         part = HostPart(results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], rows)
         out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
         buffers = StepBuffers(queries.host.numpy(), out, lse, self._meters, self._descriptor)
         assert isinstance(self.layer, RetrievalLayer)
         step = LayerStep(self._owner.pool, self.layer.fmt, layer=self._number, buffers=buffers)
-        call = HostCall(queries, results, step.callback, step.address)
+        call = HostCall(queries, results, step.callback, step.address, f"layer {self._number}")
         return _Host(step, call, queries.device.view(count, dim), part, q_heads, scale, softcap)
 
 

@@ -20,6 +20,7 @@ import retrieval_attn as ra
 from retrieval_attn import graph_decode
 from retrieval_attn.decode import Steps
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.exchange import VARIABLE, Hop
 from tests.test_graph_decode import CONFIG, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model
 
@@ -28,12 +29,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    """No test continues another's decoders; float32 is float32."""
+def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test continues another's decoders; float32 is float32; the exchange is not the environment's choice."""
     torch.backends.cuda.matmul.allow_tf32 = False
     graph_decode._decoders.clear()
     graph_decode._failed.clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
     yield
+
+
+@pytest.fixture(params=["push", "node"])
+def hop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hop]:
+    """The test runs once with each exchange."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    yield request.param
 
 
 def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -42,7 +51,7 @@ def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
-def test_replays_equal_eager_decoding(name: str) -> None:
+def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
     """float32, across spills."""
     model = on_device(name)
     eager = Decoded(model, False)
@@ -51,7 +60,7 @@ def test_replays_equal_eager_decoding(name: str) -> None:
         assert name in ("gpt_oss", "qwen3_moe"), graphed.steps.reason  # experts may look at values on the CPU
         pytest.skip(f"eager: {graphed.steps.reason}")
     assert graphed.difference(eager) <= 2e-5
-    assert graphed.decoder.captures == 1 and graphed.decoder.replays == NEW
+    assert graphed.decoder.captures == 1 and graphed.decoder.replays == NEW and graphed.decoder.runtime.hop == hop
 
 
 @pytest.mark.parametrize(
@@ -61,12 +70,13 @@ def test_replays_equal_eager_decoding(name: str) -> None:
         {"batch": 2, "repeats": 2, "padded": True},
         {"repeats": 3},
         {"prompt": 14, "new": 40},
+        {"batch": 2, "padded": True, "prompt": 14, "new": 40},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
     ],
-    ids=["batch", "padded", "shared", "grows into retrieval", "spill always", "roargraph"],
+    ids=["batch", "padded", "shared", "grows into retrieval", "padded grows", "spill always", "roargraph"],
 )
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any]) -> None:
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:
     model = on_device("llama")
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 2e-5
@@ -81,7 +91,7 @@ def test_bfloat16_is_as_close_as_rounding() -> None:
     assert (graphed.logits[1].float() - exact.logits[1]).abs().max() <= 2 * rounding
 
 
-def test_thousands_of_tokens_in_constant_memory() -> None:
+def test_thousands_of_tokens_in_constant_memory(hop: Hop) -> None:
     """2,000 replays of one capture; host threads and device memory as after the first hundred."""
     model = on_device("llama")
     decoded = Decoded(model, True, new=100)
@@ -103,7 +113,7 @@ def test_thousands_of_tokens_in_constant_memory() -> None:
 
 
 @torch.no_grad()
-def test_an_error_in_a_host_node_names_its_layer() -> None:
+def test_an_error_of_a_search_names_its_layer(hop: Hop) -> None:
     """A search that fails inside the graph; the same graph goes on when it works again."""
     broken_search(on_device("llama"), True)
 
@@ -166,7 +176,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_ends_a_running_graph() -> None:
+def test_an_interrupt_ends_a_running_graph(hop: Hop) -> None:
     """SIGINT while replays run: no hang, no thread left over, and the model decodes on."""
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],

@@ -19,9 +19,11 @@ from transformers.generation import LogitsProcessorList, MaxLengthCriteria, Stop
 import retrieval_attn as ra
 from retrieval_attn import graph_decode, graph_layers
 from retrieval_attn.config import GraphMode
+from retrieval_attn.cpu.serve import Server
 from retrieval_attn.decode import Steps, forward, positions, run
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError, ContextLengthError
 from retrieval_attn.gpu.emulate import EmulatedRuntime
+from retrieval_attn.gpu.exchange import VARIABLE, Hop
 from retrieval_attn.graph_decode import GraphDecoder
 from tests.tiny_models import random_ids, tiny_model
 
@@ -33,11 +35,19 @@ PROMPT, NEW = 60, 12  # spills after 8 tokens
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    """No test continues another's decoders."""
+def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test continues another's decoders, or takes the exchange from its environment."""
     graph_decode._decoders.clear()
     graph_decode._failed.clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
     yield
+
+
+@pytest.fixture(params=["push", "node"])
+def hop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hop]:
+    """The test runs once with each exchange."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    yield request.param
 
 
 def enabled(name: str) -> Any:
@@ -102,12 +112,13 @@ class Decoded:
 
 
 @pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
-def test_replays_equal_eager_decoding(name: str) -> None:
+def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
     """Soft-cap, sliding layers, learned sinks, experts; spills cross. Everything but the first pass is a replay."""
     model = enabled(name)
     eager, graphed = Decoded(model, False), Decoded(model, "emulate")
     assert graphed.difference(eager) <= 1e-5
     assert graphed.decoder.captures == 1 and graphed.decoder.replays == graphed.steps.replays == NEW
+    assert graphed.decoder.runtime.hop == hop
     assert graphed.cache.get_seq_length() == eager.cache.get_seq_length() == PROMPT + NEW
     mine, others = graphed.cache.stats(), eager.cache.stats()
     assert (mine.keys_scanned, mine.bytes_read) == (others.keys_scanned, others.bytes_read)
@@ -139,7 +150,7 @@ def test_replays_equal_eager_decoding(name: str) -> None:
         "roargraph",
     ],
 )
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any]) -> None:
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:
     """Rows on one path are searched together until a spill parts them; a short prompt begins without a host part."""
     model = enabled("llama")
     eager, graphed = Decoded(model, False, **options), Decoded(model, "emulate", **options)
@@ -157,7 +168,7 @@ def test_sliding_windows_slide_past_their_buffer(monkeypatch: pytest.MonkeyPatch
     assert graphed.decoder._slots[0]._key.shape[2] == graphed.cache.layers[0].keep + 5  # type: ignore[union-attr]
 
 
-def test_the_next_cache_reuses_the_graph() -> None:
+def test_the_next_cache_reuses_the_graph(hop: Hop) -> None:
     """Contexts, questions and forks take turns in one decoder; a cache keeps its tokens when it leaves."""
     model = enabled("llama")
     first = Decoded(model, "emulate")
@@ -266,7 +277,7 @@ def test_generate_takes_the_switch_from_the_options() -> None:
 
 
 def broken_search(model: Any, graph: GraphMode) -> None:
-    """A graph whose index names tokens that are not there: an error from the host node, then repaired, then equal."""
+    """A graph whose index names tokens that are not there: an error of that search, then repaired, then equal."""
     decoded = Decoded(model, graph, config=CONFIG.replace(**ROARGRAPH), prompt=200, new=1)
     host: Any = decoded.cache.layers[1]
     found = host.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
@@ -290,7 +301,7 @@ def broken_search(model: Any, graph: GraphMode) -> None:
 
 
 @torch.no_grad()
-def test_an_error_in_a_host_node_names_its_layer() -> None:
+def test_an_error_of_a_search_names_its_layer(hop: Hop) -> None:
     """It surfaces after the replay; the cache keeps what was confirmed and goes on."""
     broken_search(enabled("llama"), "emulate")
 
@@ -371,7 +382,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(
     config = CONFIG.replace(**options)
     with pytest.raises(CaptureError, match=reason):
         Decoded(model, "emulate", config=config, new=2)
-    runtime = EmulatedRuntime()
+    runtime = EmulatedRuntime(Server)
     monkeypatch.setattr(graph_decode, "runtime_for", lambda model, emulate: runtime)
     with caplog.at_level(logging.WARNING, "retrieval_attn"):
         auto = [Decoded(model, "auto", config=config, new=2) for _ in range(2)]

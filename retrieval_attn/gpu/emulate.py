@@ -4,9 +4,11 @@ Every operation that PyTorch dispatches while a step is recorded is kept with it
 and writes what it returns into the tensors that it returned first, as a CUDA graph writes to the same addresses. So
 what a real graph would get wrong goes wrong here too: a number that Python computed stays what it was, and a tensor
 that was made anew for a step is not seen. Reading a tensor's value while recording is refused, as a capture refuses
-it. The host function is called from another thread; of the memory that it shares with the device each side has its own,
-and what one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
+it. What one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
 meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
+
+Both exchanges are there. "node": the host function is called from another thread. "push": the recorded operations run
+on another thread, the caller's serves them by the same compiled function as on a device (`emulate_push.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.graph import HostCall, Shared
+from retrieval_attn.gpu.emulate_push import EmulatedPush
+from retrieval_attn.gpu.exchange import Hop, HostCall, PlainReplay, Replay, Shared
+from retrieval_attn.gpu.push import Numbers, ServerOf
 
 # Operations whose result's shape, or whose result, has to be known on the CPU: a capture ends with an error there.
 READS_VALUES = {
@@ -40,34 +44,61 @@ READS_VALUES = {
 
 
 class EmulatedRuntime:
-    """See the module. `calls` counts host functions that were called."""
+    """See the module. `calls` counts calls of host functions, by replays under "push" those that were answered.
+
+    patience: seconds that an emulated device waits for an answer, and its host for a request. latency: seconds from a
+    launch to its beginning, under "push".
+    """
 
     processors = 2
 
-    def __init__(self) -> None:
+    def __init__(self, server_of: ServerOf, hop: Hop = "push") -> None:
         self._thread = ThreadPoolExecutor(1, "retrieval_attn-emulated")
         self._recorder: _Recorder | None = None
+        self._push: EmulatedPush | None = None
+        self.server_of, self.hop = server_of, hop
+        self.numbers = Numbers()
+        self.patience, self.latency = 60.0, 0.0
         self.calls = 0
 
-    def shared(self, count: int) -> Shared:
+    def queries(self, count: int) -> Shared:
+        host = torch.zeros(count, dtype=torch.float32)
+        return Shared(host if self.hop == "push" else torch.zeros_like(host), host)
+
+    def results(self, count: int) -> Shared:
         return Shared(torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float32))
 
-    def begin(self, call: HostCall) -> _Pending:
-        call.queries.host.copy_(call.queries.device)
+    def begin(self, call: HostCall) -> Any:
         call.results.device.fill_(torch.nan)
+        if self.hop == "push":
+            call_here(call)
+            self.calls += 1
+            number = None
+            if self._push is not None and self._recorder is not None:
+                number = self._push.add(call)
+                self._recorder.nodes.append(lambda push=self._push: push.ask(number))  # type: ignore[misc]
+            return call, number
+        call.queries.host.copy_(call.queries.device)
         pending = _Pending(self, call)
         self._do(pending.start)
         return pending
 
-    def join(self, begun: _Pending) -> None:
+    def join(self, begun: Any) -> None:
+        if self.hop == "push":
+            call, number = begun
+            if self._push is not None and self._recorder is not None:
+                self._recorder.nodes.append(lambda push=self._push: push.wait(number))  # type: ignore[misc]
+            call.results.device.numpy()[:] = call.results.host.numpy()  # not recorded: in a replay `wait` does it
+            return
         self._do(begun.wait)
         begun.call.results.device.copy_(begun.call.results.host)
 
     def warm_up(self, record: Callable[[], None]) -> None:
         record()
 
-    def capture(self, record: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, record: Callable[[], None]) -> Replay:
         recorder = self._recorder = _Recorder()
+        push = self._push = EmulatedPush(self) if self.hop == "push" else None
         try:
             with recorder:
                 record()
@@ -76,22 +107,28 @@ class EmulatedRuntime:
         except Exception as error:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
         finally:
-            self._recorder = None
-        return recorder.replay
+            self._recorder = self._push = None
+        if push is None or not push.calls:
+            return PlainReplay(recorder.replay)
+        push.work = recorder.replay
+        return push
 
     def synchronize(self) -> None:
         self._thread.submit(int).result()
 
-    def submit(self, call: HostCall) -> Future[None]:
-        """Call the host function on the other thread."""
-        self.calls += 1
-        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)
-        return self._thread.submit(function, call.argument)
+    def submit(self, action: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run it on the other thread."""
+        return self._thread.submit(action, *arguments)
 
     def _do(self, action: Callable[[], None]) -> None:
         action()
         if self._recorder is not None:
             self._recorder.nodes.append(action)
+
+
+def call_here(call: HostCall) -> None:
+    """Call the host function on this thread."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
 
 
 class _Pending:
@@ -104,7 +141,8 @@ class _Pending:
         self._taken, self._given = (part.numpy().view(np.int32) for part in (call.queries.host, call.queries.device))
 
     def start(self) -> None:
-        self._running = self._runtime.submit(self.call)
+        self._runtime.calls += 1
+        self._running = self._runtime.submit(call_here, self.call)
 
     def wait(self) -> None:
         assert self._running is not None

@@ -10,16 +10,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu import graph as graph_module
+from retrieval_attn.gpu import libraries
 from retrieval_attn.gpu.decode_kernels import HostPart, Parts, merge_parts, stage_queries
 from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.graph import HostCall, Runtime, cuda_runtime, host_function_launcher
+from retrieval_attn.gpu.exchange import Hop, HostCall
+from retrieval_attn.gpu.graph import CudaRuntime, Runtime, cuda_runtime
+from retrieval_attn.gpu.libraries import host_function_launcher
+
+AnyRuntime = EmulatedRuntime | CudaRuntime
+HOPS: tuple[Hop, ...] = ("push", "node")
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    yield EmulatedRuntime() if request.param == "emulated" else cuda_runtime(0)
+@pytest.fixture(
+    params=[
+        *(pytest.param(("emulated", hop), id=f"emulated-{hop}") for hop in HOPS),
+        *(pytest.param(("cuda", hop), id=f"cuda-{hop}", marks=pytest.mark.cuda) for hop in HOPS),
+    ]
+)
+def runtime(request: pytest.FixtureRequest) -> Iterator[AnyRuntime]:
+    where, hop = request.param
+    yield EmulatedRuntime(Server, hop) if where == "emulated" else cuda_runtime(0, Server, hop)
+
+
+@pytest.fixture(params=HOPS)
+def emulated(request: pytest.FixtureRequest) -> Iterator[EmulatedRuntime]:
+    yield EmulatedRuntime(Server, request.param)
 
 
 def device_of(runtime: Runtime) -> str:
@@ -57,7 +74,7 @@ class Doubling:
 
     def __init__(self, runtime: Runtime) -> None:
         self.threads: set[int] = set()
-        self.queries, self.results = runtime.shared(3), runtime.shared(4)
+        self.queries, self.results = runtime.queries(3), runtime.results(4)
         taken, given = self.queries.host.numpy(), self.results.host.numpy()
 
         @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -81,8 +98,11 @@ class Doubling:
         return merge_parts(self._none, part, None, torch.float32).view(3)
 
 
-def test_host_functions_are_nodes(runtime: Runtime) -> None:
-    """Called once per replay, on another thread, with the queries of that replay; what follows sees the results."""
+def test_host_functions_are_part_of_replays(runtime: AnyRuntime) -> None:
+    """Called once per replay with the queries of that replay; what follows sees the results.
+
+    A host node runs on another thread; else the one that launches answers.
+    """
     device, host = device_of(runtime), Doubling(runtime)
     given, out = torch.zeros(3, device=device), torch.zeros(3, device=device)
 
@@ -100,13 +120,13 @@ def test_host_functions_are_nodes(runtime: Runtime) -> None:
     for step in range(1, 4):
         replay()
         runtime.synchronize()
-        assert out.tolist() == [12.0 * step + 7] * 3
-    assert threading.get_ident() not in host.threads and host.threads
+        assert out.tolist() == [12.0 * step + 7] * 3 and replay.failure() is None
+    assert (threading.get_ident() in host.threads) == (runtime.hop == "push") and len(host.threads) == 1
 
 
-def test_results_before_the_join_are_wrong() -> None:
+def test_results_before_the_join_are_wrong(emulated: EmulatedRuntime) -> None:
     """The emulation shows what a graph would only do now and then."""
-    runtime, out, staged = EmulatedRuntime(), torch.zeros(3), torch.zeros(3)
+    runtime, out, staged = emulated, torch.zeros(3), torch.zeros(3)
     host = Doubling(runtime)
 
     def early() -> None:
@@ -123,8 +143,8 @@ def test_results_before_the_join_are_wrong() -> None:
     assert out.isnan().all()
 
 
-def test_queries_written_after_the_call_began_are_an_error() -> None:
-    runtime, staged = EmulatedRuntime(), torch.zeros(3)
+def test_queries_written_after_the_call_began_are_an_error(emulated: EmulatedRuntime) -> None:
+    runtime, staged = emulated, torch.zeros(3)
     host = Doubling(runtime)
 
     def late() -> None:
@@ -176,21 +196,21 @@ def test_an_error_of_the_model_while_recording_is_the_reason(runtime: Runtime) -
 
 
 def test_without_a_cuda_library_the_error_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_module, "_libraries", lambda: ["libnothing.so.7", "libc.so.6"])
+    monkeypatch.setattr(libraries, "_libraries", lambda: ["libnothing.so.7", "libc.so.6"])
     with pytest.raises(BackendError, match=r"libnothing.so.7: .*libc.so.6: has no cudaLaunchHostFunc.*graph=False"):
         host_function_launcher()
 
 
 def test_loaded_libraries_are_found_by_name() -> None:
     """A second copy of a CUDA runtime would know no stream of torch's: the loaded file comes first."""
-    found = graph_module._loaded("libtorch_cpu")
-    assert len(found) == 1 and found[0].startswith("/") and graph_module._loaded("libnot-loaded") == []
-    assert graph_module._libraries()[-1] == "libcuda.so.1"
+    found = libraries._loaded("libtorch_cpu")
+    assert len(found) == 1 and found[0].startswith("/") and libraries._loaded("libnot-loaded") == []
+    assert libraries._libraries()[-1] == "libcuda.so.1"
 
 
 def test_pairs_of_views_share_memory() -> None:
     """A view of an input is no result of its own: it shows what the replay wrote."""
-    runtime, given = EmulatedRuntime(), torch.zeros(2, 3)
+    runtime, given = EmulatedRuntime(Server), torch.zeros(2, 3)
     shown: list[Tensor] = []
     replay = runtime.capture(lambda: shown.append(given.add_(1).t()[1:]))
     replay()

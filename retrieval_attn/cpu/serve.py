@@ -1,0 +1,188 @@
+"""Answering what a device asks while it runs a graph: one compiled function for all calls of a replay, without the GIL.
+
+A call is a row of a table of int64 words behind one address. In the rows' order the function waits for the call's
+request word to hold the number of this replay, calls its C function, copies its results to the device and then writes
+the number to the call's answer word there, both by one stream of the device, in which the second follows the first.
+The functions that do this on the device come as addresses: CUDA's driver's, or an emulation's.
+
+It always ends: a request that does not come within a limit, a stream that is over or that reports an error ends the
+waiting, and every call that is left is answered all the same, so that the device does not wait for it.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic as _numba_intrinsic
+
+from retrieval_attn.cpu.atomics import at_address, atomic_load, nanoseconds, pause, yield_core
+
+intrinsic: Any = _numba_intrinsic
+
+# Words of the table's head.
+(
+    CALLS,  # how many rows follow
+    GENERATION,  # the number of this replay, positive, below 2**31
+    COPY,  # address of int32 f(device address, host address, bytes, stream)
+    WRITE,  # address of int32 f(stream, device address, uint32 value, uint32 flags)
+    QUERY_STREAM,  # address of int32 f(stream): 0 if all its work is done, NOT_READY, or an error
+    QUERY_EVENT,  # the same for an event
+    ANSWERS_BY,  # the stream of copies and answers
+    STREAM,  # the stream of the replay
+    BEGUN,  # an event in it just before the replay
+    LIMIT,  # nanoseconds to wait for a request once that event is over
+    SERVED,  # calls that were answered, written by `serve_calls`
+) = range(11)
+HEAD_WORDS = 16
+# A row.
+REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER = range(7)
+ROW_WORDS = 8
+
+MOST_CALLS = 512
+NOT_READY = 600
+"""CUDA's code for work that is still under way."""
+NEVER_ASKED, ENDED = -1, -2
+"""What `serve_calls` returns, beside 0 and CUDA's codes: the limit passed; the stream was over without a request."""
+LOOKS = 16
+"""Looks at the request word between two readings of the clock."""
+CHECK_NANOSECONDS = 50_000_000
+YIELD_NANOSECONDS = 5_000_000
+"""Longer than a layer takes anywhere: until then the core is kept, for whoever gives it away gets it back late."""
+
+_INT32, _INT64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
+
+
+@intrinsic
+def _call(typingctx, function, argument):
+    """void f(void *)"""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_VOID, [_INT64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _call_copy(typingctx, function, target, source, size, stream):
+    """int32 f(int64, int64, int64, int64), as int64."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_INT32, [_INT64] * 4)
+        code = builder.call(builder.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
+        return builder.sext(code, _INT64)
+
+    return types.int64(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def _call_write(typingctx, function, stream, address, value):
+    """int32 f(int64 stream, int64 address, uint32 value, uint32 0), as int64."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_INT32, [_INT64, _INT64, _INT32, _INT32])
+        arguments = [args[1], args[2], builder.trunc(args[3], _INT32), ir.Constant(_INT32, 0)]
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), arguments), _INT64)
+
+    return types.int64(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def _call_query(typingctx, function, handle):
+    """int32 f(int64), as int64."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_INT32, [_INT64])
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]]), _INT64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True)
+def _await_request(head, row):
+    """0 when the call was asked for, else why it will not be."""
+    request, generation = row[REQUEST], head[GENERATION]
+    since = checked = nanoseconds()
+    while True:
+        for _ in range(LOOKS):
+            if atomic_load(request) == generation:
+                return np.int64(0)
+            pause()
+        now = nanoseconds()
+        if now - checked > CHECK_NANOSECONDS:
+            checked = now
+            state = _call_query(head[QUERY_EVENT], head[BEGUN])
+            if state == NOT_READY:
+                since = now  # the device is still busy with what was launched before
+            elif state != 0:
+                return state
+            else:
+                state = _call_query(head[QUERY_STREAM], head[STREAM])
+                if state == 0:
+                    return np.int64(0) if atomic_load(request) == generation else np.int64(ENDED)
+                if state != NOT_READY:
+                    return state
+        if now - since > head[LIMIT]:
+            return np.int64(NEVER_ASKED)
+        if now - since > YIELD_NANOSECONDS:
+            yield_core()
+
+
+@njit(nogil=True, cache=True)
+def serve_calls(table):
+    """Serve the table at address `table` for one replay, which was launched. Returns 0, or why it ended early."""
+    head = carray(at_address(table), (HEAD_WORDS,), np.int64)
+    rows = carray(at_address(table + 8 * HEAD_WORDS), (head[CALLS], ROW_WORDS), np.int64)
+    for i in range(head[CALLS]):
+        row = rows[i]
+        code = _await_request(head, row)
+        if code == 0:
+            _call(row[FUNCTION], row[ARGUMENT])
+            code = _call_copy(head[COPY], row[TARGET], row[SOURCE], row[SIZE], head[ANSWERS_BY])
+        if code == 0:
+            code = _call_write(head[WRITE], head[ANSWERS_BY], row[ANSWER], head[GENERATION])
+        if code != 0:
+            head[SERVED] = i
+            for j in range(i, head[CALLS]):
+                _call_write(head[WRITE], head[ANSWERS_BY], rows[j, ANSWER], head[GENERATION])
+            return code
+    head[SERVED] = head[CALLS]
+    return np.int64(0)
+
+
+class Server:
+    """The table of one graph's calls. What its addresses name is kept alive by its owner."""
+
+    run = staticmethod(serve_calls)
+    """`serve_calls`, itself: between a replay's launch and its serving no Python runs that a signal could interrupt."""
+
+    def __init__(self, functions: tuple[int, int, int, int], answers_by: int, limit_seconds: float) -> None:
+        """functions: addresses of COPY, WRITE, QUERY_STREAM, QUERY_EVENT; answers_by: the stream of both."""
+        self._words = np.zeros(HEAD_WORDS + MOST_CALLS * ROW_WORDS, np.int64)
+        self.head, self.rows = self._words[:HEAD_WORDS], self._words[HEAD_WORDS:].reshape(MOST_CALLS, ROW_WORDS)
+        self.head[COPY : QUERY_EVENT + 1] = functions
+        self.head[ANSWERS_BY], self.head[LIMIT] = answers_by, int(limit_seconds * 1e9)
+        self.table = int(self._words.ctypes.data)
+        serve_calls.compile("int64(int64)")
+
+    def add(
+        self, *, request: int, function: int, argument: int, target: int, source: int, size: int, answer: int
+    ) -> None:
+        """One call more: addresses of its words and memory, `size` bytes of results, and void function(argument)."""
+        self.rows[self.head[CALLS]] = request, function, argument, target, source, size, answer, 0
+        self.head[CALLS] += 1
+
+    def prepare(self, generation: int, stream: int, event: int) -> None:
+        """Before a replay: its number, its stream, and an event in it at the replay's beginning."""
+        self.head[GENERATION], self.head[STREAM], self.head[BEGUN], self.head[SERVED] = generation, stream, event, 0
+
+    @property
+    def served(self) -> int:
+        """Calls that the last replay got answered."""
+        return int(self.head[SERVED])

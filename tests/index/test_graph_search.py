@@ -11,6 +11,7 @@ import pytest
 from retrieval_attn.index.codes import CodedQueries, Codes, encode_keys, encode_query
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.graph_search import RANGE_BEAM, Graph, fill_pool, make_scratch, search_graph, search_rows
+from tests.cpu.reference import strided
 
 NEVER = 1 << 40
 DIM = 20
@@ -21,7 +22,8 @@ class Case:
 
     def __init__(self, nodes: int, degree: int, *, linked: int | None = None, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        self.keys = rng.standard_normal((nodes + 50, DIM), dtype=np.float32)
+        # with gaps, as an index gives them to the kernel: it is compiled once more for an array without
+        self.keys = strided(rng.standard_normal((nodes + 50, DIM), dtype=np.float32))
         self.queries = rng.standard_normal((6, DIM), dtype=np.float32)
         ids = rng.permutation(nodes + 50)[:nodes].astype(np.int32)
         coded: Codes = encode_keys(self.keys[ids], Format.FLOAT32)

@@ -19,6 +19,8 @@ endif
 CODE := retrieval_attn tests training tools examples
 # The longest single test is far below this; a hang fails instead of eating the whole CI time.
 TEST_TIMEOUT := 300
+# Side by side, each takes whole files: kernels are compiled on one core, and most tests need no more than one.
+TEST_PROCESSES ?= 2
 
 .PHONY: help venv needle test lint format check cuda-test clean
 
@@ -44,7 +46,7 @@ needle: $(INSTALLED)
 	$(RUN) retrieval_attn.cli needle
 
 test: $(INSTALLED)
-	$(RUN) pytest --timeout=$(TEST_TIMEOUT)
+	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile
 
 lint: $(INSTALLED)
 	$(RUN) ruff check $(CODE)

@@ -1,10 +1,15 @@
-"""What every test shares: no network, few threads, a header with versions, CUDA skips, the bundled model."""
+"""What every test shares: no network, few threads, a header with versions, CUDA skips, the bundled model.
+
+Several processes may run the tests side by side (`pytest -n 2 --dist loadfile`, as `make test` does): what they share
+is Numba's cache of compiled kernels, and the cores.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +19,24 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Before OpenMP starts: a thread that waits must not hold a core that another process can use.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-THREADS = min(2, os.cpu_count() or 1)
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Time limits per example say more about what else runs on the machine than about the code.
 hypothesis.settings.register_profile("shared-machine", deadline=None)
 hypothesis.settings.load_profile("shared-machine")
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "faiss-cpu", "hypothesis", "pytest")
+
+
+def torch_threads(processes: int) -> int:
+    """Of each process: on a shared machine the default pool makes tests slower, not faster."""
+    return max(1, min(2, (os.cpu_count() or 1) // processes))
 
 
 def _version(name: str) -> str:
@@ -47,14 +59,40 @@ def _cpu_name() -> str:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """A failure report without versions and machine cannot be repeated."""
     versions = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
-    return [f"libraries: {versions}", f"cpu: {_cpu_name()}, {os.cpu_count()} cores, torch threads {THREADS}"]
+    processes = getattr(config.option, "numprocesses", None) or 1  # here is the one that hands out the tests
+    threads = f"{processes} at once, torch threads {torch_threads(processes)} each"
+    return [f"libraries: {versions}", f"cpu: {_cpu_name()}, {os.cpu_count()} cores, {threads}"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pins torch's threads: on a shared machine the default pool makes tests slower, not faster."""
+    """Pins torch's threads, and lets processes side by side write to one cache of kernels."""
     import torch
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(torch_threads(PROCESSES))
+    if PROCESSES > 1:
+        _save_kernels_in_turn(os.environ["PYTEST_XDIST_TESTRUNUID"])
+
+
+def _save_kernels_in_turn(run: str) -> None:
+    """One process at a time writes to Numba's cache.
+
+    Two that save a kernel of the same function for different types at once would give both the same file name, and a
+    later process would load the machine code of one for the other.
+    """
+    import fcntl
+
+    from numba.core import caching
+
+    files: Any = caching.IndexDataCacheFile
+    save = files.save
+    path = Path(tempfile.gettempdir()) / f"numba-cache-{run}.lock"
+
+    def in_turn(self: Any, key: Any, data: Any) -> None:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            save(self, key, data)
+
+    files.save = in_turn
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

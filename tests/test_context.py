@@ -248,7 +248,12 @@ def test_the_models_own_embeddings_are_written_over() -> None:
         ra.enable(model, **options, prefill_chunk=16)
         embedding = model.get_input_embeddings()
         inner = embedding.forward
-        embedding.forward = lambda given: made.append(inner(given)) or made[-1]
+
+        def noted(given: torch.Tensor) -> torch.Tensor:
+            made.append(inner(given))
+            return made[-1]
+
+        embedding.forward = noted
         for record in (False, True):
             got = model(
                 ids, past_key_values=ra.RetrievalCache(model, **options), output_hidden_states=record

@@ -20,6 +20,7 @@ CODE := retrieval_attn tests training tools examples
 # The longest single test is far below this; a hang fails instead of eating the whole CI time.
 TEST_TIMEOUT := 300
 # Side by side, each takes whole files: kernels are compiled on one core, and most tests need no more than one.
+# One that crashes ends the run: a successor would wait for ever.
 TEST_PROCESSES ?= 2
 
 .PHONY: help venv needle test lint format check cuda-test clean
@@ -46,7 +47,7 @@ needle: $(INSTALLED)
 	$(RUN) retrieval_attn.cli needle
 
 test: $(INSTALLED)
-	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile
+	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
 
 lint: $(INSTALLED)
 	$(RUN) ruff check $(CODE)

@@ -54,6 +54,7 @@ class HostSize:
         """What the index may hold at most, one for each kind that it may turn out to be."""
         from retrieval_attn.index.codes import code_width
         from retrieval_attn.index.graph_options import GraphOptions
+        from retrieval_attn.index.leaves import PLACE_BYTES
 
         kind, given, dim = self.options.index, self.options.index_options, self.shape.key_dim
         # a scan searches the stored keys themselves, unless it codes them; int8 keys are codes already
@@ -62,7 +63,8 @@ class HostSize:
         if kind == "flat":
             return (scan if given.get("codes", "none") == "none" else codes,)
         half = max(8, dim // 2)
-        sketch = _Held(given.get("key_bytes", half) if kind == "sketch" else half, None, "a sketch of every key")
+        numbers = given.get("key_bytes", half) if kind == "sketch" else half
+        sketch = _Held(numbers + PLACE_BYTES, None, "a sketch of every key, its id and share of a leaf")
         if kind == "sketch":
             return (sketch,)
         own = given if kind == "roargraph" else {}

@@ -26,6 +26,8 @@ TREE_NUMBERS = 16
 """Numbers of a key that the tree may split at: the first carry most of what queries tell keys apart by."""
 LEAF_NUMBERS = 32
 """Most numbers of a leaf's mean, each in 8 bits."""
+PLACE_BYTES = 4 + LEAF_NUMBERS // BLOCK
+"""Bytes per key beside its codes: the id of its place, and its share of the leaf's mean."""
 SPREAD_SAMPLE = 256
 """Keys of a node that the number which varies most is told from."""
 SAMPLE_STEP = 8

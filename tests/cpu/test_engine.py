@@ -109,14 +109,18 @@ def heads() -> list[SyntheticHead]:
     return [synthetic_head(TOKENS, head_dim=DIM, group=GROUP, train=512, decode=6, seed=seed) for seed in (0, 1)]
 
 
-def graph_path(pool: Pool, heads: list[SyntheticHead], **options: Any) -> HostPath:
-    """Tokens of `heads`, a graph over all but the sinks and the last 500."""
-    options = {"exact_below": 0, "beam": 48, **options}
-    path = HostPath(2, DIM, DIM, BF16, index_kind="roargraph", index_options=options, pool=pool)
+def trained_path(pool: Pool, heads: list[SyntheticHead], kind: str, options: dict[str, Any]) -> HostPath:
+    """Tokens of `heads`, an index over all but the sinks and the last 500."""
+    path = HostPath(2, DIM, DIM, BF16, index_kind=kind, index_options=options, pool=pool)
     keys = from_float32(np.stack([head.keys for head in heads]), BF16)
     path.append(keys, normal(np.random.default_rng(5), keys.shape, BF16))
     path.build_index(SINKS, TOKENS - 500, np.concatenate([head.train_rotated for head in heads]))
     return path
+
+
+def graph_path(pool: Pool, heads: list[SyntheticHead], **options: Any) -> HostPath:
+    """See `trained_path`, of a graph."""
+    return trained_path(pool, heads, "roargraph", {"exact_below": 0, "beam": 48, **options})
 
 
 def apart(path: HostPath, queries: npt.NDArray[np.float32], stop: int, top_k: int) -> HostPartial:
@@ -153,16 +157,11 @@ def test_coded_scan_finds_what_the_index_finds(
 ) -> None:
     """The same keys get an exact score, however many parts the codes are scanned in."""
     queries = np.concatenate([head.decode for head in heads])[:, :n]
-    train = np.concatenate([head.train_rotated for head in heads])
-    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
-    values = normal(np.random.default_rng(5), keys.shape, BF16)
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "CODED_TOKENS", 300)
-            path = HostPath(2, DIM, DIM, BF16, index_kind=kind, index_options=options, pool=pool)
-            path.append(keys, values)
-            path.build_index(SINKS, TOKENS - 500, train)
+            path = trained_path(pool, heads, kind, options)
             assert path._step_pieces(SINKS, TOKENS) is not None
             results += [path.attend(queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
             assert results[-1].keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)
@@ -179,18 +178,12 @@ def test_coded_scan_finds_what_the_index_finds(
 def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[SyntheticHead], n: int) -> None:
     """Four queries together, whatever the number of threads and parts."""
     queries = np.concatenate([head.decode for head in heads])[:, :n]
-    train = np.concatenate([head.train_rotated for head in heads])
-    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
-    values = normal(np.random.default_rng(5), keys.shape, BF16)
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "CODED_TOKENS", 300)
             patch.setattr(sketch_module, "LEAST_LEAVES", 32)
-            options = {"key_bytes": 16, "share": 0.06}
-            path = HostPath(2, DIM, DIM, BF16, index_kind="sketch", index_options=options, pool=pool)
-            path.append(keys, values)
-            path.build_index(SINKS, TOKENS - 500, train)
+            path = trained_path(pool, heads, "sketch", {"key_bytes": 16, "share": 0.06})
             results.append(path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE))
             expected = apart(path, queries, TOKENS - 500, 20)
             assert results[-1].keys_scanned == expected.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
@@ -201,16 +194,10 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
 def test_a_sketch_that_finds_too_few_gets_an_exact_answer(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Nearly all keys are missing from the leaves: fewer candidates than are scored again, so all keys are scanned."""
     queries = np.concatenate([head.decode for head in heads])[:, :1]
-    train = np.concatenate([head.train_rotated for head in heads])
-    keys = from_float32(np.stack([head.keys for head in heads]), BF16)
-    values = normal(np.random.default_rng(5), keys.shape, BF16)
     paths = [
-        HostPath(2, DIM, DIM, BF16, index_kind=kind, index_options=options, pool=pool)
+        trained_path(pool, heads, kind, options)
         for kind, options in (("sketch", {"key_bytes": 16}), ("flat", {"codes": "none"}))
     ]
-    for path in paths:
-        path.append(keys, values)
-        path.build_index(SINKS, TOKENS - 500, train)
     for index in cast("Any", paths[0].segments[0]).indexes:
         ids = index._search.ids
         index._search = index._search._replace(ids=np.where(ids % 100 == 0, ids, -1).astype(np.int32))

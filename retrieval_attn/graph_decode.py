@@ -31,6 +31,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.decode import CAPTURABLE
 from retrieval_attn.errors import BackendError, CaptureError, RetrievalAttentionError
+from retrieval_attn.gpu.code_search import Scratch
 from retrieval_attn.gpu.decode_kernels import advance
 from retrieval_attn.gpu.emulate import EmulatedRuntime
 from retrieval_attn.gpu.exchange import Hop, Replay, asked_hop
@@ -146,7 +147,8 @@ class GraphDecoder:
         self.capture_failure: str | None = None
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in _hooks_of(module)]
-        self._graphs: dict[tuple[bool, bool], Replay] = {}
+        self._graphs: dict[tuple[bool, bool, int], Replay] = {}
+        self.scratch: dict[Any, Scratch] = {}
         self._cache: RetrievalCache | None = None
         self._stale = self._launched = False
         self._replay: Replay | None = None
@@ -190,10 +192,10 @@ class GraphDecoder:
             self._spill()
         self._token.copy_(token[:, None])
         self._position.copy_(position[:, None])
-        kind = self.retrieves, self.padded
-        if kind not in self._graphs:
-            self._graphs[kind] = self._capture()
-        self._launched, self._replay = True, self._graphs[kind]
+        if self._kind not in self._graphs:
+            captured = self._capture()
+            self._graphs[self._kind] = captured  # a first pass may have told what is searched
+        self._launched, self._replay = True, self._graphs[self._kind]
         try:
             self._replay()
         except BackendError:
@@ -251,7 +253,17 @@ class GraphDecoder:
         self.settle()
         self._stale = True
 
+    @property
+    def most_coded(self) -> int:
+        """See `Owner`."""
+        return max(slot.most_coded for slot in self._slots)
+
     # -- inside -------------------------------------------------------------------------------------
+
+    @property
+    def _kind(self) -> tuple[bool, bool, int]:
+        """What a graph is captured for."""
+        return self.retrieves, self.padded, self.most_coded if self.retrieves else 0
 
     def _take(self) -> None:
         """Bind the cache's layers as they are now."""
@@ -389,8 +401,11 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
     for layer in _layers(cache):
         key, value = layer.window.buffers
         slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
-        fmt = layer.fmt if isinstance(layer, RetrievalLayer) else None
-        layers.append((type(layer), key.shape[:2], slots, key.shape[3], value.shape[3], key.dtype, key.device, fmt))
+        fmt = codes = None
+        if isinstance(layer, RetrievalLayer):
+            fmt, codes = layer.fmt, layer.code_shape(key.shape[3])
+        sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
+        layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
     weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))
     hooks = hash(tuple(id(hook) for module in model.modules() for hook in _hooks_of(module)))
     return id(runtime), id(default_pool()), weights, hooks, tuple(layers)

@@ -18,6 +18,7 @@ from retrieval_attn.cpu.host_attend import plan_paths
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.code_search import Aim, CodeSearch, Scratch, class_of, shared_scratch
 from retrieval_attn.gpu.decode_kernels import (
     HostPart,
     WindowBuffers,
@@ -29,6 +30,7 @@ from retrieval_attn.gpu.decode_kernels import (
 from retrieval_attn.gpu.exchange import HostCall
 from retrieval_attn.gpu.graph import Runtime
 from retrieval_attn.gpu.window import WindowCache
+from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.sliding import SlidingLayer
 
@@ -37,13 +39,18 @@ SLIDING_ROOM = 256
 
 
 class Owner(Protocol):
-    """What a layer asks of its decoder."""
+    """What a layer asks of its decoder. scratch: for searches of codes, which layers take turns with."""
 
     runtime: Runtime
     pool: Pool
     recording: bool
     retrieves: bool
     padded: bool
+    scratch: dict[Any, Scratch]
+
+    @property
+    def most_coded(self) -> int:
+        """The largest of all layers, see `GraphLayer`."""
 
     def settle(self) -> None: ...
 
@@ -58,6 +65,8 @@ class _Host:
     call: HostCall
     staged: Tensor  # (batch * q_heads, head_dim) view of the call's queries, as the device writes them
     part: HostPart  # views of its results
+    search: CodeSearch | None  # of codes on the device, and where it names candidates
+    ids: Tensor | None
     q_heads: int
     scale: float
     softcap: float | None
@@ -163,10 +172,18 @@ class GraphLayer:
             if plan_paths(host.step, paths, ranges, host.q_heads, n, top_k, **options):
                 if host.part.rows is not None:
                     host.part.rows.copy_(_places(rows_of, host.q_heads))
+                if host.search is not None:
+                    host.search.aim(_aims(host.step, rows_of, top_k))
                 return
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
         )
+
+    @property
+    def most_coded(self) -> int:
+        """Keys that a search of codes on the device is recorded for; 0: none is searched."""
+        search = None if self._host is None else self._host.search
+        return class_of(search.most) if search is not None and search.most else 0
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
@@ -181,6 +198,10 @@ class GraphLayer:
         if owner.retrieves and isinstance(self.layer, RetrievalLayer):
             host = self._host_for(query, value.shape[3], scale, softcap)
             stage_queries(query, host.staged, host.part.rows)
+            if host.search is not None and host.ids is not None and owner.most_coded:
+                sizes = query.shape[0] * host.q_heads, owner.most_coded, host.search.shape.room, query.device
+                scratch = shared_scratch(owner.scratch, *sizes)
+                host.search.run(query, host.ids, host.part.rows, scratch, owner.runtime.opaque)
             begun, part = owner.runtime.begin(host.call), host.part
         window = WindowBuffers(self._key, self._value, self._span, self._valid if owner.padded else None)
         options: dict[str, Any] = {"softcap": softcap, "reach": self._reach, "splits": self._splits}
@@ -208,15 +229,24 @@ class GraphLayer:
         batch, q_heads, _, dim = query.shape
         count, runtime = batch * q_heads, self._owner.runtime
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
-        queries, results = runtime.queries(count * dim), runtime.results(lse_at + count)
+        assert isinstance(self.layer, RetrievalLayer)
+        shape = self.layer.code_shape(dim)
+        named = 0 if shape is None else count * shape.room
+        queries, results = runtime.queries(count * dim + named), runtime.results(lse_at + count)
         rows = None if batch == 1 else torch.arange(count, device=query.device)
         part = HostPart(results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], rows)
         out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
-        buffers = StepBuffers(queries.host.numpy(), out, lse, self._meters, self._descriptor)
-        assert isinstance(self.layer, RetrievalLayer)
+        given = queries.host.numpy()
+        candidates = None if shape is None else given[count * dim :].view(np.int32).reshape(count, shape.room)
+        buffers = StepBuffers(given[: count * dim], out, lse, self._meters, self._descriptor, candidates)
+        search = ids = None
+        if shape is not None:
+            search = CodeSearch(batch, q_heads, self._key.shape[1], shape, query.device)
+            ids = queries.device[count * dim :].view(torch.int32).view(count, shape.room)
         step = LayerStep(self._owner.pool, self.layer.fmt, layer=self._number, buffers=buffers)
         call = HostCall(queries, results, step.callback, step.address, f"layer {self._number}")
-        return _Host(step, call, queries.device.view(count, dim), part, q_heads, scale, softcap)
+        staged = queries.device[: count * dim].view(count, dim)
+        return _Host(step, call, staged, part, search, ids, q_heads, scale, softcap)
 
 
 def _window_of(layer: RetrievalLayer | SlidingLayer) -> WindowCache:
@@ -237,6 +267,23 @@ def _layouts(hosts: list[HostPath]) -> list[list[list[int]]]:
     apart = [[row] for row in range(len(hosts))]
     equal = len({len(rows) for rows in together}) == 1
     return [together, apart] if equal and len(together) < len(hosts) else [apart]
+
+
+def _aims(step: LayerStep, rows_of: list[list[int]], top_k: int) -> list[Aim | None]:
+    """The codes behind a planned step, for each key-value head of each row of the batch. Raises CaptureError."""
+    heads = len(step.rows[0][0].keys)
+    aims: list[Aim | None] = [None] * (heads * sum(map(len, rows_of)))
+    for members, pieces in zip(rows_of, step.rows, strict=True):
+        coded = [piece for piece in pieces if piece.indexes and isinstance(piece.indexes[0], DeviceIndex)]
+        if len(coded) > 1:
+            raise CaptureError("a sequence has codes of several segments on the device")
+        for piece in coded:
+            stop = piece.high - piece.index_first
+            for head, index in enumerate(piece.indexes or ()):
+                if isinstance(index, DeviceIndex) and index.serves(top_k, stop) and piece.low == piece.index_first:
+                    for row in members:
+                        aims[row * heads + head] = index.codes.device, stop  # type: ignore[attr-defined]
+    return aims
 
 
 def _places(rows_of: list[list[int]], q_heads: int) -> Tensor:

@@ -62,6 +62,8 @@ class HostSize:
         codes = scan if self.options.host_dtype == "int8" else _Held(code_width(dim), None, "a code per key")
         if kind == "flat":
             return (scan if given.get("codes", "none") == "none" else codes,)
+        if kind == "device":
+            return (_Held(0, None, "no bytes on the host: codes lie on the GPU"),)
         half = max(8, dim // 2)
         numbers = given.get("key_bytes", half) if kind == "sketch" else half
         sketch = _Held(numbers + PLACE_BYTES, None, "a sketch of every key, its id and share of a leaf")

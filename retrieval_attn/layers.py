@@ -18,13 +18,18 @@ from torch import Tensor, nn
 from retrieval_attn.cache_layer import CacheLayer, LayerStats
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import HostPath, attend_paths, held_bytes
+from retrieval_attn.device_coder import DeviceCoder
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.exact_pass import ExactPass
+from retrieval_attn.gpu.code_search import CodeShape
 from retrieval_attn.gpu.merge import Partial, merge
 from retrieval_attn.gpu.window import WindowCache
 from retrieval_attn.hooks import MaskSpec
 from retrieval_attn.host_work import HostWork, make_room
 from retrieval_attn.index.base import check_kind
+from retrieval_attn.index.device import RESCORE, DeviceIndex, bytes_per_key
+from retrieval_attn.index.flat import rescore_count
+from retrieval_attn.index.key_codes import split_bytes
 from retrieval_attn.padding import count_real, join
 from retrieval_attn.training_queries import TrainingQueries
 from retrieval_attn.transfer import host_format, to_device, to_queries
@@ -128,19 +133,22 @@ class RetrievalLayer(CacheLayer):
         """First tokens ever: shapes, dtypes and device are known now."""
         self.fmt = host_format(self.config.host_dtype, key.dtype)
         self.window = WindowCache(key, value, self.config.window + self.config.spill, self.config.sink)
-        rows, kv_heads = key.shape[:2]
-        self.hosts = [self._new_host(kv_heads, key.shape[3], value.shape[3]) for _ in range(rows)]
+        rows = key.shape[0]
+        self.hosts = [self._new_host(key, value.shape[3]) for _ in range(rows)]
         self._sinks = [0] * rows
         self._middle = [0] * rows
 
-    def _new_host(self, kv_heads: int, head_dim: int, value_dim: int) -> HostPath:
+    def _new_host(self, key: Tensor, value_dim: int) -> HostPath:
+        options = dict(self.config.index_options)
+        if self.config.index == DeviceIndex.kind:
+            options["coder"] = DeviceCoder(key.device, key.shape[1])
         return HostPath(
-            kv_heads,
-            head_dim,
+            key.shape[1],
+            key.shape[3],
             value_dim,
             self.fmt,
             index_kind=self.config.index,
-            index_options=dict(self.config.index_options),
+            index_options=options,
             threads=self.config.threads,
             layer=self._number,
         )
@@ -293,6 +301,14 @@ class RetrievalLayer(CacheLayer):
         self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
 
     # -- decode -------------------------------------------------------------------------------------
+
+    def code_shape(self, head_dim: int) -> CodeShape | None:
+        """What a captured step searches codes on the device by; None where the index has none there."""
+        options, top_k = self.config.index_options, self.config.top_k
+        if self.config.index != DeviceIndex.kind or isinstance(top_k, float | str):
+            return None
+        numbers = split_bytes(bytes_per_key(options.get("key_bytes"), head_dim), head_dim)
+        return CodeShape(*numbers, rescore_count(options.get("rescore", RESCORE), top_k))
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

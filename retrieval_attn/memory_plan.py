@@ -65,7 +65,7 @@ class Plan:
     """Answer of `plan`. `fits` is False exactly when `reasons` is not empty. All sizes are bytes.
 
     device: what lives on the GPU at the peak of prefill; host: what lives in host memory after it.
-    decode_bytes: GPU memory while generating, which does not depend on the context.
+    decode_bytes: GPU memory while generating, which does not depend on the context, but for index="device".
     largest_chunk: largest prefill chunk that fits, 0 if none does. largest_context: most tokens per sequence
     that fit both memories with the planned chunk (not bounded by the model's positions).
     gpus, split: how many GPUs share the model, and how; what is said of a GPU holds for the one that holds most.
@@ -227,7 +227,21 @@ class _Arithmetic:
         shape = self.part
         rope = 2 * shape.key_dim * shape.dtype_bytes
         layers = min(2, max(1, shape.full_layers))
-        return self.batch * (shape.hidden * shape.dtype_bytes + layers * shape.kv_layer_bytes) + rope
+        prefill = shape.hidden * shape.dtype_bytes + layers * shape.kv_layer_bytes
+        return self.batch * prefill + self.coded_token_bytes + rope
+
+    @property
+    def coded_token_bytes(self) -> int:
+        """Device bytes per token of context, in prefill and after it, of an index that keeps codes there: the codes,
+        and a score per query head that all layers share.
+        """
+        from retrieval_attn.index.device import bytes_per_key
+
+        shape, options = self.part, self.options.index_options
+        if self.options.index != "device" or not shape.full_layers:
+            return 0
+        codes = shape.full_layers * shape.kv_heads * bytes_per_key(options.get("key_bytes"), shape.key_dim)
+        return self.batch * (codes + 4 * shape.q_heads)
 
     @property
     def window_tokens(self) -> int:
@@ -276,6 +290,7 @@ class _Arithmetic:
             Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
             Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
             Item("prefill: one chunk", self.chunk * self.chunk_token_bytes, f"{self.chunk:,} tokens"),
+            Item("codes of keys", n * self.coded_token_bytes, "index 'device': codes, and scores of a layer"),
             Item("logits", self.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
         ]
@@ -292,17 +307,22 @@ class _Arithmetic:
         )
 
     def decode_bytes(self) -> int:
-        fixed = self.part.weight_bytes + self.window_bytes + self.sliding_bytes
-        return fixed + self.logits_bytes + DEVICE_RESERVE
+        return self._fixed_bytes + self.context * self.coded_token_bytes
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Of the device while generating, whatever the context."""
+        held = self.part.weight_bytes + self.window_bytes + self.sliding_bytes
+        return held + self.logits_bytes + DEVICE_RESERVE
 
     def largest_chunk(self, device_limit: int) -> int:
-        free = device_limit - self.decode_bytes() - self.context * self.context_token_bytes
+        free = device_limit - self._fixed_bytes - self.context * self.context_token_bytes
         chunk = min(free // self.chunk_token_bytes, self.context)
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:
         chunk = self.options.prefill_chunk
-        free = device_limit - self.decode_bytes() - chunk * self.chunk_token_bytes
+        free = device_limit - self._fixed_bytes - chunk * self.chunk_token_bytes
         tokens = free // self.context_token_bytes
         held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE)
         return max(tokens if held is None else min(tokens, held), 0)

@@ -21,7 +21,7 @@ from retrieval_attn import graph_decode
 from retrieval_attn.decode import Steps
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.exchange import VARIABLE, Hop
-from tests.test_graph_decode import CONFIG, NEW, ROARGRAPH, Decoded, broken_search
+from tests.test_graph_decode import CONFIG, DEVICE, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -73,8 +73,22 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         {"batch": 2, "padded": True, "prompt": 14, "new": 40},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
+        {"config": CONFIG.replace(**DEVICE), "prompt": 200},
+        {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": True},
+        {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
     ],
-    ids=["batch", "padded", "shared", "grows into retrieval", "padded grows", "spill always", "roargraph"],
+    ids=[
+        "batch",
+        "padded",
+        "shared",
+        "grows into retrieval",
+        "padded grows",
+        "spill always",
+        "roargraph",
+        "device",
+        "device padded",
+        "device shared",
+    ],
 )
 def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:
     model = on_device("llama")

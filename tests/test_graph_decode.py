@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 12, "inde
 CONFIG = ra.Config(**SMALL)
 # so few keys that even a small top_k is needed for a graph to be searched at all
 ROARGRAPH: dict[str, Any] = {"index": "roargraph", "index_options": {"exact_below": 0}, "train_queries": 64, "top_k": 2}
+DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "top_k": 2, "index_options": {"key_bytes": 64}}
 PROMPT, NEW = 60, 12  # spills after 8 tokens
 
 
@@ -137,6 +138,9 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         {"prompt": 14, "new": 24},
         {"batch": 2, "padded": True, "prompt": 14, "new": 14},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
+        {"config": CONFIG.replace(**DEVICE), "prompt": 200},
+        {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": True},
+        {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
     ],
     ids=[
         "batch",
@@ -148,6 +152,9 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         "grows into retrieval",
         "padded window",
         "roargraph",
+        "device",
+        "device padded",
+        "device shared",
     ],
 )
 def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:

@@ -18,12 +18,14 @@ import numpy.typing as npt
 from retrieval_attn.cpu import step as words
 from retrieval_attn.cpu.attend import check_score_options
 from retrieval_attn.cpu.attend_task import attend_task
+from retrieval_attn.cpu.given_task import given_task
 from retrieval_attn.cpu.index_words import IndexWords
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.search_tasks import coded_task, graph_task, scan_task, sketch_task
 from retrieval_attn.cpu.step import callback_address, compile_step, run_step, task_address
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
@@ -67,14 +69,15 @@ class Piece(NamedTuple):
         return min(int(self.keys.shape[1]), covered)
 
 
-def has_compiled_search(index: KeyIndex) -> bool:
+def has_compiled_search(index: KeyIndex, named: bool = False) -> bool:
     """Whether a step can search this index: an exact one, which a scan replaces, a sketch or a graph.
 
-    Where a graph with a range (`beta`) is too small to be one, its own search has to cut what a scan finds.
+    named: also one whose candidates a device names. Where a graph with a range (`beta`) is too small to be one, its own
+    search has to cut what a scan finds.
     """
     if type(index) is RoarGraphIndex:
         return index.options.beta is None or bool(index.search_arguments())
-    return type(index) in (FlatIndex, SketchIndex)
+    return type(index) in (FlatIndex, SketchIndex) or (named and type(index) is DeviceIndex)
 
 
 class StepCost(NamedTuple):
@@ -93,7 +96,8 @@ class StepBuffers(NamedTuple):
 
     1-D and C-contiguous, at least as long as named. queries: rows * q_heads * positions * head_dim float32; out: the
     same with value_dim; lse: rows * q_heads * positions float32; meters: workers of the pool * METER_WORDS int64;
-    descriptor: WORDS int64, which begins as zeros.
+    descriptor: WORDS int64, which begins as zeros. candidates: (rows * q_heads * positions, room) int32, where a device
+    names keys for pieces whose index is its own, as ids of that index, -1 where there is none; None: it names none.
     """
 
     queries: npt.NDArray[np.float32]
@@ -101,6 +105,7 @@ class StepBuffers(NamedTuple):
     lse: npt.NDArray[np.float32]
     meters: npt.NDArray[np.int64]
     descriptor: npt.NDArray[np.int64]
+    candidates: npt.NDArray[np.int32] | None = None
 
 
 class _Wanted(NamedTuple):
@@ -123,7 +128,7 @@ class LayerStep:
     """The step of one layer, for one sequence or several of equal shape.
 
     `plan` says what to search, `run` runs it; between two runs pieces may grow at their end (`extend`). Not for two
-    threads at once; two steps of one pool take turns.
+    threads at once; two steps of one pool take turns. rows: the pieces of each row as they were planned last.
     """
 
     def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0, buffers: StepBuffers | None = None) -> None:
@@ -144,12 +149,18 @@ class LayerStep:
         self._words[words.WIDTH] = pool.threads
         self._plan: tuple[Any, ...] = ()
         self._kept: list[Any] = []
+        self.rows: list[list[Piece]] = []
         compile_step()
 
     @property
     def pool(self) -> Pool:
         """The pool that it runs on."""
         return self._pool
+
+    @property
+    def named(self) -> bool:
+        """Whether a device names candidates for it."""
+        return self._buffers is not None and self._buffers.candidates is not None
 
     @property
     def address(self) -> int:
@@ -208,6 +219,7 @@ class LayerStep:
                 return False
             self._plan = plan
         self._words[words.WIDTH] = threads
+        self.rows = [list(row) for row in rows]
         self.extend([row[-1].high if row else 0 for row in rows])
         return True
 
@@ -223,13 +235,16 @@ class LayerStep:
         entries, queries = len(rows) * heads, wanted.q_heads // heads * wanted.positions
         padded = -(-queries // TILE_QUERIES) * TILE_QUERIES
         graphs = IndexWords(queries, padded, wanted.top_k)
-        pieces, tasks, table = _tables(rows, heads, queries, wanted, graphs, self._fmt)
+        named = None if self._buffers is None else self._buffers.candidates
+        pieces, tasks, table = _tables(rows, heads, queries, wanted, graphs, self._fmt, named)
         lists = int(table[:, words.ENTRY_LISTS].max())
         list_words = words.LIST_HEAD + max(wanted.top_k, graphs.kept)
         if entries * queries * lists * list_words * 8 > MOST_LISTS_BYTES:
             return False
         longest = max((piece.high - piece.low for row in rows for piece in row), default=0)
-        capacity = max(min(2 * wanted.top_k + 64, 2 * longest + 1), wanted.top_k + 1, 2 * graphs.kept + 64)
+        capacity = max(
+            min(2 * wanted.top_k + 64, 2 * longest + 1), wanted.top_k + 1, 2 * graphs.kept + 64, graphs.named
+        )
         layout = {
             words.SCAN_AT: queries * capacity * 8,
             words.ROWS_AT: wanted.top_k * 8,
@@ -322,7 +337,7 @@ class LayerStep:
 
     def forget(self) -> None:
         """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address."""
-        self._plan, self._kept = (), []
+        self._plan, self._kept, self.rows = (), [], []
 
     def extend(self, highs: Sequence[int]) -> None:
         """The last piece of each row now ends before token highs[row] of its arrays (0 for a row without pieces).
@@ -411,7 +426,13 @@ def _check_piece(piece: Piece, fmt: Format, dims: tuple[int, int, int]) -> None:
 
 
 def _tables(
-    rows: Sequence[Sequence[Piece]], heads: int, queries: int, wanted: _Wanted, graphs: IndexWords, fmt: Format
+    rows: Sequence[Sequence[Piece]],
+    heads: int,
+    queries: int,
+    wanted: _Wanted,
+    graphs: IndexWords,
+    fmt: Format,
+    named: npt.NDArray[np.int32] | None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Tables of pieces, of tasks and of entries, as `step` reads them."""
     pieces: list[tuple[int, ...]] = []
@@ -425,11 +446,13 @@ def _tables(
             table[entry, words.ENTRY_PIECES] = len(own)
             for piece in own:
                 keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
-                graph = codes = sketch = 0
+                graph = codes = sketch = given = 0
                 if piece.indexes is not None and piece.low == piece.index_first:
                     described = piece.indexes[head], piece.index_first, piece.high - piece.index_first
                     graph, codes, sketch = (find(*described) for find in (graphs.graph, graphs.codes, graphs.sketch))
-                if graph:
+                    ids = None if named is None else named[entry * queries : (entry + 1) * queries]
+                    given = graphs.given(*described, ids)
+                if graph or given:
                     tasks += [(-1, entry, (entry, len(pieces), query, queries, lists)) for query in range(queries)]
                     lists, count = lists + 1, count + queries
                 else:
@@ -441,8 +464,8 @@ def _tables(
                         # all heads' first parts first: what they find lets later parts drop most of their keys
                         tasks.append((part, entry, (entry, len(pieces), part, parts, lists)))
                         lists, count = lists + 1, count + 1
-                task = graph_task if graph else coded_task if codes else sketch_task if sketch else scan_task
-                found = graph or codes or sketch
+                searches = (graph, graph_task), (codes, coded_task), (sketch, sketch_task), (given, given_task)
+                found, task = next((one for one in searches if one[0]), (0, scan_task))
                 pieces.append((task(fmt), keys, values, piece.low, piece.high, piece.first, found))
             table[entry, words.ENTRY_LISTS], table[entry, words.ENTRY_TASKS] = lists, count
     ordered = [task for _, _, task in sorted(tasks)]

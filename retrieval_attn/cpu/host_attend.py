@@ -133,7 +133,7 @@ def plan_paths(
     rows = []
     for path, (start, stop) in zip(paths, ranges, strict=True):
         path._check_range(start, stop)
-        pieces = path._step_pieces(start, stop)
+        pieces = path._step_pieces(start, stop, step.named)
         if pieces is None:
             return False
         rows.append(pieces)

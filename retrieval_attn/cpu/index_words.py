@@ -10,6 +10,7 @@ import numpy.typing as npt
 from retrieval_attn.cpu import step as words
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.block_search import scratch_floats
+from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.flat import SCAN_SHARE as CODES_SHARE
 from retrieval_attn.index.flat import FlatIndex
@@ -24,7 +25,7 @@ class IndexWords:
     def __init__(self, queries: int, padded: int, top_k: int) -> None:
         self._queries, self._padded, self._top_k = queries, padded, top_k
         self.kept_alive: list[Any] = []
-        self.pool = self.visited = self.fresh = self.planes = self.kept = self.numbers = self.sample = 1
+        self.pool = self.visited = self.fresh = self.planes = self.kept = self.numbers = self.sample = self.named = 1
 
     def codes(self, index: KeyIndex, first: int, visible: int) -> int:
         """Address of the row of an index with codes; 0 if it has none, or a scan of the keys is the better search."""
@@ -85,6 +86,17 @@ class IndexWords:
         self.numbers = max(self.numbers, rank)
         self.sample = max(self.sample, scratch_floats(len(means.blocks)))
         self.kept_alive += [row, arguments, arrays]
+        return int(row.ctypes.data)
+
+    def given(self, index: KeyIndex, first: int, visible: int, ids: npt.NDArray[np.int32] | None) -> int:
+        """Address of the row of candidates that a device names in ids (queries, room); 0 if it names none."""
+        if type(index) is not DeviceIndex or ids is None or not index.serves(self._top_k, visible):
+            return 0
+        row = np.zeros(words.GRAPH_WORDS, np.int64)
+        row[words.IDS], row[words.ROOM] = ids.ctypes.data, ids.shape[1]
+        row[words.GRAPH_FIRST], row[words.KEPT] = first, index.rescore_count(self._top_k)
+        self.named = max(self.named, ids.shape[1])
+        self.kept_alive += [row, ids]
         return int(row.ctypes.data)
 
     def graph(self, index: KeyIndex, first: int, visible: int) -> int:

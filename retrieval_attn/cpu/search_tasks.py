@@ -31,7 +31,7 @@ from retrieval_attn.index.scan import BOUND_WORDS, TILE_KEYS, scan_codes, scan_e
 
 
 @njit(nogil=True, cache=True)
-def _task_of(descriptor, number):
+def task_of(descriptor, number):
     """The step's words, the row of the task, the row of its piece, and its lists (queries, LIST_WORDS)."""
     step = words_at(descriptor, 1, at.WORDS)[0]
     task = words_at(step[at.TASKS_AT], step[at.TASKS], at.TASK_WORDS)[number]
@@ -43,7 +43,7 @@ def _task_of(descriptor, number):
 
 
 @njit(nogil=True, cache=True)
-def _hand_in(pool, count, top_k, first, step, entry, query, found):
+def hand_in(pool, count, top_k, first, step, entry, query, found):
     """Write candidates pool[:count] to the list `found`, their ids moved by `first`, but those that have lost already.
 
     EMPTY ones are left out. With top_k others, the worst is a floor for all lists of the query.
@@ -67,7 +67,7 @@ def _hand_in(pool, count, top_k, first, step, entry, query, found):
 @njit(nogil=True, cache=True)
 def _scan_part(descriptor, number, worker, like):
     """Exact search of one part of a piece for all queries of its entry."""
-    step, task, piece, lists = _task_of(descriptor, number)
+    step, task, piece, lists = task_of(descriptor, number)
     entry, queries, top_k, dim = task[at.TASK_ENTRY], step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
     low, high = piece[at.LOW], piece[at.HIGH]
     start = low + (high - low) * task[at.TASK_PART] // task[at.TASK_PARTS]
@@ -86,7 +86,7 @@ def _scan_part(descriptor, number, worker, like):
     scores = floats_at(scratch + step[at.TILE_AT], TILE_QUERIES, TILE_KEYS)
     scan_exact(keys, tiles, queries, start, stop, top_k, pool, counts, floors, bounds, scores)
     for query in range(queries):
-        _hand_in(pool[query], top_k, top_k, piece[at.FIRST], step, entry, query, lists[query])
+        hand_in(pool[query], top_k, top_k, piece[at.FIRST], step, entry, query, lists[query])
     count_cost(step, worker, (stop - start) * queries, (stop - start) * bytes_of_row(like, dim))
     return np.int64(0)
 
@@ -113,7 +113,7 @@ def scan_alone(queries, keys, low, high, top_k, pool):
 @njit(nogil=True, cache=True)
 def _search_graph(descriptor, number, worker, like):
     """Search of a graph for one query; by a scan where a graph cannot answer."""
-    step, task, piece, lists = _task_of(descriptor, number)
+    step, task, piece, lists = task_of(descriptor, number)
     entry, query = task[at.TASK_ENTRY], task[at.TASK_PART]
     queries, top_k, dim = step[at.QUERIES], step[at.TOP_K], step[at.HEAD_DIM]
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
@@ -160,7 +160,7 @@ def _search_graph(descriptor, number, worker, like):
         count = scan_alone(own, stored, piece[at.LOW], piece[at.HIGH], top_k, pool)
         scored += limit
         nbytes += limit * bytes_of_row(like, dim)
-    _hand_in(pool, count, top_k, piece[at.FIRST], step, entry, query, lists[query])
+    hand_in(pool, count, top_k, piece[at.FIRST], step, entry, query, lists[query])
     count_cost(step, worker, scored, nbytes)
     return np.int64(0)
 
@@ -179,7 +179,7 @@ def _hand_in_codes(pool, counts, start, stop, origin, finite, step, task, piece,
             own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
             keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
             alone = scan_alone(own, keys, start + origin, stop + origin, top_k, pool[query])
-            _hand_in(pool[query], alone, top_k, piece[at.FIRST], step, entry, query, found)
+            hand_in(pool[query], alone, top_k, piece[at.FIRST], step, entry, query, found)
             continue
         for i in range(counts[query]):
             found[at.LIST_HEAD + i] = pool[query, i] - origin - piece[at.FIRST]
@@ -202,7 +202,7 @@ def _choose_coded_rows(row, piece, dim, like):
 @njit(nogil=True, cache=True)
 def _scan_coded(descriptor, number, worker, like):
     """Scan of the codes of one part of a piece for all queries of its entry; exact scores come when all are in."""
-    step, task, piece, lists = _task_of(descriptor, number)
+    step, task, piece, lists = task_of(descriptor, number)
     entry, queries, dim, padded = task[at.TASK_ENTRY], step[at.QUERIES], step[at.HEAD_DIM], step[at.PADDED]
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
     width, kept, origin = row[at.CODE_WIDTH], row[at.KEPT], row[at.GRAPH_FIRST]
@@ -282,7 +282,7 @@ def _scan_sketch(descriptor, number, worker, like):
 
     Exact scores come when all parts are in.
     """
-    step, task, piece, lists = _task_of(descriptor, number)
+    step, task, piece, lists = task_of(descriptor, number)
     queries, padded = step[at.QUERIES], step[at.PADDED]
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]

@@ -179,16 +179,17 @@ class Segment:
         self._index = _SegmentIndex(start, tuple(heads))
         self._changes += 1
 
-    def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[Piece] | None:
+    def pieces(self, low: int, high: int, first: int, most_tail: int, named: bool = False) -> list[Piece] | None:
         """Tokens [low, high) as a step takes them, with ids from `first` + low on; None if a step cannot search them.
 
+        named: a device names candidates for the step, see `has_compiled_search`.
         Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first.
         """
         whole = Piece(self.keys, self.values, low, high, first)
         index = self._index
         if index is None or all(type(head) is FlatIndex and head.codes is None for head in index.heads):
             return [whole]
-        if not all(has_compiled_search(head) for head in index.heads):
+        if not all(has_compiled_search(head, named) for head in index.heads):
             return None
         if low > index.first or high <= index.first:  # as `search` does
             return [whole]

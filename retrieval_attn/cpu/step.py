@@ -132,11 +132,11 @@ TASK_WORDS = 5
     SEED_NODES,  # int32 (QUERIES, SEEDS)
     SEEDS,
     GRAPHS,
-    KEPT,  # of a coded scan: keys that are scored again
+    KEPT,  # of a coded scan: keys that are scored again; of a device's candidates: the least that there must be
     QUERY_SIDE,  # of a sketch: float32 (RANK, HEAD_DIM)
     RANK,
     WIDE,  # how many of RANK numbers have 8 bits
-    IDS,  # int32 (16 * CODE_ROWS,): the key of every place, -1 for none
+    IDS,  # int32 (16 * CODE_ROWS,): the key of every place, -1 for none; of a device's candidates: (QUERIES, ROOM)
     TOTAL,  # blocks in use
     LEAVES,  # uint8 (LEAF_ROWS, 16 * LEAF_NUMBERS): coded means of the leaves
     LEAF_ROWS,

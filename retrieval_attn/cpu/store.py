@@ -23,6 +23,7 @@ from retrieval_attn.cpu.attend import (
     merge_partials,
 )
 from retrieval_attn.cpu.engine import LayerStep, Piece
+from retrieval_attn.cpu.given_task import given_task
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.search_tasks import coded_task, graph_task, sketch_task
@@ -412,14 +413,14 @@ class HostPath:
                 result[row] = merge_partials(parts)[1][0]
         return result
 
-    def _step_pieces(self, start: int, stop: int) -> list[Piece] | None:
-        """Tokens [start, stop) as a step takes them; None if it cannot search them."""
+    def _step_pieces(self, start: int, stop: int, named: bool = False) -> list[Piece] | None:
+        """Tokens [start, stop) as a step takes them; None if it cannot search them. named: see `Segment.pieces`."""
         pieces: list[Piece] = []
         first = 0
         for span in self._spans:
             low, high = max(start - first, 0), min(stop - first, span.length)
             if low < high:
-                more = span.segment.pieces(low, high, first, self._tail_tokens)
+                more = span.segment.pieces(low, high, first, self._tail_tokens, named)
                 if more is None:
                     return None
                 pieces += more
@@ -464,6 +465,8 @@ def prepare(fmt: Format, kind: str = "flat", options: Mapping[str, Any] | None =
         coded_task(fmt)
     if kind in ("sketch", "auto"):
         sketch_task(fmt)
+    if kind == "device":
+        given_task(fmt)
     if kind not in ("flat", "sketch", "roargraph", "auto"):
         attend_apart(path, queries, 0, 2, 1, 1.0, None, None)
     return time.perf_counter() - began

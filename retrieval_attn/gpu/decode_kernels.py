@@ -11,6 +11,7 @@ what the kernels are tested against. Nothing here reads a tensor's value on the 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from typing import Any, NamedTuple
 
@@ -158,15 +159,19 @@ def advance(spans: Tensor) -> None:
 
 
 def _triton(tensor: Tensor) -> Any:
-    return _triton_kernels() if tensor.device.type == "cuda" else None
+    return kernels_for(tensor, "decode_triton")
+
+
+def kernels_for(tensor: Tensor, module: str) -> Any:
+    """This package's module of Triton kernels of that name, or None where they do not run on the tensor's device."""
+    return _triton_kernels(module) if tensor.device.type == "cuda" else None
 
 
 @functools.cache
-def _triton_kernels() -> Any:
+def _triton_kernels(module: str) -> Any:
     """The module of kernels, or None, said once, where Triton cannot be imported."""
     try:
-        from retrieval_attn.gpu import decode_triton
+        return importlib.import_module(f"retrieval_attn.gpu.{module}")
     except ImportError as error:
-        logger.warning("Triton is not there (%s): decode attention runs as plain PyTorch operations, slower", error)
+        logger.warning("Triton is not there (%s): decoding runs as plain PyTorch operations, slower", error)
         return None
-    return decode_triton

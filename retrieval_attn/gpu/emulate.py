@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from retrieval_attn.errors import CaptureError
@@ -92,6 +92,13 @@ class EmulatedRuntime:
             return
         self._do(begun.wait)
         begun.call.results.device.copy_(begun.call.results.host)
+
+    def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
+        def action() -> None:
+            with _disable_current_modes(), torch.no_grad():
+                function(*arguments)
+
+        self._do(action)
 
     def warm_up(self, record: Callable[[], None]) -> None:
         record()

@@ -54,6 +54,9 @@ class Runtime(Protocol):
     def join(self, begun: Any) -> None:
         """What follows waits for the call and sees its results."""
 
+    def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run, and at every replay, a function that looks up in memory what it works on."""
+
     def warm_up(self, record: Callable[[], None]) -> None:
         """Run what is to be recorded, as it will be recorded, and wait for it."""
 
@@ -120,6 +123,9 @@ class CudaRuntime:
 
     def join(self, begun: Any) -> None:
         (self._calls or self.exchange).join(begun)
+
+    def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
 
     def warm_up(self, record: Callable[[], None]) -> None:
         with self._lock, self._on_main():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from retrieval_attn.index.auto import AutoIndex
 from retrieval_attn.index.base import KeyIndex, SearchResult, available, create, register
+from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.faiss_index import HnswIndex, IvfIndex
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
@@ -19,6 +20,7 @@ if not __name__.startswith("retrieval_attn."):
 
 __all__ = [
     "AutoIndex",
+    "DeviceIndex",
     "FlatIndex",
     "Format",
     "HnswIndex",

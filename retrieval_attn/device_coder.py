@@ -1,0 +1,121 @@
+"""Where an index of kind "device" keeps its codes: on the device that the layer computes on.
+
+Keys come from host memory, where the index is built by several threads while the device computes: they cross once more
+and are coded there, on a stream of their own, in a fraction of the time that the host would take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.cpu.formats import Format
+from retrieval_attn.errors import MemoryPlanError, ShapeError
+from retrieval_attn.gpu.device_codes import ROWS_AT_ONCE, DeviceCodes, DeviceSpace
+from retrieval_attn.index.device import NOT_FINITE
+from retrieval_attn.index.key_codes import CodeSpace
+from retrieval_attn.transfer import to_device
+
+SPARE_TOKENS = 4096
+"""Room for keys that come later, before codes move."""
+
+
+class DeviceCoder:
+    """Makes codes for the heads of one layer (a `Coder`), in memory taken for all of them at once."""
+
+    def __init__(self, device: torch.device, heads: int) -> None:
+        """heads: key-value heads that codes will be asked for, again and again."""
+        self._device, self._heads = device, heads
+        self._lock = threading.Lock()
+        self._slab: list[Tensor] = []
+
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
+        """Empty codes. Raises MemoryPlanError where the device has no room for them."""
+        shape = expected + SPARE_TOKENS, space.key_bytes
+        with self._lock, _beside(self._device):
+            if not self._slab or self._slab[-1].shape != shape:
+                # one block for all: the allocator rounds each of many up to its own pages
+                self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
+            memory = self._slab.pop()
+        return HeadCodes(space, fmt, memory)
+
+
+class HeadCodes:
+    """`KeyCodes` of one head on a device; `device` has them as tensors."""
+
+    def __init__(self, space: CodeSpace, fmt: Format, memory: Tensor) -> None:
+        """memory: (tokens, key_bytes) uint8, where the codes go."""
+        self._fmt = fmt
+        with _beside(memory.device):
+            self.device = DeviceCodes(_moved(space, memory.device), memory)
+
+    def add(self, keys: np.ndarray[Any, Any]) -> None:
+        """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
+        codes = self.device
+        like = torch.empty(0, dtype=torch.float32, device=codes.codes.device)
+        length = codes.length
+        with _beside(like.device):
+            try:
+                for start in range(0, len(keys), ROWS_AT_ONCE):
+                    if not codes.add(to_device(keys[start : start + ROWS_AT_ONCE], self._fmt, like)):
+                        codes.length = length
+                        raise ShapeError(NOT_FINITE)
+            except torch.OutOfMemoryError as error:
+                codes.length = length
+                raise _no_room(error) from error
+
+    def cut(self, length: int) -> None:
+        """See `KeyCodes`."""
+        self.device.length = min(length, self.device.length)
+
+    def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
+        """See `KeyCodes`."""
+        where = self.device.codes.device
+        with _beside(where):
+            found: np.ndarray[Any, Any] = (
+                self.device.find(torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
+            )
+        return found
+
+
+def _moved(space: CodeSpace, device: torch.device) -> DeviceSpace:
+    query_side, key_side, shift = (torch.from_numpy(side).to(device) for side in space[:3])
+    return DeviceSpace(query_side, key_side, shift, space.wide, space.narrow)
+
+
+def _take(*shape: int, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise _no_room(error) from error
+
+
+def _no_room(error: BaseException) -> MemoryPlanError:
+    return MemoryPlanError(
+        f"no room on the device for the codes of all keys ({error}): give index_options={{'key_bytes': 32}} or fewer, "
+        "or keep the index on the host (index='auto')"
+    )
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Any:
+    """On the stream for codes; what was done is finished afterwards, whatever stream needs it."""
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type != "cuda":
+            yield
+            return
+        stream = _stream(device)
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

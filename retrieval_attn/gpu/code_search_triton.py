@@ -1,0 +1,183 @@
+"""The Triton kernels behind `code_search.py`, which says what they compute. Imported only where there is Triton."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.code_search import TABLE_WORDS, CodeSearch, Scratch
+
+KEYS = 128
+"""Keys that a program scores at a time."""
+PROGRAMS = 512
+"""That score keys, about, of all heads."""
+HALVINGS = 40
+LEAST_TILE = 16
+"""Of a matrix instruction, in every direction."""
+
+
+@triton.jit
+def _side_kernel(
+    query, table, sides, query_b, query_h, q_heads, kv_heads, dim, rank,
+    WORDS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """sides[i] = query_side . query i, over its largest number: exact in half precision what small codes need."""
+    i = tl.program_id(0)
+    row, head = i // q_heads, i % q_heads
+    words = table + (row * kv_heads + head // (q_heads // kv_heads)).to(tl.int64) * WORDS
+    column, number = tl.arange(0, D), tl.arange(0, R)
+    used = tl.load(words + 2) > 0
+    side = tl.load(words + 1).to(tl.pointer_type(tl.float32))
+    inside = (number < rank)[:, None] & (column < dim)[None, :] & used
+    matrix = tl.load(side + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
+    own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
+    result = tl.sum(matrix * own.to(tl.float32)[None, :], axis=1)
+    most = tl.max(tl.abs(result), axis=0)
+    # a number that is not finite must be seen as one: the largest may be taken without it
+    sound = tl.sum(tl.where(own.to(tl.float32) - own.to(tl.float32) == 0, 0, 1), axis=0) == 0
+    result = tl.where(sound, result / tl.where(most > 0, most, 1.0), float("nan"))
+    tl.store(sides + i.to(tl.int64) * rank + number, result.to(tl.float16), mask=number < rank)
+
+
+@triton.jit
+def _score_kernel(
+    sides, table, scores, best, kv_heads, group, most,
+    WORDS: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """scores[query] of all codes of the query's head, and the best of every GROUP of them."""
+    entry, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    words = table + entry.to(tl.int64) * WORDS
+    length = tl.load(words + 2)
+    codes = tl.load(words).to(tl.pointer_type(tl.uint8))
+    HALF: tl.constexpr = NARROW // 2
+    BYTES: tl.constexpr = WIDE + HALF
+    member, w, h = tl.arange(0, G), tl.arange(0, W), tl.arange(0, H)
+    in_group = member < group
+    query = entry.to(tl.int64) * group + member
+    own = sides + query[None, :] * (WIDE + NARROW)
+    wide_side = tl.load(own + w[:, None], mask=(w < WIDE)[:, None] & in_group[None, :], other=0.0)
+    if NARROW > 0:
+        in_half = (h < HALF)[:, None] & in_group[None, :]
+        low_side = tl.load(own + WIDE + h[:, None], mask=in_half, other=0.0)
+        high_side = tl.load(own + WIDE + HALF + h[:, None], mask=in_half, other=0.0)
+    for start in range(program * N, length, programs * N):
+        key = start + tl.arange(0, N)
+        inside = key < length
+        at = codes + key.to(tl.int64)[:, None] * BYTES
+        eights = tl.load(at + w[None, :], mask=inside[:, None] & (w < WIDE)[None, :], other=0)
+        total = tl.dot(eights.to(tl.int8, bitcast=True).to(tl.float16), wide_side)
+        if NARROW > 0:
+            packed = tl.load(at + WIDE + h[None, :], mask=inside[:, None] & (h < HALF)[None, :], other=0)
+            total = tl.dot((packed & 15).to(tl.float16), low_side, total)
+            total = tl.dot((packed >> 4).to(tl.float16), high_side, total)
+        total = tl.where(inside[:, None], total, -float("inf"))
+        tl.store(scores + query[None, :] * most + key.to(tl.int64)[:, None], total, mask=in_group[None, :])
+        highest = tl.max(tl.reshape(total, (N // GROUP, GROUP, G)), axis=1)
+        some = start // GROUP + tl.arange(0, N // GROUP)
+        tl.store(best + query[None, :] * (most // GROUP) + some.to(tl.int64)[:, None], highest, mask=in_group[None, :])
+
+
+@triton.jit
+def _threshold(values, inside, wanted, enough, TIMES: tl.constexpr):
+    """A number that at least `wanted` values reach, and hardly more than `enough` where they differ at all.
+
+    values with -inf where not `inside`. Fewer than `wanted` of them: the least.
+    """
+    low = tl.min(tl.where(inside, values, float("inf")), axis=0)
+    high = tl.max(values, axis=0)
+    count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0)
+    turn = 0
+    while (turn < TIMES) & (count > enough):
+        middle = low + (high - low) * 0.5
+        above = tl.sum(tl.where(values >= middle, 1, 0), axis=0)
+        low = tl.where(above >= wanted, middle, low)
+        high = tl.where(above >= wanted, high, middle)
+        count = tl.where(above >= wanted, above, count)
+        turn += 1
+    return low
+
+
+@triton.jit
+def _group_kernel(
+    table, best, groups, wanted, enough, q_heads, kv_heads, most,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    """The groups whose best score is among the `wanted` best: groups[query], -1 behind the last."""
+    i = tl.program_id(0)
+    words = table + (i // q_heads * kv_heads + i % q_heads // (q_heads // kv_heads)).to(tl.int64) * WORDS
+    count = tl.cdiv(tl.load(words + 2), GROUP)
+    group = tl.arange(0, GROUPS)
+    values = tl.load(best + i.to(tl.int64) * (most // GROUP) + group, mask=group < count, other=-float("inf"))
+    inside = (group < count) & (values > -float("inf"))
+    threshold = _threshold(values, inside, wanted, enough, TIMES)
+    chosen = inside & (values >= threshold)
+    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
+    out = groups + i.to(tl.int64) * PICKED
+    tl.store(out + place, group, mask=chosen & (place < PICKED))
+    slot = tl.arange(0, PICKED)
+    tl.store(out + slot, -1, mask=slot >= tl.sum(tl.where(chosen, 1, 0), axis=0))
+
+
+@triton.jit
+def _key_kernel(
+    scores, groups, places, ids, wanted, enough, room, most,
+    GROUP: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr, HAS_PLACES: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    """Of the keys in groups[query] those whose scores are among the `wanted` best: ids[place], -1 behind the last."""
+    i = tl.program_id(0)
+    number = tl.arange(0, PICKED * GROUP)
+    group = tl.load(groups + i.to(tl.int64) * PICKED + number // GROUP)
+    key = group * GROUP + number % GROUP
+    values = tl.load(scores + i.to(tl.int64) * most + key, mask=group >= 0, other=-float("inf"))
+    inside = (group >= 0) & (values > -float("inf"))
+    threshold = _threshold(values, inside, wanted, enough, TIMES)
+    chosen = inside & (values >= threshold)
+    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
+    row = i.to(tl.int64)
+    if HAS_PLACES:
+        row = tl.load(places + i).to(tl.int64)
+    tl.store(ids + row * room + place, key, mask=chosen & (place < room))
+    slot = tl.arange(0, ROOM)
+    tl.store(ids + row * room + slot, -1, mask=(slot < room) & (slot >= tl.sum(tl.where(chosen, 1, 0), axis=0)))
+
+
+def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch) -> None:
+    """See `CodeSearch.run`."""
+    batch, q_heads, _, dim = query.shape
+    kv_heads, shape = search.kv_heads, search.shape
+    entries, group = batch * kv_heads, q_heads // kv_heads
+    queries, rank, enough = batch * q_heads, shape.wide + shape.narrow, shape.room - 8
+    most, size = scratch.most, scratch.group
+    _side_kernel[(queries,)](
+        query, search.table, search.sides, query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
+        WORDS=TABLE_WORDS, D=triton.next_power_of_2(dim), R=triton.next_power_of_2(rank), num_warps=8,
+    )  # fmt: skip
+    _score_kernel[(entries, max(1, min(PROGRAMS // entries, most // KEYS)))](
+        search.sides, search.table, scratch.scores, scratch.best, kv_heads, group, most,
+        WORDS=TABLE_WORDS, WIDE=shape.wide, NARROW=shape.narrow, W=_tile(shape.wide), H=_tile(shape.narrow // 2),
+        N=KEYS, G=_tile(group), GROUP=size, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    _group_kernel[(queries,)](
+        search.table, scratch.best, scratch.groups, shape.wanted, min(enough, scratch.picked), q_heads, kv_heads, most,
+        WORDS=TABLE_WORDS, GROUP=size, GROUPS=most // size, PICKED=scratch.picked, TIMES=HALVINGS,
+        num_warps=_warps(most // size),
+    )  # fmt: skip
+    _key_kernel[(queries,)](
+        scratch.scores, scratch.groups, scratch.groups if places is None else places, ids, shape.wanted, enough,
+        shape.room, most,
+        GROUP=size, PICKED=scratch.picked, ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None,
+        TIMES=HALVINGS, num_warps=_warps(scratch.picked * size),
+    )  # fmt: skip
+
+
+def _tile(number: int) -> int:
+    return max(LEAST_TILE, triton.next_power_of_2(number))
+
+
+def _warps(numbers: int) -> int:
+    """So many that a thread holds about 8 numbers."""
+    return min(32, max(4, triton.next_power_of_2(numbers) // 256))

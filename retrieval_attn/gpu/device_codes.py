@@ -1,0 +1,83 @@
+"""Codes of one head's keys in a device's memory: written from keys as they come, scanned as a whole.
+
+What a code is, `index/key_codes.py` says; the numbers here are the same. `code_search.py` scans the codes of all heads
+inside a captured step; `DeviceCodes.find` is the plain PyTorch way, for steps that are not captured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 1 << 15
+"""Keys that are coded, or scanned, at once: their float32 numbers must not show beside a layer's keys."""
+
+
+class DeviceSpace(NamedTuple):
+    """`CodeSpace` on the device: query_side, key_side (rank, head_dim), shift (rank,), float32."""
+
+    query_side: Tensor
+    key_side: Tensor
+    shift: Tensor
+    wide: int
+    narrow: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key's code."""
+        return self.wide + self.narrow // 2
+
+
+class DeviceCodes:
+    """See the module. codes: (capacity, key_bytes) uint8, of which the first `length` are written."""
+
+    def __init__(self, space: DeviceSpace, codes: Tensor) -> None:
+        """codes: memory to begin with, any contents; more is taken when keys outgrow it."""
+        self.space, self.codes, self.length = space, codes, 0
+
+    def add(self, keys: Tensor) -> bool:
+        """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
+        if not all(bool(some.isfinite().all()) for some in keys.split(ROWS_AT_ONCE)):
+            return False
+        stop = self.length + len(keys)
+        if stop > len(self.codes):
+            codes = self.codes.new_empty(stop + stop // 16, self.codes.shape[1])
+            codes[: self.length] = self.codes[: self.length]
+            self.codes = codes
+        for some, into in zip(
+            keys.split(ROWS_AT_ONCE), self.codes[self.length : stop].split(ROWS_AT_ONCE), strict=True
+        ):
+            into.copy_(encoded(self.space, some.float()))
+        self.length = stop
+        return True
+
+    def find(self, queries: Tensor, count: int, stop: int) -> Tensor:
+        """int32 (m, count): the ids below `stop` whose codes promise queries (m, head_dim) float32 most.
+
+        All -1 for a query that is not finite. count <= stop <= length.
+        """
+        scores = torch.cat(
+            [code_scores(self.space, some, queries) for some in self.codes[:stop].split(ROWS_AT_ONCE)], 1
+        )
+        ids = scores.nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
+        return torch.where(queries.isfinite().all(dim=1, keepdim=True), ids, -1)
+
+
+def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
+    """Codes (n, key_bytes) uint8 of keys (n, head_dim) float32."""
+    numbers = torch.floor(keys @ space.key_side.T - space.shift)
+    half, wide = space.narrow // 2, space.wide
+    low, high = ((numbers[:, at : at + half] + 8).clamp(0, 15).to(torch.uint8) for at in (wide, wide + half))
+    eights = numbers[:, :wide].clamp(-128, 127).to(torch.int8).view(torch.uint8)
+    return torch.cat([eights, low | high << 4], dim=1)
+
+
+def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
+    """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
+    half, wide = space.narrow // 2, space.wide
+    sides = (queries @ space.query_side.T).split([wide, half, half], dim=1)
+    packed = codes[:, wide:]
+    eights, low, high = codes[:, :wide].view(torch.int8).float(), (packed & 15).float(), (packed >> 4).float()
+    return sides[0] @ eights.T + sides[1] @ low.T + sides[2] @ high.T

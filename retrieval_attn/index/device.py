@@ -1,0 +1,175 @@
+"""Codes of all keys on a device, which names candidates; the host gives those their exact scores and attends to them.
+
+For a device whose memory holds the codes but not the keys: it reads them 20 to 50 times faster than the host could, so
+it scans every one, and the host reads twice as many keys as are wanted and nothing else. Where the codes lie is the
+`coder`'s matter; this module knows no device, and without one keeps them in host memory, as a reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.index.base import KeyIndex, SearchResult, check_search, check_training, register
+from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.index.key_codes import LEAST_BYTES, CodeSpace, code_scores, encode, learn_space
+from retrieval_attn.index.packed import EMPTY
+from retrieval_attn.index.pieces import KeyPieces
+from retrieval_attn.index.sketch import RESCORE, SAMPLED_KEYS, learn_projection
+
+
+USUAL_LEAST = 16
+"""Bytes per key that small heads get if nothing is said."""
+
+
+class KeyCodes(Protocol):
+    """The codes of one head's keys, wherever they lie."""
+
+    def add(self, keys: npt.NDArray[Any]) -> None:
+        """Code keys (n, head_dim), as stored, behind the others. Raises ShapeError if one is not finite."""
+
+    def cut(self, length: int) -> None:
+        """Forget the codes from `length` on."""
+
+    def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
+        """Ids (m, count) of the keys below `stop` whose codes promise queries (m, head_dim) most.
+
+        All -1 for a query that is not finite. count <= stop <= number of keys.
+        """
+
+
+Coder = Callable[[CodeSpace, Format, int], KeyCodes]
+"""Makes empty codes of a space for keys in a format, of which so many are expected."""
+
+
+class HostCodes:
+    """Codes in host memory, scanned by NumPy: what a device's are checked against."""
+
+    def __init__(self, space: CodeSpace, fmt: Format, expected: int = 0) -> None:
+        self._space, self._fmt = space, fmt
+        self._codes = np.empty((0, space.key_bytes), np.uint8)
+
+    def add(self, keys: npt.NDArray[Any]) -> None:
+        """See `KeyCodes`."""
+        numbers = to_float32(keys, self._fmt)
+        if not np.isfinite(numbers).all():
+            raise ShapeError(NOT_FINITE)
+        self._codes = np.concatenate([self._codes, encode(self._space, numbers)])
+
+    def cut(self, length: int) -> None:
+        """See `KeyCodes`."""
+        self._codes = self._codes[:length]
+
+    def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
+        """See `KeyCodes`."""
+        finite = np.isfinite(queries).all(axis=1)
+        ids = np.full((len(queries), count), -1, np.int32)
+        scores = code_scores(self._space, self._codes[:stop], queries[finite])
+        ids[finite] = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+        return ids
+
+
+NOT_FINITE = "keys to be coded must be finite; leave the others out or use index='flat'"
+
+
+@register
+class DeviceIndex(KeyIndex):
+    """See the module. A query that is not finite gets the exact answer, and so does a search for a large part."""
+
+    kind: ClassVar[str] = "device"
+    trains: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore", "coder"})
+
+    def __init__(self, keys: KeyPieces, codes: KeyCodes, space: CodeSpace, rescore: int) -> None:
+        """Callers use `build`."""
+        self._keys, self._rescore = keys, rescore
+        self.codes, self.space = codes, space
+
+    @classmethod
+    def build(
+        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
+    ) -> DeviceIndex:
+        """See KeyIndex.build. Options:
+
+        key_bytes: per key, at least 8 (default head_dim / 2, at least 16). rescore: keys scored exactly per key wanted (default 2).
+        coder: a `Coder`, which the cache gives; None: HostCodes.
+        Without finite training queries codes keep what keys differ in most. Raises ConfigError for other values,
+        ShapeError for keys that are not finite.
+        """
+        pieces = KeyPieces(keys, fmt)
+        dim = fmt.dim_of(keys)
+        key_bytes = bytes_per_key(options.get("key_bytes"), dim)
+        rescore = options.get("rescore", RESCORE)
+        check_rescore(rescore)
+        queries, _ = check_training(queries, None, dim, len(keys))
+        rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
+        rows = rows[np.isfinite(rows).all(axis=1)]
+        identity = np.eye(dim, dtype=np.float32)
+        sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
+        if not np.isfinite(sample).all():
+            raise ShapeError(NOT_FINITE)
+        known = sample if len(sample) else identity
+        space = learn_space(learn_projection(rows if len(rows) else identity, known, dim), known, key_bytes)
+        codes = (options.get("coder") or HostCodes)(space, fmt, len(keys))
+        codes.add(keys)
+        return cls(pieces, codes, space, int(rescore))
+
+    def insert(self, keys: npt.NDArray[Any]) -> None:
+        """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""
+        self._keys.check(keys)
+        self.codes.add(keys)
+        self._keys.add(keys)
+
+    def truncate(self, length: int) -> bool:
+        """Forget all ids >= length. Always possible."""
+        self._keys.cut(length)
+        self.codes.cut(length)
+        return True
+
+    def rescore_count(self, k: int) -> int:
+        """How many keys get an exact score when the best k are wanted."""
+        return rescore_count(self._rescore, k)
+
+    def serves(self, k: int, visible: int) -> bool:
+        """Whether so many keys are worth asking the device for the best k."""
+        return visible >= SCAN_SHARE * self.rescore_count(k)
+
+    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
+        """The best k of the keys that the codes put first; see KeyIndex.search."""
+        queries, k = check_search(queries, self.head_dim, k, limit)
+        stop = len(self) if limit is None else min(int(limit), len(self))
+        if not self.serves(k, stop) or not len(queries):
+            return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
+        found = self.codes.find(queries, self.rescore_count(k), stop).astype(np.int64)
+        ids, scores = self._keys.best(np.where(found < 0, EMPTY, 0xFFFFFFFF - found), queries, k)
+        lost = (found < 0).any(axis=1)
+        if lost.any():
+            exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
+            ids[lost], scores[lost] = exact.ids, exact.scores
+        return SearchResult(ids, scores, len(queries) * found.shape[1])
+
+    def __len__(self) -> int:
+        return self._keys.length
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one key."""
+        return self._keys.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory: none where a device holds the codes."""
+        return self.space.key_bytes * len(self) if isinstance(self.codes, HostCodes) else 0
+
+
+def bytes_per_key(given: object, head_dim: int) -> int:
+    """The option `key_bytes`, half a byte per number and 16 at least if not given, at most head_dim. ConfigError."""
+    value = max(USUAL_LEAST, head_dim // 2) if given is None else given
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < LEAST_BYTES:
+        raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {LEAST_BYTES}")
+    return min(int(value), head_dim)

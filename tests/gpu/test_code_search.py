@@ -1,0 +1,157 @@
+"""The scan of codes inside a step: PyTorch against the host's reference, Triton against both where it can run.
+
+Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest tests/gpu/test_code_search.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.device_coder import HeadCodes
+from retrieval_attn.gpu import code_search
+from retrieval_attn.gpu.code_search import CodeSearch, CodeShape, class_of, shared_scratch
+from retrieval_attn.gpu.device_codes import DeviceCodes, code_scores
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.key_codes import CodeSpace, encode, learn_space
+from retrieval_attn.index.key_codes import code_scores as host_scores
+from retrieval_attn.index.sketch import learn_projection
+from tests.gpu.test_decode_kernels import INTERPRETED
+
+SIZES = [(64, 32), (128, 64), (16, 8), (80, 40), (64, 64), (128, 48)]
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the tensors lie; "triton" means the kernels on a GPU, or interpreted."""
+    if request.param == "torch":
+        monkeypatch.setattr(code_search, "kernels_for", lambda tensor, module: None)
+    elif INTERPRETED:
+        from retrieval_attn.gpu import code_search_triton
+
+        monkeypatch.setattr(code_search, "kernels_for", lambda tensor, module: code_search_triton)
+    yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"
+
+
+def made(dim: int, key_bytes: int, count: int, seed: int = 0) -> tuple[CodeSpace, np.ndarray[Any, Any]]:
+    """A space for keys of uneven numbers, and the keys (count, dim)."""
+    rng = np.random.default_rng(seed)
+    keys = (rng.standard_normal((count, dim)) * np.linspace(3, 0.2, dim) + 1).astype(np.float32)
+    queries = rng.standard_normal((200, dim)).astype(np.float32)
+    return learn_space(learn_projection(queries, keys, dim), keys, key_bytes), keys
+
+
+def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any]) -> DeviceCodes:
+    codes = HeadCodes(space, Format.FLOAT32, torch.empty(7, space.key_bytes, dtype=torch.uint8, device=device)).device
+    for some in torch.from_numpy(keys).to(device).split(300):
+        assert codes.add(some)
+    return codes
+
+
+@pytest.mark.parametrize("dim,key_bytes", SIZES)
+def test_codes_are_those_of_the_host(dim: int, key_bytes: int) -> None:
+    """Bit for bit, but where a number lies on the edge of two steps; scores then agree as well as float32 does."""
+    space, keys = made(dim, key_bytes, 1000)
+    codes = on("cpu", space, keys)
+    expected = encode(space, keys)
+    assert (codes.codes[:1000].numpy() == expected).mean() > 0.999
+    queries = np.random.default_rng(1).standard_normal((5, dim)).astype(np.float32)
+    own = code_scores(codes.space, torch.from_numpy(expected), torch.from_numpy(queries)).numpy()
+    np.testing.assert_allclose(own, host_scores(space, expected, queries), rtol=1e-4, atol=1e-3)
+    exact = queries @ keys.T
+    for i in range(5):  # what codes are for: they order keys as exact scores do
+        assert np.corrcoef(own[i], exact[i])[0, 1] > (0.85 if 2 * key_bytes > dim or dim > 16 else 0.5)
+
+
+def search_of(
+    device: str, sizes: list[int], *, group: int, dim: int, key_bytes: int, wanted: int
+) -> tuple[CodeSearch, list[DeviceCodes]]:
+    """One entry for each of `sizes` keys."""
+    spaces = [made(dim, key_bytes, max(size, 300), seed) for seed, size in enumerate(sizes)]
+    codes = [on(device, space, keys) for space, keys in spaces]
+    shape = CodeShape(spaces[0][0].wide, spaces[0][0].narrow, wanted)
+    return CodeSearch(len(sizes), group, 1, shape, torch.device(device)), codes
+
+
+def named(search: CodeSearch, query: Tensor, places: Tensor | None = None) -> list[list[int]]:
+    """The ids that are named for each query, by row of `ids`; those behind the last must be -1."""
+    count = query.shape[0] * query.shape[1]
+    ids = torch.full((count, search.shape.room), 77, dtype=torch.int32, device=query.device)
+    scratch = shared_scratch({}, count, class_of(search.most), search.shape.room, query.device)
+
+    def opaque(function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
+
+    search.run(query, ids, places, scratch, opaque)
+    rows = []
+    for row in ids.tolist():
+        found = [number for number in row if number >= 0]
+        assert row == found + [-1] * (len(row) - len(found)) and len(set(found)) == len(found)
+        rows.append(found)
+    return rows
+
+
+@pytest.mark.parametrize("dim,key_bytes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_are_named(device: str, dim: int, key_bytes: int, dtype: torch.dtype) -> None:
+    """At least as many as wanted, all of the best of them but near ties, none beyond the keys that count."""
+    sizes, wanted, group = [5000, 700, 4097], 40, 3
+    search, codes = search_of(device, sizes, group=group, dim=dim, key_bytes=key_bytes, wanted=wanted)
+    search.aim([(one, size) for one, size in zip(codes, sizes, strict=True)])
+    query = torch.randn(3, group, 1, dim, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    for i, found in enumerate(named(search, query)):
+        row, head = divmod(i, group)
+        scores = code_scores(codes[row].space, codes[row].codes[: sizes[row]], query[row, head].float())[0].cpu()
+        ranked = scores.sort(descending=True)
+        assert wanted <= len(found) <= search.shape.room and max(found) < sizes[row]
+        slack = 2e-3 * float(scores.abs().max())
+        sure = ranked.indices[:wanted][ranked.values[:wanted] > ranked.values[wanted - 1] + slack]
+        assert set(sure.tolist()) <= set(found)
+
+
+def test_rows_without_codes_and_places(device: str) -> None:
+    """Nothing is named where nothing is aimed at; results go where they are wanted."""
+    search, codes = search_of(device, [600, 600, 600], group=2, dim=16, key_bytes=16, wanted=10)
+    search.aim([(codes[0], 600), None, (codes[2], 500)])
+    query = torch.randn(3, 2, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    straight = named(search, query)
+    assert [bool(found) for found in straight] == [True, True, False, False, True, True]
+    assert max(straight[4] + straight[5]) < 500
+    places = torch.tensor([5, 3, 1, 0, 2, 4], device=device)
+    turned = named(search, query, places)
+    assert [turned[place] for place in places.tolist()] == straight
+
+
+def test_a_query_that_is_not_finite_gets_nothing(device: str) -> None:
+    """The host then looks itself."""
+    search, codes = search_of(device, [600], group=4, dim=16, key_bytes=16, wanted=10)
+    search.aim([(codes[0], 600)])
+    query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    query[0, 0, 0, 3], query[0, 2, 0, 0] = torch.nan, torch.inf
+    assert [bool(found) for found in named(search, query)] == [False, True, False, True]
+
+
+def test_equal_scores(device: str) -> None:
+    """Keys that are all alike: no more than there is room for, and no endless halving."""
+    space, keys = made(16, 16, 400)
+    codes = on(device, space, np.repeat(keys[:1], 5000, axis=0))
+    search = CodeSearch(1, 1, 1, CodeShape(space.wide, space.narrow, 10), torch.device(device))
+    search.aim([(codes, 5000)])
+    (found,) = named(search, torch.ones(1, 1, 1, 16, device=device))
+    assert 10 <= len(found) <= search.shape.room
+
+
+def test_codes_grow_and_shrink() -> None:
+    """Memory moves when keys outgrow it; a cut forgets; keys that are not finite are refused and nothing changes."""
+    space, keys = made(16, 8, 900)
+    codes = on("cpu", space, keys)
+    before = codes.codes[:900].clone()
+    assert not codes.add(torch.full((2, 16), torch.nan)) and codes.length == 900
+    codes.length = 500
+    assert codes.add(torch.from_numpy(keys[500:])) and codes.length == 900
+    assert torch.equal(codes.codes[:900], before)

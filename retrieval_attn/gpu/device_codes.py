@@ -56,13 +56,13 @@ class DeviceCodes:
     def find(self, queries: Tensor, count: int, stop: int) -> Tensor:
         """int32 (m, count): the ids below `stop` whose codes promise queries (m, head_dim) float32 most.
 
-        All -1 for a query that is not finite. count <= stop <= length.
+        All -1 for a query whose scores are not finite. count <= stop <= length.
         """
         scores = torch.cat(
             [code_scores(self.space, some, queries) for some in self.codes[:stop].split(ROWS_AT_ONCE)], 1
         )
         ids = scores.nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
-        return torch.where(queries.isfinite().all(dim=1, keepdim=True), ids, -1)
+        return torch.where(scores.isfinite().all(dim=1, keepdim=True), ids, -1)
 
 
 def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from retrieval_attn.index.packed import EMPTY
 from retrieval_attn.index.pieces import KeyPieces
 from retrieval_attn.index.sketch import RESCORE, SAMPLED_KEYS, learn_projection
 
-
 USUAL_LEAST = 16
 """Bytes per key that small heads get if nothing is said."""
 
@@ -39,7 +38,7 @@ class KeyCodes(Protocol):
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
         """Ids (m, count) of the keys below `stop` whose codes promise queries (m, head_dim) most.
 
-        All -1 for a query that is not finite. count <= stop <= number of keys.
+        All -1 for a query whose scores are not finite. count <= stop <= number of keys.
         """
 
 
@@ -67,10 +66,10 @@ class HostCodes:
 
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
         """See `KeyCodes`."""
-        finite = np.isfinite(queries).all(axis=1)
-        ids = np.full((len(queries), count), -1, np.int32)
-        scores = code_scores(self._space, self._codes[:stop], queries[finite])
-        ids[finite] = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+        with np.errstate(over="ignore", invalid="ignore"):
+            scores = code_scores(self._space, self._codes[:stop], queries)
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, :count].astype(np.int32)
+        ids[~np.isfinite(scores).all(axis=1)] = -1
         return ids
 
 
@@ -96,7 +95,8 @@ class DeviceIndex(KeyIndex):
     ) -> DeviceIndex:
         """See KeyIndex.build. Options:
 
-        key_bytes: per key, at least 8 (default head_dim / 2, at least 16). rescore: keys scored exactly per key wanted (default 2).
+        key_bytes: per key, at least 8 (default head_dim / 2, at least 16).
+        rescore: keys scored exactly per key wanted (default 2).
         coder: a `Coder`, which the cache gives; None: HostCodes.
         Without finite training queries codes keep what keys differ in most. Raises ConfigError for other values,
         ShapeError for keys that are not finite.

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
+from retrieval_attn.gpu.code_search import ALIGNED
 from retrieval_attn.gpu.device_codes import ROWS_AT_ONCE, DeviceCodes, DeviceSpace
 from retrieval_attn.index.device import NOT_FINITE
 from retrieval_attn.index.key_codes import CodeSpace
-from retrieval_attn.transfer import to_device
+from retrieval_attn.transfer import stored_on, unpack
 
 SPARE_TOKENS = 4096
 """Room for keys that come later, before codes move."""
@@ -37,7 +38,7 @@ class DeviceCoder:
 
     def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
-        shape = expected + SPARE_TOKENS, space.key_bytes
+        shape = -(-(expected + SPARE_TOKENS) // ALIGNED) * ALIGNED, space.key_bytes  # every head's begins aligned
         with self._lock, _beside(self._device):
             if not self._slab or self._slab[-1].shape != shape:
                 # one block for all: the allocator rounds each of many up to its own pages
@@ -58,12 +59,12 @@ class HeadCodes:
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
         codes = self.device
-        like = torch.empty(0, dtype=torch.float32, device=codes.codes.device)
-        length = codes.length
-        with _beside(like.device):
+        device, length = codes.codes.device, codes.length
+        with _beside(device):
             try:
                 for start in range(0, len(keys), ROWS_AT_ONCE):
-                    if not codes.add(to_device(keys[start : start + ROWS_AT_ONCE], self._fmt, like)):
+                    rows = stored_on(device, keys[start : start + ROWS_AT_ONCE], self._fmt)
+                    if not codes.add(unpack(rows, self._fmt, torch.float32)):
                         codes.length = length
                         raise ShapeError(NOT_FINITE)
             except torch.OutOfMemoryError as error:

@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 
 LAYERS_AT_ONCE = 3
 """Layers whose indexes are built at the same time: the last heads of one must not leave cores without work."""
+FILLERS = 4
+"""Threads that write copied keys and values to their places."""
+SHARED_COPY = 4 << 20
+"""Bytes of keys from which they do it together."""
 BACKLOG = 8
 """Layers that may wait for their indexes, with their training data in memory, before prefill waits."""
 
@@ -368,6 +372,11 @@ def _copier() -> Crew:
 
 
 @functools.cache
+def _fillers() -> Crew:
+    return Crew(FILLERS, "retrieval_attn-fill")
+
+
+@functools.cache
 def _layers() -> Crew:
     return Crew(LAYERS_AT_ONCE, "retrieval_attn-layer")
 
@@ -389,10 +398,13 @@ def _mark(device: torch.device, timing: bool = False) -> torch.cuda.Event | None
 
 
 def _append(host: HostPath, real: np.ndarray | None, keys: np.ndarray, values: np.ndarray) -> None:
-    if real is None:
+    """By several threads where there is much: memory that is written for the first time is slow to be had."""
+    if real is not None:
+        keys, values = keys[:, real], values[:, real]
+    if keys.nbytes < SHARED_COPY:
         host.append(keys, values)
     else:
-        host.append(keys[:, real], values[:, real])
+        host.append(keys, values, _fillers().map)
 
 
 def _fill(out: np.ndarray, part: np.ndarray) -> None:

@@ -91,6 +91,11 @@ def _blocks(rows: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(rows.split(count), into.split(count), strict=True)
 
 
+def stored_on(device: torch.device, array: np.ndarray, fmt: Format) -> Tensor:
+    """A copy of a storage-format array on `device`, as it is stored: what `unpack` takes."""
+    return torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt]).to(device, copy=True)
+
+
 def to_device(array: np.ndarray, fmt: Format, like: Tensor) -> Tensor:
     """A copy of a storage-format array on the device and in the dtype of `like`."""
     if fmt is Format.INT8:

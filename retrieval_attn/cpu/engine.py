@@ -38,6 +38,8 @@ PART_TOKENS = 2048
 """Fewest tokens of an exact scan that are worth a task of their own."""
 CODED_TOKENS = 8192
 """The same of a scan of codes."""
+MOST_GIVEN_PARTS = 4
+"""Tasks that the candidates of one query, which a device names, are cut into at most."""
 TASKS_PER_THREAD = 4
 MOST_LISTS_BYTES = 256 << 20
 """Most memory for candidates of one step; beyond it the caller takes another way."""
@@ -452,9 +454,14 @@ def _tables(
                     graph, codes, sketch = (find(*described) for find in (graphs.graph, graphs.codes, graphs.sketch))
                     ids = None if named is None else named[entry * queries : (entry + 1) * queries]
                     given = graphs.given(*described, ids)
-                if graph or given:
+                if graph:
                     tasks += [(-1, entry, (entry, len(pieces), query, queries, lists)) for query in range(queries)]
                     lists, count = lists + 1, count + queries
+                elif given:
+                    parts = max(1, min(wanted.parts // queries, MOST_GIVEN_PARTS))
+                    for i in range(parts * queries):
+                        tasks.append((-1, entry, (entry, len(pieces), i, parts, lists + i // queries)))
+                    lists, count = lists + parts, count + parts * queries
                 else:
                     if sketch:
                         tasks.append((-1, entry, (entry, len(pieces), -1, 1, 0)))

@@ -28,9 +28,10 @@ AHEAD = 24
 
 @njit(nogil=True, cache=True)
 def _score_given(descriptor, number, worker, like):
-    """The best of the candidates of one query; of all keys, where the device named too few."""
+    """The best of a part of the candidates of one query; of all keys, where the device named too few."""
     step, task, piece, lists = task_of(descriptor, number)
-    entry, query = task[at.TASK_ENTRY], task[at.TASK_PART]
+    entry, query = task[at.TASK_ENTRY], task[at.TASK_PART] % step[at.QUERIES]
+    part, parts = task[at.TASK_PART] // step[at.QUERIES], task[at.TASK_PARTS]
     top_k, dim = step[at.TOP_K], step[at.HEAD_DIM]
     row = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0]
     room, origin = row[at.ROOM], row[at.GRAPH_FIRST]
@@ -40,21 +41,25 @@ def _score_given(descriptor, number, worker, like):
     limit = piece[at.HIGH] - origin
     scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
     pool = words_at(scratch + step[at.SCAN_AT], 1, step[at.CAPACITY])[0]
-    for i in range(min(AHEAD, room)):
+    enough = given[min(row[at.KEPT], limit) - 1] >= 0  # not for a query that is not finite, say
+    start, stop = room * part // parts, room * (part + 1) // parts
+    for i in range(start, min(start + AHEAD, stop)):
         if 0 <= given[i] < limit:
             prefetch_row(keys, origin + given[i])
     count = np.int64(0)
-    for i in range(room):
-        if i + AHEAD < room and 0 <= given[i + AHEAD] < limit:
+    for i in range(start, stop):
+        if i + AHEAD < stop and 0 <= given[i + AHEAD] < limit:
             prefetch_row(keys, origin + given[i + AHEAD])
         if 0 <= given[i] < limit:
             token = origin + given[i]
             pool[count] = pack_score(dot(own, 0, keys, token), token)
             count += 1
     scored = count
-    if count < min(row[at.KEPT], limit):  # a query that is not finite, say
-        count = scan_alone(own, keys, piece[at.LOW], piece[at.HIGH], top_k, pool)
-        scored += limit
+    if not enough:
+        count = np.int64(0)
+        if part == 0:
+            count = scan_alone(own, keys, piece[at.LOW], piece[at.HIGH], top_k, pool)
+            scored += limit
     elif count > top_k:
         keep_best(pool, count, top_k)
         count = top_k

@@ -122,14 +122,24 @@ class Segment:
         if self._index is not None:
             self._extended(self._index.first, stop)
 
-    def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    def append(
+        self,
+        keys: npt.NDArray[Any],
+        values: npt.NDArray[Any],
+        each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] = map,
+    ) -> None:
         """Write n tokens at the end: (kv_heads, n, head_dim), (kv_heads, n, value_dim); the caller checks
-        the room.
+        the room. each: as `map`, for the heads.
         """
-        stop = self.length + keys.shape[1]
+        start, stop = self.length, self.length + keys.shape[1]
         assert not self.frozen and stop <= self.capacity, (self.frozen, stop, self.capacity)
-        self.keys[:, self.length : stop] = keys
-        self.values[:, self.length : stop] = values
+
+        def put(head: int) -> None:
+            self.keys[head, start:stop] = keys[head]
+            self.values[head, start:stop] = values[head]
+
+        for _ in each(put, range(len(self.keys))):
+            pass
         self.length = stop
 
     def freeze(self) -> None:

@@ -106,7 +106,7 @@ ENTRY_WORDS = 4
 SEARCH, KEYS, VALUES, LOW, HIGH, FIRST, INDEX = range(7)
 PIECE_WORDS = 7
 # A row of the table of search tasks. Of a scanned piece: part `part` of `parts`, -1 for what all parts of a sketch
-# wait for; of a graph `part` is the query.
+# wait for; of a graph `part` is the query, of a device's candidates it is the query + QUERIES times the part.
 TASK_ENTRY, TASK_PIECE, TASK_PART, TASK_PARTS, TASK_LIST = range(5)
 TASK_WORDS = 5
 # What describes a graph, behind INDEX: one such row for the whole group, or one for each query head; or coded keys.

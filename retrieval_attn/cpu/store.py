@@ -175,12 +175,18 @@ class HostPath:
             raise ConfigError(f"reserve_tokens={tokens} must be >= 0")
         self._reserved = tokens
 
-    def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    def append(
+        self,
+        keys: npt.NDArray[Any],
+        values: npt.NDArray[Any],
+        each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] = map,
+    ) -> None:
         """Add n tokens at the end, copying them: keys (kv_heads, n, head_dim), values (kv_heads, n,
         value_dim), as stored.
 
-        dtype fmt.dtype, last axis fmt.width of the dim, rows contiguous, n may be 0. Raises ShapeError, or
-        MemoryPlanError if memory cannot be had; the path is then unchanged.
+        dtype fmt.dtype, last axis fmt.width of the dim, rows contiguous, n may be 0. each: does what `map` does, in
+        threads say, for the heads. Raises ShapeError, or MemoryPlanError if memory cannot be had; the path is then
+        unchanged.
         """
         check_rows("keys", keys, self._fmt, 3)
         check_rows("values", values, self._fmt, 3)
@@ -194,11 +200,11 @@ class HostPath:
         added = self._new_tail(count - room) if count > room else None
         head = min(room, count)
         if head:
-            self._spans[-1].segment.append(keys[:, :head], values[:, :head])
+            self._spans[-1].segment.append(keys[:, :head], values[:, :head], each)
             self._spans[-1] = _Span(self._spans[-1].segment, self._spans[-1].segment.length)
         if added is not None:
             replaced, segment = added
-            segment.append(keys[:, head:], values[:, head:])
+            segment.append(keys[:, head:], values[:, head:], each)
             self._spans[len(self._spans) - replaced :] = [_Span(segment, segment.length)]
         self._length += count
 

@@ -2,7 +2,7 @@
 
 Where the codes lie and how many there are is read from a table in device memory, so one graph serves whatever context
 is bound. Three kernels (`code_search_triton.py`): all codes are scored, and the best score of every group of neighbours
-is kept; the groups that may hold one of the best keys are found; of those, the keys. A threshold is found by halving
+is kept; the groups that may hold one of the best keys are found; of those, the keys. A threshold is found by cutting
 its range, so a few more keys than were wanted are named, `room` at most, and the same ones at every run.
 
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against.
@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.decode_kernels import kernels_for
 from retrieval_attn.gpu.device_codes import DeviceCodes
 
 CODES, SIDE, LENGTH, TABLE_WORDS = 0, 1, 2, 4
-"""Words of a row of the table: addresses of codes and of query_side, and how many codes count."""
+"""Words of a row of the table: bytes from the table itself to the codes, address of query_side, how many codes count.
+
+Not the codes' address: a kernel that adds a multiple of 16 to a pointer it was given loads 16 bytes at once.
+"""
+ALIGNED = 16
 LEAST_GROUP, LEAST_CLASS = 16, 4096
 MOST_KEYS = 1 << 22
 """Of one head; beyond it the kernels' tiles would be too large."""
@@ -45,7 +50,8 @@ class CodeShape(NamedTuple):
 class Scratch:
     """What the kernels of one layer leave for the next of them; layers take turns.
 
-    scores (queries, most) float32; best (queries, most / group) float32, of every group; groups (queries, picked).
+    scores (queries, most) float32; best (queries, most / group) float32, of every group; groups (queries, picked) and
+    found (queries, room) int32.
     """
 
     def __init__(self, queries: int, most: int, room: int, device: torch.device) -> None:
@@ -58,6 +64,7 @@ class Scratch:
         self.scores = torch.empty(queries, most, dtype=torch.float32, device=device)
         self.best = torch.empty(queries, most // self.group, dtype=torch.float32, device=device)
         self.groups = torch.empty(queries, self.picked, dtype=torch.int32, device=device)
+        self.found = torch.empty(queries, room, dtype=torch.int32, device=device)
 
 
 def class_of(keys: int) -> int:
@@ -77,12 +84,15 @@ class CodeSearch:
     def aim(self, entries: Sequence[Aim | None]) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""
         self.entries = list(entries)
+        here = self.table.data_ptr()
         rows = [
             [0] * TABLE_WORDS
             if entry is None
-            else [entry[0].codes.data_ptr(), entry[0].space.query_side.data_ptr(), entry[1], 0]
+            else [entry[0].codes.data_ptr() - here, entry[0].space.query_side.data_ptr(), entry[1], 0]
             for entry in entries
         ]
+        if any(row[CODES] % ALIGNED for row in rows):
+            raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
         self.table.copy_(torch.tensor(rows, dtype=torch.int64))
 
     @property

@@ -14,7 +14,7 @@ KEYS = 128
 """Keys that a program scores at a time."""
 PROGRAMS = 512
 """That score keys, about, of all heads."""
-HALVINGS = 40
+TURNS = 20
 LEAST_TILE = 16
 """Of a matrix instruction, in every direction."""
 
@@ -52,7 +52,7 @@ def _score_kernel(
     entry, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     words = table + entry.to(tl.int64) * WORDS
     length = tl.load(words + 2)
-    codes = tl.load(words).to(tl.pointer_type(tl.uint8))
+    codes = table.to(tl.pointer_type(tl.uint8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
     HALF: tl.constexpr = NARROW // 2
     BYTES: tl.constexpr = WIDE + HALF
     member, w, h = tl.arange(0, G), tl.arange(0, W), tl.arange(0, H)
@@ -89,14 +89,26 @@ def _threshold(values, inside, wanted, enough, TIMES: tl.constexpr):
     """
     low = tl.min(tl.where(inside, values, float("inf")), axis=0)
     high = tl.max(values, axis=0)
-    count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0)
+    count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0).to(tl.int64)
     turn = 0
     while (turn < TIMES) & (count > enough):
-        middle = low + (high - low) * 0.5
-        above = tl.sum(tl.where(values >= middle, 1, 0), axis=0)
-        low = tl.where(above >= wanted, middle, low)
-        high = tl.where(above >= wanted, high, middle)
-        count = tl.where(above >= wanted, above, count)
+        # three numbers are tried at once, for a sum over all threads is what a turn costs: 21 bits for each count
+        step = (high - low) * 0.25
+        first, second, third = low + step, low + 2 * step, low + 3 * step
+        reached = tl.where(values >= first, 1, 0).to(tl.int64)
+        reached += tl.where(values >= second, 1 << 21, 0).to(tl.int64)
+        reached += tl.where(values >= third, 1, 0).to(tl.int64) << 42
+        total = tl.sum(reached, axis=0)
+        above1, above2, above3 = total & 0x1FFFFF, (total >> 21) & 0x1FFFFF, total >> 42
+        high = tl.where(above3 >= wanted, high, third)
+        high = tl.where(above2 >= wanted, high, second)
+        high = tl.where(above1 >= wanted, high, first)
+        count = tl.where(above1 >= wanted, above1, count)
+        low = tl.where(above1 >= wanted, first, low)
+        count = tl.where(above2 >= wanted, above2, count)
+        low = tl.where(above2 >= wanted, second, low)
+        count = tl.where(above3 >= wanted, above3, count)
+        low = tl.where(above3 >= wanted, third, low)
         turn += 1
     return low
 
@@ -124,7 +136,7 @@ def _group_kernel(
 
 @triton.jit
 def _key_kernel(
-    scores, groups, places, ids, wanted, enough, room, most,
+    scores, groups, found, places, ids, wanted, enough, room, most,
     GROUP: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr, HAS_PLACES: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
     """Of the keys in groups[query] those whose scores are among the `wanted` best: ids[place], -1 behind the last."""
@@ -140,9 +152,13 @@ def _key_kernel(
     row = i.to(tl.int64)
     if HAS_PLACES:
         row = tl.load(places + i).to(tl.int64)
-    tl.store(ids + row * room + place, key, mask=chosen & (place < room))
+    # first to the device's own memory, for the host's takes whole lines far better than scattered words
+    tl.store(found + i.to(tl.int64) * room + place, key, mask=chosen & (place < room))
+    tl.debug_barrier()
     slot = tl.arange(0, ROOM)
-    tl.store(ids + row * room + slot, -1, mask=(slot < room) & (slot >= tl.sum(tl.where(chosen, 1, 0), axis=0)))
+    some = slot < tl.sum(tl.where(chosen, 1, 0), axis=0)
+    named = tl.load(found + i.to(tl.int64) * room + slot, mask=some & (slot < room), other=-1)
+    tl.store(ids + row * room + slot, named, mask=slot < room)
 
 
 def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch) -> None:
@@ -163,14 +179,14 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     )  # fmt: skip
     _group_kernel[(queries,)](
         search.table, scratch.best, scratch.groups, shape.wanted, min(enough, scratch.picked), q_heads, kv_heads, most,
-        WORDS=TABLE_WORDS, GROUP=size, GROUPS=most // size, PICKED=scratch.picked, TIMES=HALVINGS,
+        WORDS=TABLE_WORDS, GROUP=size, GROUPS=most // size, PICKED=scratch.picked, TIMES=TURNS,
         num_warps=_warps(most // size),
     )  # fmt: skip
     _key_kernel[(queries,)](
-        scratch.scores, scratch.groups, scratch.groups if places is None else places, ids, shape.wanted, enough,
-        shape.room, most,
+        scratch.scores, scratch.groups, scratch.found, scratch.groups if places is None else places, ids,
+        shape.wanted, enough, shape.room, most,
         GROUP=size, PICKED=scratch.picked, ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None,
-        TIMES=HALVINGS, num_warps=_warps(scratch.picked * size),
+        TIMES=TURNS, num_warps=_warps(scratch.picked * size),
     )  # fmt: skip
 
 

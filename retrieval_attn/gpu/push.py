@@ -30,8 +30,8 @@ from retrieval_attn.gpu.libraries import DriverFunctions
 
 MOST_CALLS = 512
 """Of one graph."""
-POLLS = 4_000_000
-"""How often a kernel looks for an answer, about half a microsecond each: a few seconds. Searches take milliseconds."""
+POLLS = 20_000_000
+"""How often a kernel looks for an answer, about half a microsecond each: ten seconds. A host may be busy elsewhere."""
 LIMIT_SECONDS = 10.0
 """How long the thread waits for a request."""
 HOST_LINE, DEVICE_LINE = 8, 32  # words of 64 and 32 bits: flags lie on cache lines of their own

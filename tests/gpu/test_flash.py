@@ -221,7 +221,8 @@ def test_a_decode_call_replays_in_a_cuda_graph(name: str, head_dim: int) -> None
     graph.replay()
     torch.cuda.synchronize()
     fresh = attend(query, key, value, scale=SCALE, backends=[name])
-    assert torch.equal(captured.out, fresh.out) and torch.equal(captured.lse, fresh.lse)
+    assert torch.equal(captured.out, fresh.out)
+    assert (captured.lse - fresh.lse).abs().max() <= 2e-6  # cuDNN's differ in the last bit at times
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -87,7 +87,9 @@ class Chain:
         return [number] * 3
 
     def check(self, number: float) -> None:
-        assert self.run(number) == self.wanted(number) and self.replay.failure() is None
+        seen = self.run(number)
+        assert self.replay.failure() is None
+        assert seen == self.wanted(number)
 
 
 @pytest.fixture

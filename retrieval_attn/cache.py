@@ -153,8 +153,11 @@ class RetrievalCache(Cache):
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of device memory held by sinks and windows; does not grow with the context."""
-        return sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
+        """Bytes of device memory held by sinks and windows, which does not grow with the context, and by codes of keys,
+        which an index of kind "device" keeps there.
+        """
+        windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
+        return windows + sum(layer.coded_nbytes for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
 
     def _own_layers(self) -> list[RetrievalLayer | SlidingLayer]:
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer | SlidingLayer)]

@@ -28,7 +28,8 @@ class Config:
     window: most recent tokens that stay on the device and are always attended.
     top_k: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
         those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
-    index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`).
+    index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
+        keeps a few bytes of every key on the GPU, which then searches; a `Context` with "auto" does so where it can.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     train_queries: prompt queries per query head that an index which trains (roargraph, postings, sketch) is shown.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).

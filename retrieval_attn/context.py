@@ -28,6 +28,7 @@ from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu import prepare
 from retrieval_attn.decode import Generated, forward, positions, run
+from retrieval_attn.device_room import chosen_index, free_device_bytes
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.layers import RetrievalLayer
@@ -166,6 +167,8 @@ class Context:
                 f"Token ids must be in [0, {vocabulary}) for this model, got {min(ids)} to {max(ids)}; tokenize with "
                 "the model's own tokenizer."
             )
+        if not self._ids:
+            self._choose_index(len(ids))
         self._cache.require_room(len(ids))
         self._prepare(len(ids))
         started = time.perf_counter()
@@ -179,6 +182,15 @@ class Context:
         self._ids += ids
         self.read_seconds += time.perf_counter() - started
         self._cache.token_ids = torch.tensor([self._ids])
+
+    def _choose_index(self, tokens: int) -> None:
+        """Where index="auto" may keep codes on the device, have a cache that does."""
+        free = free_device_bytes(self.model) if self.config.index == "auto" else None
+        chosen = chosen_index(self.model.config, self.config, tokens, free)
+        if chosen is not self.config:
+            on_layer = self._cache.on_layer
+            self.config, self._cache = chosen, RetrievalCache(self.model, chosen)
+            self._cache.on_layer = on_layer
 
     def _question_ids(self, question: str, raw: bool) -> list[int]:
         return self.template.plain_ids(question) if raw else self.template.question_ids(question)

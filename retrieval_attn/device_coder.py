@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
-from retrieval_attn.gpu.code_search import ALIGNED
+from retrieval_attn.gpu.code_search import ALIGNED, name_keys
 from retrieval_attn.gpu.device_codes import ROWS_AT_ONCE, DeviceCodes, DeviceSpace
 from retrieval_attn.index.device import NOT_FINITE
 from retrieval_attn.index.key_codes import CodeSpace
@@ -56,6 +56,11 @@ class HeadCodes:
         with _beside(memory.device):
             self.device = DeviceCodes(_moved(space, memory.device), memory)
 
+    @property
+    def nbytes(self) -> int:
+        """See `KeyCodes`."""
+        return self.device.codes.nbytes
+
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
         codes = self.device
@@ -80,7 +85,7 @@ class HeadCodes:
         where = self.device.codes.device
         with _beside(where):
             found: np.ndarray[Any, Any] = (
-                self.device.find(torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
+                name_keys(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
         return found
 

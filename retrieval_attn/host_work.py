@@ -32,6 +32,7 @@ from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.base import check_kind
 from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.crossover import crossover
+from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.graph_options import GraphOptions
 from retrieval_attn.index.threads import kernel_threads
 from retrieval_attn.staging import Piece, staging
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 LAYERS_AT_ONCE = 3
 """Layers whose indexes are built at the same time: the last heads of one must not leave cores without work."""
+CODERS = 4
+"""Threads that send keys to be coded on the device, by an index of that kind."""
 FILLERS = 4
 """Threads that write copied keys and values to their places."""
 SHARED_COPY = 4 << 20
@@ -269,14 +272,15 @@ class HostWork:
                 continue
             assert not isinstance(job.queries, Tensor) and not isinstance(job.lists, Tensor)
             if beside(self.device):
-                job.host.build_index(job.start, job.stop, job.queries, job.lists, each=self._each)
+                crew = _coders() if job.host.index_kind == DeviceIndex.kind else _heads(self._threads)
+                each = functools.partial(self._each, crew)
+                job.host.build_index(job.start, job.stop, job.queries, job.lists, each=each)
             else:
                 job.host.build_index(job.start, job.stop, job.queries, job.lists)
         self._stats.index_seconds += time.perf_counter() - began
 
-    def _each(self, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
+    def _each(self, crew: Crew, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
         """build(head) for all heads by the crew, each with the threads that are left to it."""
-        crew = _heads(self._threads)
 
         def one(head: int) -> Any:
             if self._stop.is_set():
@@ -374,6 +378,12 @@ def _copier() -> Crew:
 @functools.cache
 def _fillers() -> Crew:
     return Crew(FILLERS, "retrieval_attn-fill")
+
+
+@functools.cache
+def _coders() -> Crew:
+    """Few: coding is the device's work, and each thread more holds the one up that drives the device."""
+    return Crew(CODERS, "retrieval_attn-code")
 
 
 @functools.cache

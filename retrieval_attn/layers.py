@@ -83,6 +83,13 @@ class RetrievalLayer(CacheLayer):
         self.finish_index()
         return held_bytes(self.hosts)
 
+    @property
+    def coded_nbytes(self) -> int:
+        """Bytes of device memory for codes of keys, each index's once."""
+        self.finish_index()
+        indexes = {id(index): index for host in self.hosts for one in host.segments for index in one.indexes}
+        return sum(index.device_nbytes for index in indexes.values() if isinstance(index, DeviceIndex))
+
     def index_kinds(self) -> Counter[str]:
         """Kinds of the indexes over this layer's host keys, and how many heads have each."""
         self.finish_index()

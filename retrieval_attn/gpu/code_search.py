@@ -133,6 +133,21 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def name_keys(codes: DeviceCodes, queries: Tensor, wanted: int, stop: int) -> Tensor:
+    """Outside a captured step: what `CodeSearch` names for queries (m, head_dim) of one head, int32 (m, room).
+
+    The ids below `stop` whose codes promise most, at least `wanted` <= stop of them, -1 behind the last; none for a
+    query whose scores are not finite.
+    """
+    shape = CodeShape(codes.space.wide, codes.space.narrow, wanted)
+    ids = torch.full((len(queries), shape.room), -1, dtype=torch.int32, device=queries.device)
+    search = CodeSearch(1, len(queries), 1, shape, queries.device)
+    search.aim([(codes, stop)])
+    scratch = Scratch(len(queries), class_of(stop), shape.room, queries.device)
+    search.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
+    return ids
+
+
 def shared_scratch(kept: dict[Any, Scratch], queries: int, most: int, room: int, device: torch.device) -> Scratch:
     """The scratch memory of these sizes out of `kept`, or new."""
     key = queries, most, room

@@ -4,6 +4,8 @@
 # (kernels get their types from Triton)
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,9 +14,10 @@ from retrieval_attn.gpu.code_search import TABLE_WORDS, CodeSearch, Scratch
 
 KEYS = 128
 """Keys that a program scores at a time."""
-PROGRAMS = 512
+PROGRAMS = 1056
 """That score keys, about, of all heads."""
 TURNS = 20
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LEAST_TILE = 16
 """Of a matrix instruction, in every direction."""
 
@@ -43,10 +46,44 @@ def _side_kernel(
 
 
 @triton.jit
+def _eights(codes, FAST: tl.constexpr):
+    """Signed bytes as half-precision numbers."""
+    if FAST:
+        # 1024 + (c + 128) is a half whose low bits are the byte: no conversion, of which a multiprocessor does few
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 x, y, m;
+            xor.b32 x, $2, 0x80808080;
+            mov.b32 m, 0x64646464;
+            prmt.b32 y, x, m, 0x4140; prmt.b32 x, x, m, 0x4342;
+            mov.b32 m, 0x64806480;
+            sub.f16x2 $0, y, m; sub.f16x2 $1, x, m; }""",
+            "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return codes.to(tl.int8, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _halves(codes, FAST: tl.constexpr):
+    """Lower and upper halves of bytes as half-precision numbers."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 x, y, m, l, h;
+            mov.b32 m, 0x64646464; mov.b32 l, 0x64006400;
+            prmt.b32 y, $4, m, 0x4140; prmt.b32 x, $4, m, 0x4342;
+            and.b32 h, y, 0xFF0FFF0F; sub.f16x2 $0, h, l;
+            and.b32 h, x, 0xFF0FFF0F; sub.f16x2 $1, h, l;
+            shr.b32 y, y, 4; and.b32 y, y, 0x000F000F; or.b32 y, y, l; sub.f16x2 $2, y, l;
+            shr.b32 x, x, 4; and.b32 x, x, 0x000F000F; or.b32 x, x, l; sub.f16x2 $3, x, l; }""",
+            "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    return (codes & 15).to(tl.float16), (codes >> 4).to(tl.float16)
+
+
+@triton.jit
 def _score_kernel(
     sides, table, scores, best, kv_heads, group, most,
     WORDS: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """scores[query] of all codes of the query's head, and the best of every GROUP of them."""
     entry, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -69,11 +106,12 @@ def _score_kernel(
         inside = key < length
         at = codes + key.to(tl.int64)[:, None] * BYTES
         eights = tl.load(at + w[None, :], mask=inside[:, None] & (w < WIDE)[None, :], other=0)
-        total = tl.dot(eights.to(tl.int8, bitcast=True).to(tl.float16), wide_side)
+        total = tl.dot(_eights(eights, FAST), wide_side)
         if NARROW > 0:
             packed = tl.load(at + WIDE + h[None, :], mask=inside[:, None] & (h < HALF)[None, :], other=0)
-            total = tl.dot((packed & 15).to(tl.float16), low_side, total)
-            total = tl.dot((packed >> 4).to(tl.float16), high_side, total)
+            low, high = _halves(packed, FAST)
+            total = tl.dot(low, low_side, total)
+            total = tl.dot(high, high_side, total)
         total = tl.where(inside[:, None], total, -float("inf"))
         tl.store(scores + query[None, :] * most + key.to(tl.int64)[:, None], total, mask=in_group[None, :])
         highest = tl.max(tl.reshape(total, (N // GROUP, GROUP, G)), axis=1)
@@ -166,7 +204,7 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     batch, q_heads, _, dim = query.shape
     kv_heads, shape = search.kv_heads, search.shape
     entries, group = batch * kv_heads, q_heads // kv_heads
-    queries, rank, enough = batch * q_heads, shape.wide + shape.narrow, shape.room - 8
+    queries, rank, enough = batch * q_heads, shape.wide + shape.narrow, shape.wanted + shape.wanted // 16
     most, size = scratch.most, scratch.group
     _side_kernel[(queries,)](
         query, search.table, search.sides, query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
@@ -175,7 +213,7 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     _score_kernel[(entries, max(1, min(PROGRAMS // entries, most // KEYS)))](
         search.sides, search.table, scratch.scores, scratch.best, kv_heads, group, most,
         WORDS=TABLE_WORDS, WIDE=shape.wide, NARROW=shape.narrow, W=_tile(shape.wide), H=_tile(shape.narrow // 2),
-        N=KEYS, G=_tile(group), GROUP=size, num_warps=4, num_stages=3,
+        N=KEYS, G=_tile(group), GROUP=size, FAST=not INTERPRETED, num_warps=4, num_stages=3,
     )  # fmt: skip
     _group_kernel[(queries,)](
         search.table, scratch.best, scratch.groups, shape.wanted, min(enough, scratch.picked), q_heads, kv_heads, most,
@@ -195,5 +233,5 @@ def _tile(number: int) -> int:
 
 
 def _warps(numbers: int) -> int:
-    """So many that a thread holds about 8 numbers."""
-    return min(32, max(4, triton.next_power_of_2(numbers) // 256))
+    """So many that a thread holds about 16 numbers: a sum over few threads is quick."""
+    return min(32, max(4, triton.next_power_of_2(numbers) // 512))

@@ -220,6 +220,12 @@ def _missing_torch_cudnn(device: torch.device) -> str | None:
     return None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN"
 
 
+def prefers_cudnn(call: Call) -> bool:
+    """Whether the call's device is one that flash-attn 2 was not made for: it reaches half of what cuDNN does."""
+    device = call.query.device
+    return device.type == "cuda" and not torch.version.hip and _capability(device.index)[0] >= 9
+
+
 def _refuse_torch_cudnn(call: Call) -> str | None:
     if reason := _half_refusal(call):
         return reason

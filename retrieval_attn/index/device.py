@@ -29,6 +29,10 @@ USUAL_LEAST = 16
 class KeyCodes(Protocol):
     """The codes of one head's keys, wherever they lie."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and of room for more."""
+
     def add(self, keys: npt.NDArray[Any]) -> None:
         """Code keys (n, head_dim), as stored, behind the others. Raises ShapeError if one is not finite."""
 
@@ -36,9 +40,9 @@ class KeyCodes(Protocol):
         """Forget the codes from `length` on."""
 
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
-        """Ids (m, count) of the keys below `stop` whose codes promise queries (m, head_dim) most.
+        """Ids (m, count or a few more) of the keys below `stop` whose codes promise queries (m, head_dim) most.
 
-        All -1 for a query whose scores are not finite. count <= stop <= number of keys.
+        -1 behind the last of more; all -1 for a query whose scores are not finite. count <= stop <= number of keys.
         """
 
 
@@ -52,6 +56,11 @@ class HostCodes:
     def __init__(self, space: CodeSpace, fmt: Format, expected: int = 0) -> None:
         self._space, self._fmt = space, fmt
         self._codes = np.empty((0, space.key_bytes), np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """See `KeyCodes`."""
+        return self._codes.nbytes
 
     def add(self, keys: npt.NDArray[Any]) -> None:
         """See `KeyCodes`."""
@@ -145,13 +154,14 @@ class DeviceIndex(KeyIndex):
         stop = len(self) if limit is None else min(int(limit), len(self))
         if not self.serves(k, stop) or not len(queries):
             return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
-        found = self.codes.find(queries, self.rescore_count(k), stop).astype(np.int64)
+        wanted = self.rescore_count(k)
+        found = self.codes.find(queries, wanted, stop).astype(np.int64)
         ids, scores = self._keys.best(np.where(found < 0, EMPTY, 0xFFFFFFFF - found), queries, k)
-        lost = (found < 0).any(axis=1)
+        lost = (found[:, :wanted] < 0).any(axis=1)
         if lost.any():
             exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
             ids[lost], scores[lost] = exact.ids, exact.scores
-        return SearchResult(ids, scores, len(queries) * found.shape[1])
+        return SearchResult(ids, scores, int(np.count_nonzero(found >= 0)))
 
     def __len__(self) -> int:
         return self._keys.length
@@ -164,7 +174,12 @@ class DeviceIndex(KeyIndex):
     @property
     def nbytes(self) -> int:
         """Bytes of host memory: none where a device holds the codes."""
-        return self.space.key_bytes * len(self) if isinstance(self.codes, HostCodes) else 0
+        return self.codes.nbytes if isinstance(self.codes, HostCodes) else 0
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of device memory."""
+        return 0 if isinstance(self.codes, HostCodes) else self.codes.nbytes
 
 
 def bytes_per_key(given: object, head_dim: int) -> int:

@@ -155,3 +155,14 @@ def test_the_device_has_a_flash_kernel() -> None:
         assert reason is None or f"package {name}" in reason or "compute capability" in reason
     query = torch.zeros(1, 2, 3, 128, dtype=torch.bfloat16, device="cuda")
     attend(query, query, query, scale=1.0, causal=True, backends=[name for name in BACKENDS if name != "math"])
+
+
+def test_long_calls_ask_cudnn_first_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill's chunks on a Hopper GPU; not a token's call, another device, or backends that were asked for by name."""
+    long, short = call(queries=2048), call(queries=16)
+    assert flash._ordered(long, BACKENDS) == list(BACKENDS)  # no CUDA device
+    monkeypatch.setattr(flash, "prefers_cudnn", lambda call: True)
+    assert flash._ordered(long, BACKENDS)[0] == "torch-cudnn"
+    assert sorted(flash._ordered(long, BACKENDS)) == sorted(BACKENDS)
+    assert flash._ordered(short, BACKENDS) == list(BACKENDS)
+    assert flash._ordered(long, ["math", "torch-cudnn"]) == ["math", "torch-cudnn"]

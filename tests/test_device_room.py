@@ -72,7 +72,7 @@ class Tokenizer:
 @pytest.mark.cuda
 def test_free_memory_follows_the_cap() -> None:
     """What the allocator may still have, never more than the device."""
-    model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
+    model = tiny_model("llama").to("cuda")
     free = free_device_bytes(model)
     total = torch.cuda.get_device_properties(0).total_memory
     assert free is not None and 0 < free <= total

@@ -18,11 +18,13 @@ from torch import Tensor
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
 from retrieval_attn.gpu.code_search import ALIGNED, name_keys
-from retrieval_attn.gpu.device_codes import ROWS_AT_ONCE, DeviceCodes, DeviceSpace
+from retrieval_attn.gpu.device_codes import DeviceCodes, DeviceSpace
 from retrieval_attn.index.device import NOT_FINITE
 from retrieval_attn.index.key_codes import CodeSpace
 from retrieval_attn.transfer import stored_on, unpack
 
+SENT_AT_ONCE = 1 << 17
+"""Keys that cross to the device at once."""
 SPARE_TOKENS = 4096
 """Room for keys that come later, before codes move."""
 
@@ -67,9 +69,9 @@ class HeadCodes:
         device, length = codes.codes.device, codes.length
         with _beside(device):
             try:
-                for start in range(0, len(keys), ROWS_AT_ONCE):
-                    rows = stored_on(device, keys[start : start + ROWS_AT_ONCE], self._fmt)
-                    if not codes.add(unpack(rows, self._fmt, torch.float32)):
+                for start in range(0, len(keys), SENT_AT_ONCE):
+                    rows = stored_on(device, keys[start : start + SENT_AT_ONCE], self._fmt)
+                    if not codes.add(unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows):
                         codes.length = length
                         raise ShapeError(NOT_FINITE)
             except torch.OutOfMemoryError as error:
@@ -124,4 +126,4 @@ def _beside(device: torch.device) -> Any:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # reading keeps the device full: codes come in between

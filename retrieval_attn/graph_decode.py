@@ -153,6 +153,7 @@ class GraphDecoder:
         self._stale = self._launched = False
         self._replay: Replay | None = None
         self._columns = self._room = self._unsettled = 0
+        self._kind = False, False, 0
 
     @_ordinary_tensors
     def bind(self, cache: RetrievalCache) -> None:
@@ -194,7 +195,8 @@ class GraphDecoder:
         self._position.copy_(position[:, None])
         if self._kind not in self._graphs:
             captured = self._capture()
-            self._graphs[self._kind] = captured  # a first pass may have told what is searched
+            self._kind = self._kind_now()  # a first pass has told what is searched
+            self._graphs[self._kind] = captured
         self._launched, self._replay = True, self._graphs[self._kind]
         try:
             self._replay()
@@ -260,8 +262,7 @@ class GraphDecoder:
 
     # -- inside -------------------------------------------------------------------------------------
 
-    @property
-    def _kind(self) -> tuple[bool, bool, int]:
+    def _kind_now(self) -> tuple[bool, bool, int]:
         """What a graph is captured for."""
         return self.retrieves, self.padded, self.most_coded if self.retrieves else 0
 
@@ -305,6 +306,7 @@ class GraphDecoder:
                 slot.refresh()
             if self.retrieves:
                 slot.plan()
+        self._kind = self._kind_now()
         self._upload()
 
     def _upload(self) -> None:

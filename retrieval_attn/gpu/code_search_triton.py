@@ -213,7 +213,7 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     _score_kernel[(entries, max(1, min(PROGRAMS // entries, most // KEYS)))](
         search.sides, search.table, scratch.scores, scratch.best, kv_heads, group, most,
         WORDS=TABLE_WORDS, WIDE=shape.wide, NARROW=shape.narrow, W=_tile(shape.wide), H=_tile(shape.narrow // 2),
-        N=KEYS, G=_tile(group), GROUP=size, FAST=not INTERPRETED, num_warps=4, num_stages=3,
+        N=KEYS, G=_tile(group), GROUP=size, FAST=not INTERPRETED, num_warps=8, num_stages=3,
     )  # fmt: skip
     _group_kernel[(queries,)](
         search.table, scratch.best, scratch.groups, shape.wanted, min(enough, scratch.picked), q_heads, kv_heads, most,

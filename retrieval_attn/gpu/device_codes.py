@@ -11,8 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from retrieval_attn.gpu.decode_kernels import kernels_for
+
 ROWS_AT_ONCE = 1 << 15
-"""Keys that are coded, or scanned, at once: their float32 numbers must not show beside a layer's keys."""
+"""Keys that PyTorch codes, or scans, at once: their float32 numbers must not show beside a layer's keys."""
+GRAIN = 16
+"""Capacities are multiples: what lies behind codes stays aligned."""
 
 
 class DeviceSpace(NamedTuple):
@@ -39,17 +43,13 @@ class DeviceCodes:
 
     def add(self, keys: Tensor) -> bool:
         """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
-        if not all(bool(some.isfinite().all()) for some in keys.split(ROWS_AT_ONCE)):
-            return False
         stop = self.length + len(keys)
         if stop > len(self.codes):
-            codes = self.codes.new_empty(stop + stop // 16, self.codes.shape[1])
+            codes = self.codes.new_empty(-(-(stop + stop // 16) // GRAIN) * GRAIN, self.codes.shape[1])
             codes[: self.length] = self.codes[: self.length]
             self.codes = codes
-        for some, into in zip(
-            keys.split(ROWS_AT_ONCE), self.codes[self.length : stop].split(ROWS_AT_ONCE), strict=True
-        ):
-            into.copy_(encoded(self.space, some.float()))
+        if len(keys) and not encode(self.space, keys, self.codes[self.length : stop]):
+            return False
         self.length = stop
         return True
 
@@ -63,6 +63,20 @@ class DeviceCodes:
         )
         ids = scores.nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
         return torch.where(scores.isfinite().all(dim=1, keepdim=True), ids, -1)
+
+
+def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
+    """Write the codes (n, key_bytes) of keys (n, head_dim); False, with any codes, if one is not finite."""
+    kernels = kernels_for(keys, "device_codes_triton")
+    if kernels is not None:
+        bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        kernels.encode(keys, space.key_side, space.shift, space.wide, codes, bad)
+        return not bool(bad)
+    finite = True
+    for some, into in zip(keys.split(ROWS_AT_ONCE), codes.split(ROWS_AT_ONCE), strict=True):
+        finite = finite and bool(some.isfinite().all())
+        into.copy_(encoded(space, some.float()))
+    return finite
 
 
 def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -120,7 +121,7 @@ class PushExchange:
         self.kernels = flag_triton
         self.device, self._server_of = device, server_of
         self.polls, self.limit_seconds = POLLS, LIMIT_SECONDS
-        self.numbers = Numbers()
+        self.numbers, self.turn = Numbers(), threading.Lock()
         driver = DriverFunctions()
         names = "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamQuery", "cuEventQuery"
         self._functions = Functions(*[driver.address(name) for name in names])
@@ -220,7 +221,8 @@ class PushCalls:
     def __call__(self) -> None:
         """See `Replay`."""
         assert self._launch is not None
-        with torch.cuda.device(self._exchange.device), no_collection():
+        # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
+        with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
             stream = torch.cuda.current_stream()
             self._generation = self._exchange.numbers.next()
             self._number.fill_(self._generation)

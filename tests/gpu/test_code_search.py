@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.device_coder import HeadCodes
-from retrieval_attn.gpu import code_search
+from retrieval_attn.gpu import code_search, device_codes
 from retrieval_attn.gpu.code_search import CodeSearch, CodeShape, class_of, shared_scratch
 from retrieval_attn.gpu.device_codes import DeviceCodes, code_scores
 from retrieval_attn.index.formats import Format
@@ -30,11 +30,13 @@ SIZES = [(64, 32), (128, 64), (16, 8), (80, 40), (64, 64), (128, 48)]
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the tensors lie; "triton" means the kernels on a GPU, or interpreted."""
     if request.param == "torch":
-        monkeypatch.setattr(code_search, "kernels_for", lambda tensor, module: None)
+        for module in (code_search, device_codes):
+            monkeypatch.setattr(module, "kernels_for", lambda tensor, name: None)
     elif INTERPRETED:
-        from retrieval_attn.gpu import code_search_triton
+        from retrieval_attn.gpu import code_search_triton, device_codes_triton
 
-        monkeypatch.setattr(code_search, "kernels_for", lambda tensor, module: code_search_triton)
+        monkeypatch.setattr(code_search, "kernels_for", lambda tensor, name: code_search_triton)
+        monkeypatch.setattr(device_codes, "kernels_for", lambda tensor, name: device_codes_triton)
     yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"
 
 
@@ -54,12 +56,13 @@ def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any]) -> DeviceCodes
 
 
 @pytest.mark.parametrize("dim,key_bytes", SIZES)
-def test_codes_are_those_of_the_host(dim: int, key_bytes: int) -> None:
+def test_codes_are_those_of_the_host(device: str, dim: int, key_bytes: int) -> None:
     """Bit for bit, but where a number lies on the edge of two steps; scores then agree as well as float32 does."""
     space, keys = made(dim, key_bytes, 1000)
-    codes = on("cpu", space, keys)
+    codes = on(device, space, keys)
     expected = encode(space, keys)
-    assert (codes.codes[:1000].numpy() == expected).mean() > 0.999
+    assert (codes.codes[:1000].cpu().numpy() == expected).mean() > 0.999
+    codes = on("cpu", space, keys)
     queries = np.random.default_rng(1).standard_normal((5, dim)).astype(np.float32)
     own = code_scores(codes.space, torch.from_numpy(expected), torch.from_numpy(queries)).numpy()
     np.testing.assert_allclose(own, host_scores(space, expected, queries), rtol=1e-4, atol=1e-3)
@@ -146,12 +149,12 @@ def test_equal_scores(device: str) -> None:
     assert 10 <= len(found) <= search.shape.room
 
 
-def test_codes_grow_and_shrink() -> None:
+def test_codes_grow_and_shrink(device: str) -> None:
     """Memory moves when keys outgrow it; a cut forgets; keys that are not finite are refused and nothing changes."""
     space, keys = made(16, 8, 900)
-    codes = on("cpu", space, keys)
+    codes = on(device, space, keys)
     before = codes.codes[:900].clone()
-    assert not codes.add(torch.full((2, 16), torch.nan)) and codes.length == 900
+    assert not codes.add(torch.full((2, 16), torch.nan, device=device)) and codes.length == 900
     codes.length = 500
-    assert codes.add(torch.from_numpy(keys[500:])) and codes.length == 900
+    assert codes.add(torch.from_numpy(keys[500:]).to(device)) and codes.length == 900
     assert torch.equal(codes.codes[:900], before)

@@ -34,7 +34,7 @@ from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.crossover import crossover
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.graph_options import GraphOptions
-from retrieval_attn.index.threads import kernel_threads
+from retrieval_attn.index.threads import kernel_threads, single_blas
 from retrieval_attn.staging import Piece, staging
 from retrieval_attn.transfer import pack, to_host
 
@@ -285,7 +285,7 @@ class HostWork:
         def one(head: int) -> Any:
             if self._stop.is_set():
                 raise CancelledError
-            with kernel_threads(max(1, crew.most // max(1, crew.busy))):
+            with kernel_threads(max(1, crew.most // max(1, crew.busy))), single_blas():
                 return build(head)
 
         return crew.map(one, heads)

@@ -1,0 +1,50 @@
+"""BLAS with one thread per caller, however callers overlap."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import threadpoolctl
+
+from retrieval_attn.index.threads import single_blas
+
+
+def blas_threads() -> list[int]:
+    """Of every BLAS library that is loaded."""
+    np.linalg.eigh(np.eye(4))
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+
+def test_overlapping_blocks_put_the_number_back() -> None:
+    """The first to come sets it, and the last to go restores it, not the first."""
+    before = blas_threads()
+    if not before or max(before) == 1:
+        pytest.skip(f"BLAS has {before} threads here: nothing to limit")
+    inside, leave = threading.Event(), threading.Event()
+    seen: list[list[int]] = []
+
+    def other() -> None:
+        with single_blas():
+            inside.set()
+            leave.wait(10)
+        seen.append(blas_threads())
+
+    thread = threading.Thread(target=other)
+    with single_blas():
+        thread.start()
+        inside.wait(10)
+        assert max(blas_threads()) == 1
+    assert max(blas_threads()) == 1  # the other thread is still inside
+    leave.set()
+    thread.join()
+    assert seen == [before] and blas_threads() == before
+
+
+def test_an_error_inside_puts_the_number_back() -> None:
+    """As leaving does."""
+    before = blas_threads()
+    with pytest.raises(ValueError, match="inside"), single_blas():
+        raise ValueError("inside")
+    assert blas_threads() == before

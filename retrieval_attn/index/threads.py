@@ -73,28 +73,39 @@ def single_blas() -> Iterator[None]:
 
 
 class _BlasLimit:
-    """The number of BLAS threads belongs to the process: the first to come sets it, the last to go puts it back."""
+    """The number of BLAS threads belongs to the process: the first to come sets it, the last to go puts it back.
+
+    Both by one thread that lives in between, for threadpoolctl lets no other thread than the one that set it.
+    """
 
     def __init__(self) -> None:
         self._controller = threadpoolctl.ThreadpoolController()
         self._lock = threading.Lock()
         self._inside = 0
-        self._limiter: threadpoolctl.threadpool_limits | None = None
 
     def enter(self) -> None:
         """One more block."""
         with self._lock:
             if self._inside == 0:
-                self._limiter = self._controller.limit(limits=1, user_api="blas")
+                ready, self._over = threading.Event(), threading.Event()
+                self._holder = threading.Thread(target=self._hold, args=(ready, self._over), name="retrieval_attn-blas")
+                self._holder.start()
+                ready.wait()
             self._inside += 1
 
     def leave(self) -> None:
         """One less."""
         with self._lock:
             self._inside -= 1
-            if self._inside == 0 and self._limiter is not None:
-                self._limiter.restore_original_limits()
-                self._limiter = None
+            if self._inside == 0:
+                self._over.set()
+                self._holder.join()
+
+    def _hold(self, ready: threading.Event, over: threading.Event) -> None:
+        limiter = self._controller.limit(limits=1, user_api="blas")
+        ready.set()
+        over.wait()
+        limiter.restore_original_limits()
 
 
 @functools.cache

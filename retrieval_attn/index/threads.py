@@ -7,7 +7,6 @@ process when two Python threads enter a parallel kernel; there, and until the la
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 
@@ -64,12 +63,11 @@ def single_blas() -> Iterator[None]:
     For callers that are threads themselves: four of them, each with an OpenBLAS of two threads, took six times as long
     as with one thread each.
     """
-    limit = _blas_limit()
-    limit.enter()
+    _blas_limit.enter()
     try:
         yield
     finally:
-        limit.leave()
+        _blas_limit.leave()
 
 
 class _BlasLimit:
@@ -79,7 +77,6 @@ class _BlasLimit:
     """
 
     def __init__(self) -> None:
-        self._controller = threadpoolctl.ThreadpoolController()
         self._lock = threading.Lock()
         self._inside = 0
 
@@ -102,15 +99,13 @@ class _BlasLimit:
                 self._holder.join()
 
     def _hold(self, ready: threading.Event, over: threading.Event) -> None:
-        limiter = self._controller.limit(limits=1, user_api="blas")
+        limiter = threadpoolctl.ThreadpoolController().limit(limits=1, user_api="blas")
         ready.set()
         over.wait()
         limiter.restore_original_limits()
 
 
-@functools.cache
-def _blas_limit() -> _BlasLimit:
-    return _BlasLimit()
+_blas_limit = _BlasLimit()
 
 
 def _layer_is_exclusive() -> bool:

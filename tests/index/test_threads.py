@@ -48,3 +48,22 @@ def test_an_error_inside_puts_the_number_back() -> None:
     with pytest.raises(ValueError, match="inside"), single_blas():
         raise ValueError("inside")
     assert blas_threads() == before
+
+
+def test_many_callers_at_once() -> None:
+    """One limit for all, however they come and go."""
+    before = blas_threads()
+    wrong: list[list[int]] = []
+
+    def work() -> None:
+        for _ in range(20):
+            with single_blas():
+                if max(blas_threads(), default=1) > 1:
+                    wrong.append(blas_threads())
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and blas_threads() == before

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -76,7 +77,12 @@ class Calls(Protocol):
 
 
 class Exchange(Calls, Protocol):
-    """A runtime's way of exchanging. By itself for what is not captured."""
+    """A runtime's way of exchanging. By itself for what is not captured.
+
+    turn: held while a graph's calls are served.
+    """
+
+    turn: threading.Lock
 
     def queries(self, count: int) -> Shared:
         """Memory that the device writes and the host reads, zeros. Raises CaptureError if it cannot be had."""
@@ -104,7 +110,7 @@ class NodeExchange:
 
     def __init__(self, device: torch.device) -> None:
         """Raises BackendError if neither CUDA's runtime nor its driver library offers host functions."""
-        self._device = device
+        self._device, self.turn = device, threading.Lock()
         self._launch = host_function_launcher()
         self.renew()
 

@@ -145,7 +145,8 @@ class CudaRuntime:
         return calls.replay(graph.replay)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        with self.exchange.turn:  # while another thread answers a graph, waiting for the device could hold it up
+            torch.cuda.synchronize(self._device)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, record: Callable[[], None]) -> None:
         with self._on_main(), no_collection():

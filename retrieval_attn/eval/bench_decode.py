@@ -14,14 +14,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.eval.bench_index import new_folder
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench_keys import Source
     from retrieval_attn.eval.bench_rows import Row
 
-__all__ = ["Bench", "about", "add_arguments", "add_model_arguments", "check_arguments", "lengths_of", "run"]
+__all__ = [
+    "Bench",
+    "about",
+    "add_arguments",
+    "add_model_arguments",
+    "check_arguments",
+    "lengths_of",
+    "run",
+    "with_room",
+]
 
 LENGTHS = "4k,16k,64k,128k"
 METHODS = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
@@ -101,22 +110,25 @@ def run(args: argparse.Namespace) -> int:
 
     found = environment()
     bench = Bench(args)
+    limit = bench.model.config.get_text_config(decoder=True).max_position_embeddings
     rows: list[Row] = []
-    for length in lengths:
+    for length in with_room(lengths, limit, args.tokens):
         source = bench.source(length)
+        keys = source.about
         for spec in specs:
             try:
                 row = measure(bench, source, spec)
             except RuntimeError as error:  # a device that stopped answering: keep what there is
                 rows.append(Row(source.tokens, source.batch, spec.label, "failed", str(error).splitlines()[0][:300]))
-                _save(folder, bench, rows, {**found, "keys": source.about})
+                _save(folder, bench, rows, {**found, "keys": keys})
                 raise
             print(row.line(), file=sys.stderr, flush=True)
             rows.append(row)
-            _save(folder, bench, rows, {**found, "keys": source.about})  # what was measured survives what comes
+            _save(folder, bench, rows, {**found, "keys": keys})  # what was measured survives what comes
         if not args.no_plot:
             _plot(folder, bench, rows)
         del source
+    _save(folder, bench, rows, {**found, "keys": keys}, finished=True)
     print((folder / "decode.md").read_text())
     print(f"written to {folder}")
     return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
@@ -264,11 +276,26 @@ def lengths_of(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def _save(folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any]) -> None:
+def with_room(lengths: list[int], limit: int, tokens: int) -> list[int]:
+    """The lengths, those at the very end of a model's `limit` positions shortened by what decoding takes.
+
+    tokens: steps that are timed; checks decode some more.  Raises ContextLengthError, before anything is measured.
+    """
+    most = limit - min(4 * (tokens + 16), limit // 8)
+    long = [length for length in lengths if length > limit]
+    if long:
+        raise ContextLengthError(
+            f"--lengths {','.join(map(str, long))}: needed as many positions, the model has {limit};"
+            " give shorter lengths or another model"
+        )
+    return sorted({min(length, most) for length in lengths})
+
+
+def _save(folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any], finished: bool = False) -> None:
     from retrieval_attn.eval.bench_decode_report import markdown
     from retrieval_attn.eval.runs import write_atomically
 
-    report = {"what": "decode", **about(bench), **found, "rows": [asdict(row) for row in rows]}
+    report = {"what": "decode", "finished": finished, **about(bench), **found, "rows": [asdict(row) for row in rows]}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "decode.json", json.dumps(report, indent=1) + "\n")
     write_atomically(folder / "decode.md", markdown(rows, report))

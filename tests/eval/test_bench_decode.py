@@ -13,11 +13,11 @@ import torch
 
 from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import HostPath
-from retrieval_attn.errors import ConfigError, MemoryPlanError, RunFolderError
+from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
 from retrieval_attn.eval import bench_decode, bench_keys, bench_quality
 from retrieval_attn.eval.bench_baselines import FullGraph
 from retrieval_attn.eval.bench_busy import busy_of
-from retrieval_attn.eval.bench_decode import Bench, lengths_of
+from retrieval_attn.eval.bench_decode import Bench, lengths_of, with_room
 from retrieval_attn.eval.bench_keys import ReadSource, SyntheticSource, attentions, rotate
 from retrieval_attn.eval.bench_method import Retrieval, forward_logits
 from retrieval_attn.eval.bench_methods import make, parse
@@ -58,6 +58,7 @@ def test_command_compares_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["bench", "decode", *SMALL, *extra]) == 0
     report = json.loads((folder / "decode.json").read_text())
     assert {"commit", "machine", "versions", "command", "config", "gpu_memory", "batch"} <= set(report)
+    assert report["finished"]
     rows = {(row["context"], row["method"]): row for row in report["rows"]}
     assert len(rows) == 8
     for row in rows.values():
@@ -266,7 +267,7 @@ def test_lengths_are_written_as_people_write_them() -> None:
         (["--min-recall", "2"], ConfigError, "--min-recall"),
         (["--shape", "huge"], ConfigError, "llama-3-8b"),
         (["--gpu-memory", "24GiB"], MemoryPlanError, "cpu"),
-        (["--lengths", "64k"], Exception, "positions"),
+        (["--lengths", "600,128k"], ContextLengthError, "--lengths 131072: needed as many positions"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, extra: list[str], error: type[Exception], words: str) -> None:
@@ -274,6 +275,17 @@ def test_bad_options_are_refused(tmp_path: Path, extra: list[str], error: type[E
     with pytest.raises(error, match=words):
         bench_decode.run(arguments(tmp_path / "out", *extra))
     assert not (tmp_path / "out").exists()
+
+
+def test_decoding_has_room_at_the_end_of_the_positions(bench: Bench) -> None:
+    """A model's own limit, a published length, is a context a little shorter; the others stay as they are."""
+    assert with_room([600, 4096], 131072, 8) == [600, 4096]
+    assert with_room([4096, 131072], 131072, 16) == [4096, 130944]
+    assert with_room([131070, 131072], 131072, 16) == [130944]
+    assert with_room([64], 64, 16) == [56]
+    limit = bench.model.config.max_position_embeddings
+    found = bench.source(with_room([limit], limit, 2)[0])
+    assert limit - 200 < found.tokens < limit
 
 
 def test_results_are_never_overwritten(tmp_path: Path) -> None:

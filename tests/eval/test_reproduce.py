@@ -103,9 +103,7 @@ def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
             assert set(Options.of(args, ToySuite()).positions) <= set(POSITIONS)
         elif step.words[0] == "needle":
             options = needle_options.Options.of(args)
-            assert options.lengths[-1] == (
-                (1 << 17 if name != "figure8" else 1024000) if full or args.preset == "figure8" else 4096
-            )
+            assert options.lengths[-1] == ((1024000 if name == "figure8" else 1 << 17) if full else 4096)
             if "snapkv" in options.methods:
                 assert options.others["snapkv"] == {"budget": 2048 if full else 256}
         elif step.words[:2] == ("bench", "decode"):
@@ -123,20 +121,45 @@ def test_print_shows_commands_and_the_papers_numbers(name: str, capsys: pytest.C
 
 
 def test_without_a_gpu_nothing_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of a GPU, and the paper's size of the latency tables, end before a command runs."""
+    """The paper's size of the latency tables, and of a million tokens, ends before a command runs."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for flags in (("table8",), ("figure8",), ("table4", "--full"), ("Table-5", "--full")):
-        with pytest.raises(ConfigError, match="needs a CUDA device"):
+    for flags in (("table8", "--full"), ("figure8", "--full"), ("table4", "--full"), ("Table-5", "--full")):
+        with pytest.raises(ConfigError, match="the paper's size needs a CUDA device"):
             command.run(parse(*flags))
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_scaled_down_everything_runs_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every command is reached, and asks for no more than the bundled model has positions for."""
+    import torch
+
+    ran: list[Step] = []
+
+    def execute(step: Step, folder: Path) -> int:
+        ran.append(step)
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(command, "_execute", execute)
+    monkeypatch.setattr(compare, "comparison", lambda *given: "")
+    assert command.run(parse(name, "--output-dir", str(tmp_path))) == 0
+    assert len(ran) == len(EXPERIMENTS[name].steps(Size(False)))
+    for step in ran:
+        flag = next(word for word in step.words if word in ("--lengths", "--length"))
+        lengths = step.words[step.words.index(flag) + 1].lower().split(",")
+        assert all(int(n[:-1]) <= 16 if n.endswith("k") else int(n) <= 8192 for n in lengths)
 
 
 def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="'table7' is unknown; choose list or one of table2, table3"):
         command.run(parse("table7"))
     assert command.run(parse("list")) == 0
-    assert "table8    Table 8: decode latency on an A100, and from 100K to 1M  [needs a GPU]" in capsys.readouterr().out
+    assert (
+        "table8    Table 8: decode latency on an A100, and from 100K to 1M  [--full needs a GPU]"
+        in capsys.readouterr().out
+    )
 
 
 def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
@@ -159,6 +182,16 @@ def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "study.json").write_text("{}")
     assert command._execute(Step(("no-such-command",), "b"), tmp_path) == 0
+
+
+def test_a_benchmark_that_was_stopped_starts_again(tmp_path: Path) -> None:
+    """It writes after every row: half a table is not taken for the table, and not thrown away."""
+    for number in (1, 2):
+        write(tmp_path / "decode", "decode.json", {"finished": False})
+        assert command._execute(Step(("no-such-command",), "decode"), tmp_path) == 2
+        assert json.loads((tmp_path / f"decode-unfinished-{number}" / "decode.json").read_text()) == {"finished": False}
+    write(tmp_path / "decode", "decode.json", {"finished": True})
+    assert command._execute(Step(("no-such-command",), "decode"), tmp_path) == 0
 
 
 # ---- results beside the paper's ------------------------------------------------------------------------
@@ -240,6 +273,14 @@ def test_latency_beside_tables_4_and_5(tmp_path: Path) -> None:
     assert "| ivf | - | 0.0050 (" in text and "| streaming_llm | - | 0.0020 (" in text
     text = compare.comparison("table5", EXPERIMENTS["table5"], tmp_path, steps, "Llama-3-8B")
     assert "| retrieval | - | 0.0010 (0.064) | 0.0005 on the host (0.081) | 0.0015 (0.043) | 0.0030 (0.188) |" in text
+
+
+def test_a_context_cut_for_decoding_stands_under_the_length_that_was_asked_for(tmp_path: Path) -> None:
+    rows = [{**decoded("roargraph", 3.0), "context": 130944}, {**decoded("static", 2.0), "context": 4096}]
+    write(tmp_path / "decode", "decode.json", {"rows": rows})
+    steps = EXPERIMENTS["table4"].steps(Size(True))
+    text = compare.comparison("table4", EXPERIMENTS["table4"], tmp_path, steps, "Llama-3-8B")
+    assert "130944" not in text and "| 0.0030 (0.188) |" in text and "| streaming_llm | - | 0.0020 (0.029) |" in text
 
 
 def test_table_10_has_a_row_of_its_own_for_budgets_per_layer(tmp_path: Path) -> None:

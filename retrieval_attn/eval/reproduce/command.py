@@ -7,6 +7,8 @@ that it ends on a CPU with the bundled model; --full asks for the paper's length
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import re
 import shlex
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.what == "list":
         for name, known in EXPERIMENTS.items():
-            print(f"{name:9} {known.title}{'  [needs a GPU]' if known.cuda else ''}")
+            print(f"{name:9} {known.title}{'  [--full needs a GPU]' if known.cuda else ''}")
         return 0
     name = re.sub(r"[^a-z0-9]", "", args.what.lower())
     if name not in EXPERIMENTS:
@@ -94,21 +96,29 @@ def shown(step: Step, folder: Path) -> str:
 
 def _require(experiment: Experiment, args: argparse.Namespace) -> None:
     """Raises ConfigError, with what is needed, for what cannot be run here."""
-    if args.only_print or not (experiment.cuda or (experiment.cuda_if_full and args.full)):
+    if args.only_print or not (experiment.cuda and args.full):
         return
     import torch
 
     if not torch.cuda.is_available():
-        advice = "leave --full out" if not experiment.cuda else "run it where there is one, or use --print"
-        raise ConfigError(f"{experiment.title}: needs a CUDA device, and torch sees none; {advice}")
+        raise ConfigError(
+            f"{experiment.title}: the paper's size needs a CUDA device, and torch sees none; leave --full out, run it"
+            " where there is one, or use --print"
+        )
 
 
 def _execute(step: Step, folder: Path) -> int:
     """Exit code of the step, run by this Python in this folder; finished results that do not grow are kept."""
     target = folder / step.folder
-    if any((target / name).is_file() for name in ("decode.json", "study.json")):
+    if _finished(target):
         print(f"{target} holds results already; they are used as they are")
         return 0
+    if (target / "decode.json").is_file():
+        aside = next(
+            p for n in itertools.count(1) if not (p := target.with_name(f"{target.name}-unfinished-{n}")).exists()
+        )
+        target.rename(aside)
+        print(f"{target} held a run that did not end; it is in {aside.name} now and starts again")
     root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
@@ -116,6 +126,14 @@ def _execute(step: Step, folder: Path) -> int:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=False,
     ).returncode
+
+
+def _finished(folder: Path) -> bool:
+    """Whether a step that cannot be continued has come to its end there."""
+    if (folder / "study.json").is_file():  # written at the end
+        return True
+    decode = folder / "decode.json"  # written after every row
+    return decode.is_file() and bool(json.loads(decode.read_text(encoding="utf-8")).get("finished", True))
 
 
 def _folder(name: str, args: argparse.Namespace) -> Path:

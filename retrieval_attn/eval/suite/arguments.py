@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
     _flag(methods, "--top-k", metavar="K", help="keys retrieved per head: a number, a share or all")
     _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
     _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
-    _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: auto)")
+    _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: roargraph)")
     _flag(
         methods,
         "--append",

@@ -12,7 +12,7 @@ from retrieval_attn.index.threads import single_blas
 
 
 def blas_threads() -> list[int]:
-    """Of every BLAS library with a pool that all callers share: NumPy's. faiss's gives each caller threads of its own."""
+    """Of every BLAS library with a pool that all callers share, NumPy's. faiss's has threads for each caller."""
     np.linalg.eigh(np.eye(4))
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     return [pool["num_threads"] for pool in pools if pool["threading_layer"] != "openmp"]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
-from retrieval_attn.gpu.code_search import ALIGNED, name_keys
-from retrieval_attn.gpu.device_codes import DeviceCodes, DeviceSpace
+from retrieval_attn.gpu.code_search import name_keys
+from retrieval_attn.gpu.device_codes import DeviceCodes, DeviceSpace, capacity_for
 from retrieval_attn.index.device import NOT_FINITE
 from retrieval_attn.index.key_codes import CodeSpace
 from retrieval_attn.transfer import stored_on, unpack
@@ -40,7 +40,7 @@ class DeviceCoder:
 
     def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
-        shape = -(-(expected + SPARE_TOKENS) // ALIGNED) * ALIGNED, space.key_bytes  # every head's begins aligned
+        shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
         with self._lock, _beside(self._device):
             if not self._slab or self._slab[-1].shape != shape:
                 # one block for all: the allocator rounds each of many up to its own pages

@@ -92,16 +92,15 @@ def _blocks(rows: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def stored_on(device: torch.device, array: np.ndarray, fmt: Format) -> Tensor:
-    """A copy of a storage-format array on `device`, as it is stored: what `unpack` takes."""
-    return torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt]).to(device, copy=True)
+    """A storage-format array on `device`, as it is stored: what `unpack` takes. It may share the array's memory."""
+    return _as_tensor(array, fmt).to(device)
 
 
 def to_device(array: np.ndarray, fmt: Format, like: Tensor) -> Tensor:
     """A copy of a storage-format array on the device and in the dtype of `like`."""
     if fmt is Format.INT8:
         return _to_device_in_blocks(array, like)
-    tensor = torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt])
-    return tensor.to(like.device, like.dtype, copy=True)
+    return _as_tensor(array, fmt).to(like.device, like.dtype, copy=True)
 
 
 def _to_device_in_blocks(array: np.ndarray, like: Tensor) -> Tensor:
@@ -110,9 +109,12 @@ def _to_device_in_blocks(array: np.ndarray, like: Tensor) -> Tensor:
     numbers = torch.empty((*array.shape[:-1], fmt.dim_of(array)), dtype=like.dtype, device=like.device)
     for start in range(0, array.shape[-2], _TOKENS_AT_ONCE):
         span = slice(start, start + _TOKENS_AT_ONCE)
-        some = torch.from_numpy(np.ascontiguousarray(array[..., span, :])).to(like.device)
-        numbers[..., span, :] = unpack(some, fmt, like.dtype)
+        numbers[..., span, :] = unpack(stored_on(like.device, array[..., span, :], fmt), fmt, like.dtype)
     return numbers
+
+
+def _as_tensor(array: np.ndarray, fmt: Format) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt])
 
 
 def to_queries(query: Tensor) -> np.ndarray:

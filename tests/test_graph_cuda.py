@@ -21,7 +21,7 @@ from retrieval_attn import graph_decode
 from retrieval_attn.decode import Steps
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.exchange import VARIABLE, Hop
-from tests.test_graph_decode import CONFIG, DEVICE, NEW, ROARGRAPH, Decoded, broken_search
+from tests.test_graph_decode import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -73,9 +73,7 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         {"batch": 2, "padded": True, "prompt": 14, "new": 40},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
-        {"config": CONFIG.replace(**DEVICE), "prompt": 200},
-        {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": True},
-        {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
+        *DEVICE_CASES.values(),
     ],
     ids=[
         "batch",
@@ -85,9 +83,7 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         "padded grows",
         "spill always",
         "roargraph",
-        "device",
-        "device padded",
-        "device shared",
+        *DEVICE_CASES,
     ],
 )
 def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:

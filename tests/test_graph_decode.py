@@ -32,6 +32,11 @@ CONFIG = ra.Config(**SMALL)
 # so few keys that even a small top_k is needed for a graph to be searched at all
 ROARGRAPH: dict[str, Any] = {"index": "roargraph", "index_options": {"exact_below": 0}, "train_queries": 64, "top_k": 2}
 DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "top_k": 2, "index_options": {"key_bytes": 64}}
+DEVICE_CASES: dict[str, dict[str, Any]] = {
+    "device": {"config": CONFIG.replace(**DEVICE), "prompt": 200},
+    "device padded": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": True},
+    "device shared": {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
+}
 PROMPT, NEW = 60, 12  # spills after 8 tokens
 
 
@@ -138,9 +143,7 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         {"prompt": 14, "new": 24},
         {"batch": 2, "padded": True, "prompt": 14, "new": 14},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
-        {"config": CONFIG.replace(**DEVICE), "prompt": 200},
-        {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": True},
-        {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
+        *DEVICE_CASES.values(),
     ],
     ids=[
         "batch",
@@ -152,9 +155,7 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         "grows into retrieval",
         "padded window",
         "roargraph",
-        "device",
-        "device padded",
-        "device shared",
+        *DEVICE_CASES,
     ],
 )
 def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:

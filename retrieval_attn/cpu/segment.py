@@ -32,6 +32,10 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux"
 _advice_failed = threading.Event()
 
 
+Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
+"""Does what `map` does, in threads say."""
+
+
 class Hits(NamedTuple):
     """Search results over one part of a segment: ids (heads, n, k) count from the segment's first token."""
 
@@ -126,7 +130,7 @@ class Segment:
         self,
         keys: npt.NDArray[Any],
         values: npt.NDArray[Any],
-        each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] = map,
+        each: Each = map,
     ) -> None:
         """Write n tokens at the end: (kv_heads, n, head_dim), (kv_heads, n, value_dim); the caller checks
         the room. each: as `map`, for the heads.
@@ -172,7 +176,7 @@ class Segment:
         stop: int,
         queries: npt.NDArray[np.float32] | None,
         lists: npt.NDArray[np.int32] | None = None,
-        each: Callable[[Callable[[int], base.KeyIndex], Iterable[int]], Iterable[base.KeyIndex]] = map,
+        each: Each = map,
     ) -> None:
         """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) and lists (kv_heads,
         group, m, kk) or None. each: as `map`, for the heads.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from retrieval_attn.cpu.given_task import given_task
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.search_tasks import coded_task, graph_task, sketch_task
-from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.cpu.segment import Each, Segment
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import base
 from retrieval_attn.index.formats import Format, check_queries, check_rows
@@ -179,7 +179,7 @@ class HostPath:
         self,
         keys: npt.NDArray[Any],
         values: npt.NDArray[Any],
-        each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] = map,
+        each: Each = map,
     ) -> None:
         """Add n tokens at the end, copying them: keys (kv_heads, n, head_dim), values (kv_heads, n,
         value_dim), as stored.
@@ -323,7 +323,7 @@ class HostPath:
         stop: int,
         queries: npt.NDArray[np.float32] | None = None,
         lists: npt.NDArray[np.int32] | None = None,
-        each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] | None = None,
+        each: Each | None = None,
     ) -> None:
         """Build this path's kind of index over tokens [start, stop), one per key-value head and segment.
 

@@ -18,17 +18,15 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.decode_kernels import kernels_for
-from retrieval_attn.gpu.device_codes import DeviceCodes
+from retrieval_attn.gpu.device_codes import ALIGNED, DeviceCodes
 
-CODES, SIDE, LENGTH, TABLE_WORDS = 0, 1, 2, 4
-"""Words of a row of the table: bytes from the table itself to the codes, address of query_side, how many codes count.
+TABLE_WORDS = 4
+"""Words of a row of the table: bytes from the table itself to the codes, address of query_side, how many codes count;
+one is not used.
 
 Not the codes' address: a kernel that adds a multiple of 16 to a pointer it was given loads 16 bytes at once.
 """
-ALIGNED = 16
 LEAST_GROUP, LEAST_CLASS = 16, 4096
-MOST_KEYS = 1 << 22
-"""Of one head; beyond it the kernels' tiles would be too large."""
 
 Aim = tuple[DeviceCodes, int]
 """Codes and how many of them count."""
@@ -91,7 +89,7 @@ class CodeSearch:
             else [entry[0].codes.data_ptr() - here, entry[0].space.query_side.data_ptr(), entry[1], 0]
             for entry in entries
         ]
-        if any(row[CODES] % ALIGNED for row in rows):
+        if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
         self.table.copy_(torch.tensor(rows, dtype=torch.int64))
 

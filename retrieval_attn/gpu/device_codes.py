@@ -1,7 +1,7 @@
 """Codes of one head's keys in a device's memory: written from keys as they come, scanned as a whole.
 
 What a code is, `index/key_codes.py` says; the numbers here are the same. `code_search.py` scans the codes of all heads
-inside a captured step; `DeviceCodes.find` is the plain PyTorch way, for steps that are not captured.
+of a step; `DeviceCodes.find` is the plain PyTorch way, where Triton does not run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from retrieval_attn.gpu.decode_kernels import kernels_for
 
 ROWS_AT_ONCE = 1 << 15
 """Keys that PyTorch codes, or scans, at once: their float32 numbers must not show beside a layer's keys."""
-GRAIN = 16
-"""Capacities are multiples: what lies behind codes stays aligned."""
+ALIGNED = 16
+"""Bytes that a kernel loads at once: codes of a head begin on a multiple, and capacities are multiples."""
 
 
 class DeviceSpace(NamedTuple):
@@ -27,11 +27,6 @@ class DeviceSpace(NamedTuple):
     shift: Tensor
     wide: int
     narrow: int
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of one key's code."""
-        return self.wide + self.narrow // 2
 
 
 class DeviceCodes:
@@ -45,7 +40,7 @@ class DeviceCodes:
         """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
         stop = self.length + len(keys)
         if stop > len(self.codes):
-            codes = self.codes.new_empty(-(-(stop + stop // 16) // GRAIN) * GRAIN, self.codes.shape[1])
+            codes = self.codes.new_empty(capacity_for(stop + stop // 16), self.codes.shape[1])
             codes[: self.length] = self.codes[: self.length]
             self.codes = codes
         if len(keys) and not encode(self.space, keys, self.codes[self.length : stop]):
@@ -63,6 +58,11 @@ class DeviceCodes:
         )
         ids = scores.nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
         return torch.where(scores.isfinite().all(dim=1, keepdim=True), ids, -1)
+
+
+def capacity_for(tokens: int) -> int:
+    """At least so many: what lies behind codes of so many keys is aligned."""
+    return -(-tokens // ALIGNED) * ALIGNED
 
 
 def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:

@@ -93,7 +93,7 @@ def empty_blocks(sample: npt.NDArray[np.float32], wide: int, capacity: int) -> K
     mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32) if len(sample) else np.zeros(rank, np.float32)
     reach = np.abs(sample - mean).max(axis=0, initial=0.0).astype(np.float32)
     step = np.zeros(rank, np.float32)
-    _best_steps(sample, mean, reach, wide, step)
+    best_steps(sample, mean, reach, wide, step)
     pairs = -(-capacity // PAIR)
     blocks = aligned_empty((2 * pairs, key_bytes(wide, rank - wide) * BLOCK), np.uint8)
     return KeyBlocks(blocks, mean, step, reach, wide)
@@ -124,7 +124,7 @@ def out_of_reach(keys: KeyBlocks, numbers: npt.NDArray[np.float32]) -> bool:
 
 
 @njit(nogil=True, cache=True)
-def _best_steps(sample, mean, reach, wide, step):
+def best_steps(sample, mean, reach, wide, step):
     """The step of every number that codes the sample with the least squared error; 0 where all are equal."""
     for j in range(sample.shape[1]):
         half = (WIDE_LEVELS if j < wide else NARROW_LEVELS) // 2

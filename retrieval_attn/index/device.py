@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.base import KeyIndex, SearchResult, check_search, check_training, register
-from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count, search_pieces
+from retrieval_attn.errors import ShapeError
+from retrieval_attn.index.base import SearchResult, check_search, check_training, register
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.key_codes import LEAST_BYTES, CodeSpace, code_scores, encode, learn_space
+from retrieval_attn.index.key_codes import CodeSpace, code_scores, encode, learn_space
 from retrieval_attn.index.packed import EMPTY
-from retrieval_attn.index.pieces import KeyPieces
-from retrieval_attn.index.sketch import RESCORE, SAMPLED_KEYS, learn_projection
+from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
+from retrieval_attn.index.sketch import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
 
 USUAL_LEAST = 16
 """Bytes per key that small heads get if nothing is said."""
@@ -86,7 +86,7 @@ NOT_FINITE = "keys to be coded must be finite; leave the others out or use index
 
 
 @register
-class DeviceIndex(KeyIndex):
+class DeviceIndex(PiecesIndex):
     """See the module. A query that is not finite gets the exact answer, and so does a search for a large part."""
 
     kind: ClassVar[str] = "device"
@@ -157,19 +157,9 @@ class DeviceIndex(KeyIndex):
         wanted = self.rescore_count(k)
         found = self.codes.find(queries, wanted, stop).astype(np.int64)
         ids, scores = self._keys.best(np.where(found < 0, EMPTY, 0xFFFFFFFF - found), queries, k)
-        lost = (found[:, :wanted] < 0).any(axis=1)
-        if lost.any():
-            exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
-            ids[lost], scores[lost] = exact.ids, exact.scores
+        lost = np.asarray((found[:, :wanted] < 0).any(axis=1))
+        answer_lost(self._keys, stop, queries, k, lost, ids, scores)
         return SearchResult(ids, scores, int(np.count_nonzero(found >= 0)))
-
-    def __len__(self) -> int:
-        return self._keys.length
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key."""
-        return self._keys.head_dim
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +174,6 @@ class DeviceIndex(KeyIndex):
 
 def bytes_per_key(given: object, head_dim: int) -> int:
     """The option `key_bytes`, half a byte per number and 16 at least if not given, at most head_dim. ConfigError."""
-    value = max(USUAL_LEAST, head_dim // 2) if given is None else given
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < LEAST_BYTES:
-        raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {LEAST_BYTES}")
+    value: Any = max(USUAL_LEAST, head_dim // 2) if given is None else given
+    check_key_bytes(value)
     return min(int(value), head_dim)

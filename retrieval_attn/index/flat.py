@@ -34,7 +34,7 @@ from retrieval_attn.index.dots import TILE_QUERIES
 from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.packed import EMPTY
-from retrieval_attn.index.pieces import KeyPieces, joined, stacked, unpack
+from retrieval_attn.index.pieces import KeyPieces, PiecesIndex, joined, stacked, unpack
 from retrieval_attn.index.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.threads import kernel_threads
 
@@ -129,7 +129,7 @@ def _num_splits(heads: int, length: int) -> int:
 
 
 @register
-class FlatIndex(KeyIndex):
+class FlatIndex(PiecesIndex):
     """Search of all keys, over views of the caller's.
 
     A NaN score ranks below -inf; infinities rank as numbers do. A query that is not finite gets the exact answer
@@ -279,9 +279,7 @@ class FlatIndex(KeyIndex):
         found = best_codes(codes.codes, stop, coded.planes, kept) if found is None else found
         ids, scores = self._keys.best(found, queries, k)
         lost = np.isnan(coded.offset)  # not finite: every key has the same code sum
-        if lost.any():
-            exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
-            ids[lost], scores[lost] = exact.ids, exact.scores
+        answer_lost(self._keys, stop, queries, k, lost, ids, scores)
         return SearchResult(ids, scores, len(queries) * stop)
 
     def _best_stored(self, planes: npt.NDArray[np.int8], stop: int, kept: int) -> npt.NDArray[np.int64]:
@@ -296,14 +294,6 @@ class FlatIndex(KeyIndex):
         together = np.concatenate(found, axis=1)
         together.partition(together.shape[1] - kept, axis=1)
         return together[:, -kept:]
-
-    def __len__(self) -> int:
-        return self._keys.length
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key."""
-        return self._keys.head_dim
 
     @property
     def nbytes(self) -> int:
@@ -328,6 +318,23 @@ def check_rescore(rescore: object) -> None:
 def rescore_count(rescore: int, k: int) -> int:
     """How many of the best by code get an exact score: `rescore` per key wanted, at least a quarter and 32 more."""
     return max(rescore * k, k + k // 4 + MIN_SPARE)
+
+
+def answer_lost(
+    keys: KeyPieces,
+    stop: int,
+    queries: npt.NDArray[np.float32],
+    k: int,
+    lost: npt.NDArray[np.bool_],
+    ids: npt.NDArray[np.int32],
+    scores: npt.NDArray[np.float32],
+) -> int:
+    """Write exact answers over keys [0, stop) in place of those of the lost queries; returns the scores computed."""
+    if not lost.any():
+        return 0
+    exact = search_pieces(keys.within(stop), queries[lost], k, keys.fmt)
+    ids[lost], scores[lost] = exact.ids, exact.scores
+    return exact.keys_scanned
 
 
 def search_pieces(

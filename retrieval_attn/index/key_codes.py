@@ -7,27 +7,19 @@ head_dim 128, 16 wide and 96 narrow numbers hold .96 to .999 of the best 100 key
 .90 of a hard head's.
 """
 
-# mypy: allow-untyped-defs
-# (compiled functions get their types from Numba)
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from retrieval_attn.index.blocks import SHARES
+from retrieval_attn.index.blocks import best_steps
 
-LEAST_BYTES = 8
-WIDE_LEVELS, NARROW_LEVELS = 256, 16
 FEW_WIDE, MORE_WIDE, MORE_FROM = 8, 16, 48
 """Numbers of 8 bits, of keys of less than MORE_FROM bytes and of others."""
-
-
 FITTED_KEYS = 2048
 """Most keys that steps are chosen by."""
-TRIED = np.array(SHARES, np.float32)
 
 
 class CodeSpace(NamedTuple):
@@ -61,26 +53,12 @@ def split_bytes(key_bytes: int, head_dim: int) -> tuple[int, int]:
     return 2 * key_bytes - head_dim, 2 * (head_dim - key_bytes)
 
 
-@njit(nogil=True, cache=True)
-def _fit_steps(numbers, most, half, shares, out):
-    """out[i] = the step, of most[i] times the shares, that tells numbers (rank, n) apart with the least error."""
-    for i in range(len(numbers)):
-        best = np.float32(np.inf)
-        for share in shares:
-            step, error = most[i] * share, np.float32(0.0)
-            for number in numbers[i]:
-                code = min(max(np.floor(number / step), -half[i]), half[i] - np.float32(1.0))
-                error += ((code + np.float32(0.5)) * step - number) ** 2
-            if error < best:
-                best, out[i] = error, step
-
-
 def learn_space(
     sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], keys: npt.NDArray[np.float32], key_bytes: int
 ) -> CodeSpace:
     """A space for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`, both (head_dim, head_dim).
 
-    Steps are those of SHARES with the least squared error.
+    Steps are those of `blocks.SHARES` with the least squared error.
     """
     wide, narrow = split_bytes(key_bytes, keys.shape[1])
     rank = wide + narrow
@@ -88,10 +66,9 @@ def learn_space(
     mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
     numbers = (keys - mean) @ key_side.T
     reach = np.maximum(np.abs(numbers).max(axis=0), np.finfo(np.float32).tiny * 2**16)
-    half = np.full(rank, WIDE_LEVELS // 2, np.float32)
-    half[wide:] = NARROW_LEVELS // 2
-    step = np.empty(rank, np.float32)
-    _fit_steps(np.ascontiguousarray(numbers[:: max(1, len(numbers) // FITTED_KEYS)].T), reach / half, half, TRIED, step)
+    sample = np.ascontiguousarray(numbers[:: max(1, len(numbers) // FITTED_KEYS)])
+    step = np.zeros(rank, np.float32)
+    best_steps(sample, np.zeros(rank, np.float32), reach, wide, step)
     over = (key_side / step[:, None]).astype(np.float32)
     return CodeSpace((query_side * step[:, None]).astype(np.float32), over, over @ mean, wide, narrow)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.base import MAX_KEYS
+from retrieval_attn.index.base import MAX_KEYS, KeyIndex
 from retrieval_attn.index.formats import Format, check_rows, kernel_view
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.packed import EMPTY
@@ -91,6 +91,20 @@ class KeyPieces:
         scores = np.full((num, k), -np.inf, np.float32)
         unpack(np.sort(exact[:, count - width :], axis=1)[:, ::-1], ids[:, :width], scores[:, :width])
         return ids, scores
+
+
+class PiecesIndex(KeyIndex):
+    """An index that sees its keys as `KeyPieces`."""
+
+    _keys: KeyPieces
+
+    def __len__(self) -> int:
+        return self._keys.length
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one key."""
+        return self._keys.head_dim
 
 
 def unpack(packed: npt.NDArray[np.int64], ids: npt.NDArray[np.int32], scores: npt.NDArray[np.float32]) -> None:

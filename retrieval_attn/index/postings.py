@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, check_search, check_training, register
+from retrieval_attn.index.base import SearchResult, StateValue, check_search, check_training, register
 from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_more, encode_query
-from retrieval_attn.index.flat import check_rescore, rescore_count, search_exact, search_pieces
+from retrieval_attn.index.flat import answer_lost, check_rescore, rescore_count, search_exact, search_pieces
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.knn import training_lists
-from retrieval_attn.index.pieces import KeyPieces
+from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
 from retrieval_attn.index.probe import Lists, add_to_lists, drop_from_lists, lists_of_queries, scan_rows
 from retrieval_attn.index.query_clusters import cluster_queries, directions
 
@@ -63,7 +63,7 @@ _OPTIONS = tuple(PostingOptions.__dataclass_fields__)
 
 
 @register
-class PostingsIndex(KeyIndex):
+class PostingsIndex(PiecesIndex):
     """Approximate best keys from the lists of near queries. Options: see PostingOptions, and `lists`.
 
     A query that is not finite, and one whose lists hold fewer keys than are wanted, gets the exact answer.
@@ -148,12 +148,8 @@ class PostingsIndex(KeyIndex):
         coded, scanned = scan_rows(codes.codes, encode_query(queries, codes).planes, probes, lists, stop, kept)
         ids, scores = self._keys.best(coded, queries, k)
         lost: npt.NDArray[np.bool_] = np.logical_or(~finite, (ids[:, : min(k, stop)] < 0).any(axis=1))
-        total = int(scanned.sum())
-        if lost.any():
-            exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
-            ids[lost], scores[lost] = exact.ids, exact.scores
-            total += exact.keys_scanned - int(scanned[lost].sum())
-        return SearchResult(ids, scores, total)
+        exact = answer_lost(self._keys, stop, queries, k, lost, ids, scores)
+        return SearchResult(ids, scores, int(scanned[~lost].sum()) + exact)
 
     def state(self) -> dict[str, StateValue]:
         """See KeyIndex.state."""
@@ -173,14 +169,6 @@ class PostingsIndex(KeyIndex):
         except (KeyError, ConfigError, ShapeError) as error:
             raise InputDataError(f"the state is not one of postings over such keys ({error}); build again") from error
         return cls(KeyPieces(keys, fmt), codes_from_state(state, len(keys), fmt.dim_of(keys)), lists, options)
-
-    def __len__(self) -> int:
-        return self._keys.length
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key."""
-        return self._keys.head_dim
 
     @property
     def nbytes(self) -> int:

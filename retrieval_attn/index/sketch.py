@@ -19,7 +19,7 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, check_search, check_training, register
+from retrieval_attn.index.base import SearchResult, StateValue, check_search, check_training, register
 from retrieval_attn.index.block_search import best_of_blocks
 from retrieval_attn.index.blocks import (
     BLOCK,
@@ -33,11 +33,11 @@ from retrieval_attn.index.blocks import (
     write_blocks,
 )
 from retrieval_attn.index.dots import TILE_QUERIES, score_tile
-from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.leaves import LEAF_NUMBERS, TREE_NUMBERS, Leaves, code_means, leaf_order, needed_share
 from retrieval_attn.index.memory import aligned_empty, one_layout
-from retrieval_attn.index.pieces import KeyPieces
+from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
 
 LEAST_BYTES = 8
 RESCORE = 2
@@ -104,7 +104,7 @@ def learn_projection(
 
 
 @register
-class SketchIndex(KeyIndex):
+class SketchIndex(PiecesIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 
     A query that is not finite gets the exact answer, and so does a search for more than one key in four (after
@@ -143,8 +143,7 @@ class SketchIndex(KeyIndex):
         share = options.pop("share", None)
         if share is not None and (isinstance(share, bool) or not isinstance(share, float | int) or not 0 < share <= 1):
             raise ConfigError(f"share={share!r} must be above 0 and at most 1, or None to measure it")
-        if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < LEAST_BYTES:
-            raise ConfigError(f"key_bytes={budget!r} must be a whole number of at least {LEAST_BYTES}")
+        check_key_bytes(budget)
         check_rescore(rescore)
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -280,9 +279,7 @@ class SketchIndex(KeyIndex):
             return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
         found, scanned, lost = best_of_blocks(self._search, stop, queries, kept)
         ids, scores = self._keys.best(found, queries, k)
-        if lost.any():
-            exact = search_pieces(self._keys.within(stop), queries[lost], k, self._keys.fmt)
-            ids[lost], scores[lost] = exact.ids, exact.scores
+        answer_lost(self._keys, stop, queries, k, lost, ids, scores)
         return SearchResult(ids, scores, scanned)
 
     @property
@@ -360,20 +357,18 @@ class SketchIndex(KeyIndex):
         search = SketchArguments(coded_keys, ids, total, np.array(arrays["query_side"]), leaves)
         return cls(KeyPieces(keys, fmt), search, np.array(arrays["key_side"]), rescore)
 
-    def __len__(self) -> int:
-        return self._keys.length
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key."""
-        return self._keys.head_dim
-
     @property
     def nbytes(self) -> int:
         """Bytes of the codes, their ids, the leaves and the projection."""
         search = self._search
         sides = search.query_side.nbytes + self._key_side.nbytes
         return int(search.keys.nbytes + search.ids.nbytes + search.leaves.means.nbytes + sides)
+
+
+def check_key_bytes(given: object) -> None:
+    """Raise ConfigError unless `given` is a whole number >= LEAST_BYTES."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < LEAST_BYTES:
+        raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {LEAST_BYTES}")
 
 
 def _rows_of(array: StateValue | None) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
@@ -136,8 +136,19 @@ class Steps:
                 return logits
         return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=position[:, None])
 
+    def ahead(self, token: Tensor, position: Tensor) -> Tensor | None:
+        """As `step`, before the last one is read and confirmed; None where that cannot be. Only one step goes ahead.
+
+        `confirm` then confirms one after the other. Raises BackendError as `step` does.
+        """
+        logits = None if self._decoder is None else self._decoder.ahead(token, position)
+        self.replays += logits is not None
+        return logits
+
     def confirm(self) -> None:
-        """The last step is over. Raises BackendError if a host search in it failed, with the layer named."""
+        """The first step that is not confirmed is over. Raises BackendError if a host search in it failed, the layer
+        named.
+        """
         if self._decoder is not None:
             self._decoder.confirm()
 
@@ -182,6 +193,36 @@ class Steps:
 _told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
+class _Teller:
+    """Brings numbers from the device; what is launched after `send` does not hold them up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._sent = torch.cuda.Event() if self._cuda else None
+
+    def send(self, numbers: Tensor) -> None:
+        """Begin to bring them. Those sent before must have been read."""
+        if self._sent is None:
+            self._numbers = numbers
+            return
+        if self._numbers.shape != numbers.shape:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._sent.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self) -> list[int]:
+        """Wait for them."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return list(self._numbers.tolist())
+
+
+def _most_columns(criteria: StoppingCriteriaList) -> float:
+    """Columns at which a criterion ends every row, whatever they hold."""
+    return min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=float("inf"))
+
+
 @torch.no_grad()
 def run(
     model: PreTrainedModel,
@@ -213,7 +254,7 @@ def run(
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
-    steps = Steps(model, cache, graph)
+    steps, teller, most = Steps(model, cache, graph), _Teller(sequences.device), _most_columns(criteria)
     try:
         while True:
             # processors may return, or write to, what they are given, which the next replay overwrites
@@ -231,18 +272,26 @@ def run(
             chosen = torch.where(running, chosen, pad_id)
             sequences = torch.cat([sequences, chosen[:, None]], dim=1)
             running = running & ~criteria(sequences, None)
-            # the one place where the CPU waits for the device
-            told = torch.cat([chosen, running.any().to(chosen.dtype)[None]]).tolist()
+            teller.send(torch.cat([chosen, running.any().to(chosen.dtype)[None]]))
+            position = position + 1
+            following, failed = None, None
+            if sequences.shape[1] < most:
+                try:
+                    following = steps.ahead(chosen, position)
+                except BackendError as error:
+                    failed = error  # of the next token: this one is told first
+            numbers = teller.read()  # the one place where the CPU waits for the device
             steps.confirm()
             result.new_tokens += 1
             if on_token is not None:
-                on_token(told[:batch])
-            if not told[batch]:
+                on_token(numbers[:batch])
+            if not numbers[batch]:
                 break
-            position = position + 1
+            if failed is not None:
+                raise failed
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
-            logits = steps.step(chosen, position, mask)
+            logits = steps.step(chosen, position, mask) if following is None else following
     finally:
         steps.close()
     if steps.reason:

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ from retrieval_attn.cpu import step as words
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.decode import CAPTURABLE
-from retrieval_attn.errors import BackendError, CaptureError, RetrievalAttentionError
+from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError, RetrievalAttentionError
 from retrieval_attn.gpu.code_search import Scratch
 from retrieval_attn.gpu.decode_kernels import advance
 from retrieval_attn.gpu.emulate import EmulatedRuntime
@@ -114,6 +115,19 @@ def _ordinary_tensors(function: _Function) -> _Function:
     return cast("_Function", called)
 
 
+@dataclass
+class _Launch:
+    """A step that was launched and not confirmed: its replay, and what its host part left, once that is over."""
+
+    replay: Replay
+    generation: int
+    retrieves: bool
+    over: bool = False
+    work: Any = 0
+    nanoseconds: Any = 0
+    error: BackendError | None = None
+
+
 class GraphDecoder:
     """See the module. For one cache at a time; `acquire` finds or makes one, `release` gives it back.
 
@@ -150,8 +164,8 @@ class GraphDecoder:
         self._graphs: dict[tuple[bool, bool, int], Replay] = {}
         self.scratch: dict[Any, Scratch] = {}
         self._cache: RetrievalCache | None = None
-        self._stale = self._launched = False
-        self._replay: Replay | None = None
+        self._stale = False
+        self._launched: list[_Launch] = []  # in order; the second one went ahead
         self._columns = self._room = self._unsettled = 0
         self._kind = False, False, 0
 
@@ -169,7 +183,7 @@ class GraphDecoder:
         """Let the bound cache go, with all confirmed tokens in it; a launched one that was not confirmed is lost."""
         if self._launched:
             self.runtime.synchronize()  # whose calls were served before `step` was left
-            self._launched = False
+            self._launched.clear()
         if self._cache is not None:
             self.settle()
             self._cache = None
@@ -188,44 +202,86 @@ class GraphDecoder:
         assert self._cache is not None and not self._launched
         self._cache.require_room(1, self._columns)
         if self._stale:
+            self.settle()
             self._take()
         elif self._room == 0:
             self._spill()
-        self._token.copy_(token[:, None])
-        self._position.copy_(position[:, None])
+        self._place(token, position)
         if self._kind not in self._graphs:
             captured = self._capture()
             self._kind = self._kind_now()  # a first pass has told what is searched
             self._graphs[self._kind] = captured
-        self._launched, self._replay = True, self._graphs[self._kind]
+        return self._launch()
+
+    @_ordinary_tensors
+    def ahead(self, token: Tensor, position: Tensor) -> Tensor | None:
+        """As `step`, before the step that was launched last is confirmed: the device need not wait for its token.
+
+        The caller then confirms one after the other; what is not confirmed at the end did not happen. None, and nothing
+        done, where this step has to wait for the other: no graph yet, a window that is full, an exchange whose host
+        part may still be under way, an error.
+        """
+        alone = self._launched[0] if len(self._launched) == 1 else None
+        if alone is None or not alone.over or alone.error is not None or self._stale or self._room < 2:
+            return None
+        assert self._cache is not None
         try:
-            self._replay()
+            self._cache.require_room(1, self._columns + 1)
+        except ContextLengthError:
+            return None
+        self._place(token, position)
+        return self._launch()
+
+    def _place(self, token: Tensor, position: Tensor) -> None:
+        self._token.copy_(token[:, None])
+        self._position.copy_(position[:, None])
+
+    def _launch(self) -> Tensor:
+        replay = self._graphs[self._kind]
+        try:
+            replay()
         except BackendError:
             with contextlib.suppress(RuntimeError):  # the error is told already
                 self.runtime.synchronize()
-            self._launched, self._stale = False, True  # the device may have counted the token
+            self._stale = True  # the device may have counted the token
             raise
+        launch = _Launch(replay, replay.generation, self.retrieves)
+        self._launched.append(launch)
+        if replay.serves:
+            self._note_host_part(launch)
         self.replays += 1
         assert self._logits is not None
         return self._logits
 
-    def confirm(self) -> None:
-        """The last step is over: count its token. Raises BackendError, with the layer named, if a host search failed.
+    def _note_host_part(self, launch: _Launch) -> None:
+        """Keep what the host's searches left: the next step writes over it."""
+        launch.over = True
+        if not launch.retrieves:
+            return
+        try:
+            self._raise_errors()
+        except BackendError as error:
+            launch.error = error
+        launch.work = self._meters.reshape(len(self._slots), -1, words.METER_WORDS).sum(axis=1)
+        launch.nanoseconds = self._descriptors[:, words.NANOSECONDS].copy()
 
-        Or if it came too late.
+    def confirm(self) -> None:
+        """The first step that was launched is over: count its token.
+
+        Raises BackendError, with the layer named, if a host search failed or came too late; steps after it are lost.
         """
         if not self._launched:
             return
-        self._launched = False
-        assert self._replay is not None
-        if self.retrieves:
-            self._raise_errors()
-            failure = self._replay.failure()
-            if failure is not None:
-                self._stale = True  # as in `_raise_errors`
-                raise BackendError(failure)
-            self._work += self._meters.reshape(len(self._slots), -1, words.METER_WORDS).sum(axis=1)
-            self._nanoseconds += self._descriptors[:, words.NANOSECONDS]
+        launch = self._launched.pop(0)
+        if not launch.over:
+            self._note_host_part(launch)
+        failure = launch.replay.failure(launch.generation) if launch.retrieves else None
+        if launch.error is not None or failure is not None:
+            self._stale = True  # the device has counted a token that does not count
+            self._launched.clear()
+            raise launch.error or BackendError(failure)
+        self._work += launch.work
+        self._nanoseconds += launch.nanoseconds
         self._columns += 1
         self._room -= 1
         self._unsettled += 1
@@ -315,7 +371,6 @@ class GraphDecoder:
     def _raise_errors(self) -> None:
         if not self._descriptors[:, words.STATUS].any():
             return
-        self._stale = True  # the device has counted a token that does not count
         for slot in self._slots:
             slot.raise_error()
 

@@ -314,6 +314,78 @@ def test_an_error_of_a_search_names_its_layer(hop: Hop) -> None:
     broken_search(enabled("llama"), "emulate")
 
 
+def test_a_step_goes_ahead_of_the_one_before(hop: Hop) -> None:
+    """Once a graph is there, and only where the host's part is over when a replay returns; spills stop it."""
+    model = enabled("llama")
+    decoded = Decoded(model, "emulate", new=2)
+    expected = Decoded(model, False, new=2)
+    before = decoded.cache.get_seq_length()
+    steps = Steps(model, decoded.cache, "emulate")
+    seen, plain, gone = [], [], 0
+    with torch.no_grad():
+        token, logits = 5, None
+        for i in range(14):
+            place = torch.tensor([before + i])
+            logits = steps.step(torch.tensor([token]), place, None) if logits is None else logits
+            seen.append(logits.clone())
+            token += 1
+            logits = steps.ahead(torch.tensor([token]), place + 1)
+            gone += logits is not None
+            steps.confirm()
+            assert decoded.cache.get_seq_length() == before + i + 1
+        assert steps.ahead(torch.tensor([1]), place) is None or hop == "push"
+        steps.close()
+        assert decoded.cache.get_seq_length() == before + 14  # what went ahead last did not happen
+        for i in range(14):
+            plain.append(
+                forward(
+                    model, expected.cache, torch.tensor([[5 + i]]), mask=None, position_ids=torch.tensor([[before + i]])
+                )
+            )
+    assert (torch.stack(seen) - torch.stack(plain)).abs().max() <= 1e-5
+    assert gone == 0 if hop == "node" else 10 <= gone < 14  # twice the window was full
+
+
+def test_an_error_ahead_comes_after_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that fails in a step that went ahead: the token before is told and stays, the error names the layer."""
+    model = enabled("llama")
+    told: list[list[int]] = []
+    results = []
+    for broken in (False, True):
+        cache = ra.RetrievalCache(model, CONFIG.replace(**ROARGRAPH))
+        ids = random_ids(1, 200)
+        place = torch.arange(200)[None]
+        with torch.no_grad():
+            logits = forward(model, cache, ids, mask=None, position_ids=place)
+        layer: Any = cache.layers[1]
+        layer.finish_index()
+        found = layer.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
+        told.clear()
+
+        def on_token(token: list[int], broken: bool = broken, found: Any = found) -> None:
+            told.append(token)
+            if broken and len(told) == 4:
+                found.ids[:] = -5
+
+        options: dict[str, Any] = {
+            "mask": None,
+            "position": place[:, -1],
+            "processors": LogitsProcessorList(),
+            "criteria": StoppingCriteriaList([MaxLengthCriteria(200 + 8)]),
+            "do_sample": False,
+            "pad_id": 0,
+        }
+        if broken:
+            with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 1"):
+                run(model, cache, ids, logits, on_token=on_token, graph="emulate", **options)
+        else:
+            run(model, cache, ids, logits, on_token=on_token, graph="emulate", **options)
+        results.append((list(told), cache.get_seq_length()))
+    (right, full), (until, length) = results
+    assert len(right) == 8 and full == 207
+    assert until == right[: len(until)] and 4 <= len(until) < 8 and length == 200 + len(until) - 1
+
+
 def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """KeyboardInterrupt where the CPU waits: the loop ends, the cache holds what was confirmed, the next run works."""
     model = enabled("llama")

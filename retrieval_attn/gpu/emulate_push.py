@@ -42,6 +42,8 @@ class Owner(Protocol):
 class EmulatedPush:
     """The calls of one graph, and its replay. work: what the device does, with `ask` and `wait` in it."""
 
+    serves = True
+
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self.work: Callable[[], None] = lambda: None
@@ -51,7 +53,7 @@ class EmulatedPush:
         self._arrived: list[npt.NDArray[np.float32]] = []  # results that were pushed, and are not seen yet
         self._asked: list[npt.NDArray[np.int32]] = []  # bits of the queries that the host may read
         self._changed = threading.Condition()
-        self._generation = self._report = 0
+        self.generation = self._report = 0
         self._running = False
         self._mistakes: list[str] = []
         # kept: compiled code calls them by address
@@ -83,11 +85,11 @@ class EmulatedPush:
         """What the kernel of that name does, on the device's thread."""
         with self._changed:
             self._asked[number] = _bits(self.calls[number]).copy()
-            self._requests[number] = self._generation
+            self._requests[number] = self.generation
 
     def wait(self, number: int) -> None:
         """What the kernel of that name does, and the results' appearance."""
-        generation = self._generation
+        generation = self.generation
         with self._changed:
             patience = 0.0 if self._report // REPORT_SHIFT == generation else self._owner.patience
             if self._changed.wait_for(lambda: self._answers[number] == generation, patience):
@@ -103,11 +105,11 @@ class EmulatedPush:
     def __call__(self) -> None:
         """See `Replay`. Raises CaptureError for a mistake in the order."""
         count = len(self.calls)
-        self._generation = self._owner.numbers.next()
+        self.generation = self._owner.numbers.next()
         self._mistakes.clear()
-        if self._generation in self._requests or self._generation in self._answers:
-            raise CaptureError(f"flags of an earlier replay have this one's number, {self._generation}")
-        self.server.prepare(self._generation, 0, 0)
+        if self.generation in self._requests or self.generation in self._answers:
+            raise CaptureError(f"flags of an earlier replay have this one's number, {self.generation}")
+        self.server.prepare(self.generation, 0, 0)
         launched: list[Any] = []
 
         def launch() -> None:
@@ -126,13 +128,13 @@ class EmulatedPush:
         if self._mistakes:
             raise CaptureError(self._mistakes[0])
         launched[0].result()
-        missed = np.flatnonzero(self._answers[:count] != self._generation)
+        missed = np.flatnonzero(self._answers[:count] != self.generation)
         if len(missed) and self.failure() is None:
             raise CaptureError(f"{self.calls[missed[0]].name} was never answered")
 
-    def failure(self) -> str | None:
+    def failure(self, generation: int | None = None) -> str | None:
         """See `Replay`."""
-        return failure_of(self._report, self._generation, self.calls)
+        return failure_of(self._report, generation or self.generation, self.calls)
 
     # -- the device's side --------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class EmulatedPush:
             self._owner.calls += 1
             self._answers[number] = value
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._taken[number] == self._generation or not self._running)
+            self._changed.wait_for(lambda: self._taken[number] == self.generation or not self._running)
         return 0
 
     def _state(self, stream: int) -> int:

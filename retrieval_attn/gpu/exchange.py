@@ -54,13 +54,19 @@ class HostCall:
 
 
 class Replay(Protocol):
-    """A graph's work, as a function that launches it once more."""
+    """A graph's work, as a function that launches it once more. serves: whether all host calls are over then."""
+
+    serves: bool
 
     def __call__(self) -> None:
         """Launch, and serve its calls. Raises BackendError if that failed; the device then is, or will be, through."""
 
-    def failure(self) -> str | None:
-        """Which call the last replay, which is over, waited for in vain; None if all went well."""
+    @property
+    def generation(self) -> int:
+        """The number of the last launch."""
+
+    def failure(self, generation: int | None = None) -> str | None:
+        """Which call a replay that is over waited for in vain, the last or that of a number; None if all went well."""
 
 
 class Calls(Protocol):
@@ -154,13 +160,15 @@ class NodeExchange:
 class PlainReplay:
     """One that serves itself."""
 
+    serves, generation = False, 0
+
     def __init__(self, launch: Callable[[], None]) -> None:
         self._launch = launch
 
     def __call__(self) -> None:
         self._launch()
 
-    def failure(self) -> None:
+    def failure(self, generation: int | None = None) -> None:
         """See `Replay`."""
 
 

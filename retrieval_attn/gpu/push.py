@@ -175,6 +175,8 @@ class PushExchange:
 class PushCalls:
     """The calls of one graph, and its replay."""
 
+    serves = True
+
     def __init__(self, exchange: PushExchange) -> None:
         self._exchange = exchange
         self.server = exchange.server()
@@ -186,7 +188,7 @@ class PushCalls:
         self._device = words.to(exchange.device)
         self._number = self._device[0, 0]
         self._report = self._host.numpy()[:1]
-        self._generation = 0
+        self.generation = 0
         self._begun = torch.cuda.Event()
         self._launch: Callable[[], None] | None = None
 
@@ -224,15 +226,15 @@ class PushCalls:
         # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
         with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
             stream = torch.cuda.current_stream()
-            self._generation = self._exchange.numbers.next()
-            self._number.fill_(self._generation)
+            self.generation = self._exchange.numbers.next()
+            self._number.fill_(self.generation)
             self._begun.record(stream)
-            self.server.prepare(self._generation, stream.cuda_stream, self._begun.cuda_event)
+            self.server.prepare(self.generation, stream.cuda_stream, self._begun.cuda_event)
             serve(self.server, self._launch, self.calls, self._exchange.limit_seconds)
 
-    def failure(self) -> str | None:
+    def failure(self, generation: int | None = None) -> str | None:
         """See `Replay`."""
-        return failure_of(int(self._report[0]), self._generation, self.calls)
+        return failure_of(int(self._report[0]), generation or self.generation, self.calls)
 
 
 class Prober(Protocol):

@@ -1,7 +1,7 @@
 """The scan of a layer's codes inside a captured step: which keys the host should score for each query.
 
 Where the codes lie and how many there are is read from a table in device memory, so one graph serves whatever context
-is bound. Three kernels (`code_search_triton.py`): all codes are scored, and the best score of every group of neighbours
+is bound. Two kernels (`code_search_triton.py`): all codes are scored, and the best score of every group of neighbours
 is kept; the groups that may hold one of the best keys are found; of those, the keys. A threshold is found by cutting
 its range, so a few more keys than were wanted are named, `room` at most, and the same ones at every run.
 

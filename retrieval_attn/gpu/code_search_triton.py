@@ -16,7 +16,7 @@ KEYS = 128
 """Keys that a program scores at a time."""
 PROGRAMS = 1056
 """That score keys, about, of all heads."""
-TURNS = 20
+TURNS = 24
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LEAST_TILE = 16
 """Of a matrix instruction, in every direction."""
@@ -123,80 +123,63 @@ def _score_kernel(
 def _threshold(values, inside, wanted, enough, TIMES: tl.constexpr):
     """A number that at least `wanted` values reach, and hardly more than `enough` where they differ at all.
 
-    values with -inf where not `inside`. Fewer than `wanted` of them: the least.
+    values, fewer than 65,536, with -inf where not `inside`. Fewer than `wanted` of them: the least.
     """
     low = tl.min(tl.where(inside, values, float("inf")), axis=0)
     high = tl.max(values, axis=0)
-    count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0).to(tl.int64)
+    count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0)
     turn = 0
     while (turn < TIMES) & (count > enough):
-        # three numbers are tried at once, for a sum over all threads is what a turn costs: 21 bits for each count
-        step = (high - low) * 0.25
-        first, second, third = low + step, low + 2 * step, low + 3 * step
-        reached = tl.where(values >= first, 1, 0).to(tl.int64)
-        reached += tl.where(values >= second, 1 << 21, 0).to(tl.int64)
-        reached += tl.where(values >= third, 1, 0).to(tl.int64) << 42
-        total = tl.sum(reached, axis=0)
-        above1, above2, above3 = total & 0x1FFFFF, (total >> 21) & 0x1FFFFF, total >> 42
-        high = tl.where(above3 >= wanted, high, third)
-        high = tl.where(above2 >= wanted, high, second)
-        high = tl.where(above1 >= wanted, high, first)
-        count = tl.where(above1 >= wanted, above1, count)
-        low = tl.where(above1 >= wanted, first, low)
-        count = tl.where(above2 >= wanted, above2, count)
-        low = tl.where(above2 >= wanted, second, low)
-        count = tl.where(above3 >= wanted, above3, count)
-        low = tl.where(above3 >= wanted, third, low)
+        # two numbers are tried at once, for a sum over all threads is what a turn costs: 16 bits for each count
+        first, second = low + (high - low) * 0.33, low + (high - low) * 0.67
+        total = tl.sum(tl.where(values >= first, 1, 0) + tl.where(values >= second, 65536, 0), axis=0)
+        above1, above2 = total & 65535, (total >> 16) & 65535
+        high = tl.where(above2 >= wanted, high, tl.where(above1 >= wanted, second, first))
+        low = tl.where(above2 >= wanted, second, tl.where(above1 >= wanted, first, low))
+        count = tl.where(above2 >= wanted, above2, tl.where(above1 >= wanted, above1, count))
         turn += 1
     return low
 
 
 @triton.jit
-def _group_kernel(
-    table, best, groups, wanted, enough, q_heads, kv_heads, most,
-    WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, TIMES: tl.constexpr,
+def _pick_kernel(
+    table, scores, best, groups, found, places, ids, wanted, most_groups, enough, room, q_heads, kv_heads, most,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
+    HAS_PLACES: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
-    """The groups whose best score is among the `wanted` best: groups[query], -1 behind the last."""
+    """The groups whose best scores are among the `wanted` best, and of their keys those whose scores are."""
     i = tl.program_id(0)
+    at = i.to(tl.int64)
     words = table + (i // q_heads * kv_heads + i % q_heads // (q_heads // kv_heads)).to(tl.int64) * WORDS
     count = tl.cdiv(tl.load(words + 2), GROUP)
-    group = tl.arange(0, GROUPS)
-    values = tl.load(best + i.to(tl.int64) * (most // GROUP) + group, mask=group < count, other=-float("inf"))
-    inside = (group < count) & (values > -float("inf"))
-    threshold = _threshold(values, inside, wanted, enough, TIMES)
-    chosen = inside & (values >= threshold)
-    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
-    out = groups + i.to(tl.int64) * PICKED
-    tl.store(out + place, group, mask=chosen & (place < PICKED))
-    slot = tl.arange(0, PICKED)
-    tl.store(out + slot, -1, mask=slot >= tl.sum(tl.where(chosen, 1, 0), axis=0))
-
-
-@triton.jit
-def _key_kernel(
-    scores, groups, found, places, ids, wanted, enough, room, most,
-    GROUP: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr, HAS_PLACES: tl.constexpr, TIMES: tl.constexpr,
-):  # fmt: skip
-    """Of the keys in groups[query] those whose scores are among the `wanted` best: ids[place], -1 behind the last."""
-    i = tl.program_id(0)
-    number = tl.arange(0, PICKED * GROUP)
-    group = tl.load(groups + i.to(tl.int64) * PICKED + number // GROUP)
-    key = group * GROUP + number % GROUP
-    values = tl.load(scores + i.to(tl.int64) * most + key, mask=group >= 0, other=-float("inf"))
-    inside = (group >= 0) & (values > -float("inf"))
-    threshold = _threshold(values, inside, wanted, enough, TIMES)
-    chosen = inside & (values >= threshold)
-    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
-    row = i.to(tl.int64)
+    row = at
     if HAS_PLACES:
         row = tl.load(places + i).to(tl.int64)
+
+    number = tl.arange(0, GROUPS)
+    values = tl.load(best + at * (most // GROUP) + number, mask=number < count, other=-float("inf"))
+    inside = (number < count) & (values > -float("inf"))
+    chosen = inside & (values >= _threshold(values, inside, wanted, most_groups, TIMES))
+    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
+    tl.store(groups + at * PICKED + place, number, mask=chosen & (place < PICKED))
+    picked = tl.minimum(tl.sum(tl.where(chosen, 1, 0), axis=0), PICKED)
+    tl.debug_barrier()  # what was written is read by other threads of the program
+
+    number = tl.arange(0, PICKED * GROUP)
+    inside = number // GROUP < picked
+    group = tl.load(groups + at * PICKED + number // GROUP, mask=inside, other=0)
+    key = group * GROUP + number % GROUP
+    values = tl.load(scores + at * most + key, mask=inside, other=-float("inf"))
+    inside = inside & (values > -float("inf"))
+    chosen = inside & (values >= _threshold(values, inside, wanted, enough, TIMES))
+    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
-    tl.store(found + i.to(tl.int64) * room + place, key, mask=chosen & (place < room))
+    tl.store(found + at * room + place, key, mask=chosen & (place < room))
+    named = tl.minimum(tl.sum(tl.where(chosen, 1, 0), axis=0), room)
     tl.debug_barrier()
     slot = tl.arange(0, ROOM)
-    some = slot < tl.sum(tl.where(chosen, 1, 0), axis=0)
-    named = tl.load(found + i.to(tl.int64) * room + slot, mask=some & (slot < room), other=-1)
-    tl.store(ids + row * room + slot, named, mask=slot < room)
+    line = tl.load(found + at * room + slot, mask=slot < named, other=-1)
+    tl.store(ids + row * room + slot, line, mask=slot < room)
 
 
 def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch) -> None:
@@ -215,16 +198,13 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
         WORDS=TABLE_WORDS, WIDE=shape.wide, NARROW=shape.narrow, W=_tile(shape.wide), H=_tile(shape.narrow // 2),
         N=KEYS, G=_tile(group), GROUP=size, FAST=not INTERPRETED, num_warps=8, num_stages=3,
     )  # fmt: skip
-    _group_kernel[(queries,)](
-        search.table, scratch.best, scratch.groups, shape.wanted, min(enough, scratch.picked), q_heads, kv_heads, most,
-        WORDS=TABLE_WORDS, GROUP=size, GROUPS=most // size, PICKED=scratch.picked, TIMES=TURNS,
-        num_warps=_warps(most // size),
-    )  # fmt: skip
-    _key_kernel[(queries,)](
-        scratch.scores, scratch.groups, scratch.found, scratch.groups if places is None else places, ids,
-        shape.wanted, enough, shape.room, most,
-        GROUP=size, PICKED=scratch.picked, ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None,
-        TIMES=TURNS, num_warps=_warps(scratch.picked * size),
+    _pick_kernel[(queries,)](
+        search.table, scratch.scores, scratch.best, scratch.groups, scratch.found,
+        scratch.groups if places is None else places, ids, shape.wanted, min(enough, scratch.picked), enough,
+        shape.room, q_heads, kv_heads, most,
+        WORDS=TABLE_WORDS, GROUP=size, GROUPS=most // size, PICKED=scratch.picked,
+        ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, TIMES=TURNS,
+        num_warps=_warps(max(most // size, scratch.picked * size)),
     )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ one is not used.
 Not the codes' address: a kernel that adds a multiple of 16 to a pointer it was given loads 16 bytes at once.
 """
 LEAST_GROUP, LEAST_CLASS = 16, 4096
+LEAST_SIDE = 32
+"""Numbers that a matrix instruction of bytes takes at a time."""
 
 Aim = tuple[DeviceCodes, int]
 """Codes and how many of them count."""
@@ -77,7 +79,10 @@ class CodeSearch:
         self.shape, self.kv_heads = shape, kv_heads
         self.entries: list[Aim | None] = [None] * (batch * kv_heads)
         self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
-        self.sides = torch.zeros(batch * q_heads, shape.wide + shape.narrow, dtype=torch.float16, device=device)
+        # as `code_search_triton._side_kernel` writes them; zeros where it does not
+        width = max(LEAST_SIDE, _power(shape.wide + shape.narrow // 2))
+        self.sides = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
+        self.sound = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
 
     def aim(self, entries: Sequence[Aim | None]) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""

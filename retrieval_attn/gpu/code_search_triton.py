@@ -17,6 +17,8 @@ KEYS = 128
 PROGRAMS = 1056
 """That score keys, about, of all heads."""
 TURNS = 24
+FINE = 254
+"""Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LEAST_TILE = 16
 """Of a matrix instruction, in every direction."""
@@ -24,10 +26,15 @@ LEAST_TILE = 16
 
 @triton.jit
 def _side_kernel(
-    query, table, sides, query_b, query_h, q_heads, kv_heads, dim, rank,
-    WORDS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    query, table, sides, sound, query_b, query_h, q_heads, kv_heads, dim, rank,
+    WORDS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
-    """sides[i] = query_side . query i, over its largest number: exact in half precision what small codes need."""
+    """query_side . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
+
+    sides[i] (4, K): planes of what meets bytes or their lower halves, then of what meets their upper halves. sound[i]:
+    1, or NaN for a query that is not finite.
+    """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
     words = table + (row * kv_heads + head // (q_heads // kv_heads)).to(tl.int64) * WORDS
@@ -38,80 +45,64 @@ def _side_kernel(
     matrix = tl.load(side + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
     own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
     result = tl.sum(matrix * own.to(tl.float32)[None, :], axis=1)
-    most = tl.max(tl.abs(result), axis=0)
-    # a number that is not finite must be seen as one: the largest may be taken without it
-    sound = tl.sum(tl.where(own.to(tl.float32) - own.to(tl.float32) == 0, 0, 1), axis=0) == 0
-    result = tl.where(sound, result / tl.where(most > 0, most, 1.0), float("nan"))
-    tl.store(sides + i.to(tl.int64) * rank + number, result.to(tl.float16), mask=number < rank)
+    finite = tl.sum(tl.where(result - result == 0, 0, 1), axis=0) == 0
+    most = tl.max(tl.abs(tl.where(finite, result, 0.0)), axis=0)
+    scaled = tl.where(finite, result, 0.0) * (127.0 / tl.where(most > 0, most, 1.0))
+    coarse = tl.floor(scaled + 0.5)
+    fine = tl.floor((scaled - coarse) * FINE + 0.5)
+    upper = number >= WIDE + HALF
+    at = sides + i.to(tl.int64) * 4 * K + tl.where(upper, 2 * K + number - HALF, number)
+    tl.store(at, coarse.to(tl.int8), mask=number < rank)
+    tl.store(at + K, fine.to(tl.int8), mask=number < rank)
+    tl.store(sound + i, tl.where(finite, 1.0, float("nan")))
 
 
 @triton.jit
-def _eights(codes, FAST: tl.constexpr):
-    """Signed bytes as half-precision numbers."""
-    if FAST:
-        # 1024 + (c + 128) is a half whose low bits are the byte: no conversion, of which a multiprocessor does few
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 x, y, m;
-            xor.b32 x, $2, 0x80808080;
-            mov.b32 m, 0x64646464;
-            prmt.b32 y, x, m, 0x4140; prmt.b32 x, x, m, 0x4342;
-            mov.b32 m, 0x64806480;
-            sub.f16x2 $0, y, m; sub.f16x2 $1, x, m; }""",
-            "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    return codes.to(tl.int8, bitcast=True).to(tl.float16)
-
-
-@triton.jit
-def _halves(codes, FAST: tl.constexpr):
-    """Lower and upper halves of bytes as half-precision numbers."""
+def _halves(codes, keep, FAST: tl.constexpr):
+    """Codes with the bits that `keep` has, and the upper halves of their bytes; four bytes at a time."""
     if FAST:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 x, y, m, l, h;
-            mov.b32 m, 0x64646464; mov.b32 l, 0x64006400;
-            prmt.b32 y, $4, m, 0x4140; prmt.b32 x, $4, m, 0x4342;
-            and.b32 h, y, 0xFF0FFF0F; sub.f16x2 $0, h, l;
-            and.b32 h, x, 0xFF0FFF0F; sub.f16x2 $1, h, l;
-            shr.b32 y, y, 4; and.b32 y, y, 0x000F000F; or.b32 y, y, l; sub.f16x2 $2, y, l;
-            shr.b32 x, x, 4; and.b32 x, x, 0x000F000F; or.b32 x, x, l; sub.f16x2 $3, x, l; }""",
-            "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            """{ .reg .b32 x;
+            and.b32 $0, $2, $3;
+            shr.b32 x, $2, 4;
+            and.b32 $1, x, 0x0F0F0F0F; }""",
+            "=r,=r,r,r", [codes, keep], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
-    return (codes & 15).to(tl.float16), (codes >> 4).to(tl.float16)
+    return codes & keep, (codes >> 4) & 15
 
 
 @triton.jit
 def _score_kernel(
-    sides, table, scores, best, kv_heads, group, most,
-    WORDS: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+    sides, sound, table, scores, best, kv_heads, group, most,
+    WORDS: tl.constexpr, WIDE: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """scores[query] of all codes of the query's head, and the best of every GROUP of them."""
+    """scores[query] of all codes of the query's head, and the best of every GROUP of them.
+
+    Whole numbers all through: bytes go to the matrix units as they are, for a multiprocessor converts few.
+    """
     entry, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     words = table + entry.to(tl.int64) * WORDS
     length = tl.load(words + 2)
-    codes = table.to(tl.pointer_type(tl.uint8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
-    HALF: tl.constexpr = NARROW // 2
-    BYTES: tl.constexpr = WIDE + HALF
-    member, w, h = tl.arange(0, G), tl.arange(0, W), tl.arange(0, H)
+    codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
+    k, column, member = tl.arange(0, K), tl.arange(0, 2 * G), tl.arange(0, G)
+    query = entry.to(tl.int64) * group + column % G
+    own = sides + query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
+    lower_side = tl.load(own, mask=(column % G < group)[None, :], other=0)
+    upper_side = tl.load(own + 2 * K, mask=(column % G < group)[None, :], other=0)
+    keep = tl.where(k < WIDE, -1, 15).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
+    plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, :, None]
     in_group = member < group
     query = entry.to(tl.int64) * group + member
-    own = sides + query[None, :] * (WIDE + NARROW)
-    wide_side = tl.load(own + w[:, None], mask=(w < WIDE)[:, None] & in_group[None, :], other=0.0)
-    if NARROW > 0:
-        in_half = (h < HALF)[:, None] & in_group[None, :]
-        low_side = tl.load(own + WIDE + h[:, None], mask=in_half, other=0.0)
-        high_side = tl.load(own + WIDE + HALF + h[:, None], mask=in_half, other=0.0)
+    factor = tl.load(sound + query, mask=in_group, other=1.0)
     for start in range(program * N, length, programs * N):
         key = start + tl.arange(0, N)
         inside = key < length
-        at = codes + key.to(tl.int64)[:, None] * BYTES
-        eights = tl.load(at + w[None, :], mask=inside[:, None] & (w < WIDE)[None, :], other=0)
-        total = tl.dot(_eights(eights, FAST), wide_side)
-        if NARROW > 0:
-            packed = tl.load(at + WIDE + h[None, :], mask=inside[:, None] & (h < HALF)[None, :], other=0)
-            low, high = _halves(packed, FAST)
-            total = tl.dot(low, low_side, total)
-            total = tl.dot(high, high_side, total)
+        at = codes + key.to(tl.int64)[:, None] * BYTES + k[None, :]
+        lower, upper = _halves(tl.load(at, mask=inside[:, None] & (k < BYTES)[None, :], other=0), keep, FAST)
+        planes = tl.dot(lower, lower_side, out_dtype=tl.int32)
+        planes = tl.dot(upper, upper_side, planes, out_dtype=tl.int32)
+        total = tl.sum(tl.reshape(planes, (N, 2, G)) * plane, axis=1).to(tl.float32) * factor[None, :]
         total = tl.where(inside[:, None], total, -float("inf"))
         tl.store(scores + query[None, :] * most + key.to(tl.int64)[:, None], total, mask=in_group[None, :])
         highest = tl.max(tl.reshape(total, (N // GROUP, GROUP, G)), axis=1)
@@ -189,14 +180,17 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     entries, group = batch * kv_heads, q_heads // kv_heads
     queries, rank, enough = batch * q_heads, shape.wide + shape.narrow, shape.wanted + shape.wanted // 16
     most, size = scratch.most, scratch.group
+    k = search.sides.shape[2]
     _side_kernel[(queries,)](
-        query, search.table, search.sides, query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
-        WORDS=TABLE_WORDS, D=triton.next_power_of_2(dim), R=triton.next_power_of_2(rank), num_warps=8,
+        query, search.table, search.sides, search.sound, query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
+        WORDS=TABLE_WORDS, WIDE=shape.wide, HALF=shape.narrow // 2, K=k, D=triton.next_power_of_2(dim),
+        R=triton.next_power_of_2(rank), FINE=FINE, num_warps=8,
     )  # fmt: skip
     _score_kernel[(entries, max(1, min(PROGRAMS // entries, most // KEYS)))](
-        search.sides, search.table, scratch.scores, scratch.best, kv_heads, group, most,
-        WORDS=TABLE_WORDS, WIDE=shape.wide, NARROW=shape.narrow, W=_tile(shape.wide), H=_tile(shape.narrow // 2),
-        N=KEYS, G=_tile(group), GROUP=size, FAST=not INTERPRETED, num_warps=8, num_stages=3,
+        search.sides, search.sound, search.table, scratch.scores, scratch.best, kv_heads, group, most,
+        WORDS=TABLE_WORDS, WIDE=shape.wide, BYTES=shape.wide + shape.narrow // 2, K=k, N=KEYS,
+        G=max(LEAST_TILE // 2, triton.next_power_of_2(group)), GROUP=size, FINE=FINE, FAST=not INTERPRETED,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     _pick_kernel[(queries,)](
         search.table, scratch.scores, scratch.best, scratch.groups, scratch.found,
@@ -206,10 +200,6 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
         ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, TIMES=TURNS,
         num_warps=_warps(max(most // size, scratch.picked * size)),
     )  # fmt: skip
-
-
-def _tile(number: int) -> int:
-    return max(LEAST_TILE, triton.next_power_of_2(number))
 
 
 def _warps(numbers: int) -> int:

@@ -81,8 +81,10 @@ def test_bfloat16_is_as_close_as_rounding(name: str) -> None:
 
 
 def test_device_memory_does_not_grow_with_the_context(needle_model_path: Path) -> None:
-    """After reading 8K and 64K tokens the same bytes stay on the device (the cache's windows)."""
-    llm = ra.LLM(needle_model_path, device="cuda", config=ra.Config(prefill_chunk=4096))
+    """After reading 8K and 64K tokens the same bytes stay on the device (the cache's windows), with an index on the
+    host.
+    """
+    llm = ra.LLM(needle_model_path, device="cuda", config=ra.Config(prefill_chunk=4096, index="sketch"))
     vocabulary = llm.model.config.vocab_size
     held = []
     for tokens in (8192, 65536):

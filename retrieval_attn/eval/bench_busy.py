@@ -31,7 +31,8 @@ class Busy:
 class Recorder:
     """Give it every token of a decode as `on_token`; it records RECORDED steps of it."""
 
-    steps = SKIPPED + RECORDED + 1
+    steps = SKIPPED + RECORDED + 2
+    """With one more, which a loop launches before it tells the token that ends the recording."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -42,6 +43,7 @@ class Recorder:
         self._seen += 1
         if self.failed is None and self._seen == SKIPPED + 1:
             try:
+                torch.cuda.synchronize()  # a step that is under way would be seen in part
                 self._profile = torch.profiler.profile(
                     activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
                 )

@@ -2,7 +2,8 @@
 
 For each length the context is read by the model (up to --read tokens) or placed (synthetic keys), then tokens are
 generated. Beside what is held stands what `plan` said before. Exit status 1 if decoding needs more device memory for a
-longer context, or the plan promised less than was held.
+longer context (beyond the codes of its keys, with an index that keeps them there), or the plan promised less than was
+held.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SLACK = 64 << 20
 @dataclass
 class Row:
     """One length. prefill_process, decode_process: bytes of the process on the device at most while reading (None where
-    keys were placed) and while decoding; windows: of sinks and windows alone, of all layers. planned_*: what
-    `plan` said. host_token: bytes per token of context.
+    keys were placed) and while decoding; windows: of sinks and windows alone, of all layers; codes: of keys, and
+    their scores. planned_*: what `plan` said. host_token: bytes per token of context.
     """
 
     context: int
@@ -41,6 +42,7 @@ class Row:
     decode_process: int | None
     decode_allocated: int | None
     windows: int
+    codes: int
     planned_prefill: int
     planned_decode: int
     host_bytes: int
@@ -116,6 +118,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     from retrieval_attn.eval.bench_method import Retrieval, compile_for
     from retrieval_attn.eval.bench_methods import make
     from retrieval_attn.gpu.memory import peak, start_peak
+    from retrieval_attn.layers import RetrievalLayer
     from retrieval_attn.prefill import finish_prefill
     from retrieval_attn.sizes import host_memory_bytes
 
@@ -144,6 +147,10 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         dtype=str(bench.model.dtype).removeprefix("torch."),
         config=method.config,
     )
+    layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
+    codes = codes_of(layers)
+    if codes:  # and their scores, which layers take turns to use
+        codes += 4 * length * bench.args.batch * bench.model.config.get_text_config(decoder=True).num_attention_heads
     return Row(
         context=length,
         batch=bench.args.batch,
@@ -152,7 +159,8 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         prefill_process=held.process if held and read_it else None,
         decode_process=decoding.process if decoding else None,
         decode_allocated=decoding.peak if decoding else None,
-        windows=cache.device_nbytes,
+        windows=cache.device_nbytes - sum(layer.coded_nbytes for layer in layers),
+        codes=codes,
         planned_prefill=planned.device_bytes,
         planned_decode=planned.decode_bytes,
         host_bytes=cache.host_nbytes,
@@ -162,16 +170,27 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     )
 
 
+def codes_of(layers: Sequence[Any]) -> int:
+    """Device bytes of codes, once where layers share their keys."""
+    from retrieval_attn.index.device import DeviceIndex
+
+    indexes = {
+        id(index): index for layer in layers for host in layer.hosts for one in host.segments for index in one.indexes
+    }
+    return sum(index.device_nbytes for index in indexes.values() if isinstance(index, DeviceIndex))
+
+
 def verdict(rows: Sequence[Row], near: int) -> list[str]:
     """What is wrong, one line each. near: sinks and window; shorter contexts need less and prove nothing."""
     found = []
     long = [row for row in rows if row.context > 2 * near]
     for name in ("windows", "decode_allocated", "decode_process"):
-        sizes = {row.context: value for row in long if (value := getattr(row, name)) is not None}
-        slack = 0 if name == "windows" else SLACK
+        slack, codes = (0, 0) if name == "windows" else (SLACK, 1)
+        sizes = {row.context: value - codes * row.codes for row in long if (value := getattr(row, name)) is not None}
         if sizes and max(sizes.values()) - min(sizes.values()) > slack:
             shown = ", ".join(f"{context:,}: {size:,}" for context, size in sizes.items())
-            found.append(f"device memory while decoding ({name}) depends on the context: {shown}")
+            beside = ", beside its codes," if any(codes * row.codes for row in long) else ""
+            found.append(f"device memory while decoding ({name}){beside} depends on the context: {shown}")
     for row in rows:
         for part, held, planned in (
             ("prefill", row.prefill_process, row.planned_prefill),
@@ -195,6 +214,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any], problems: Sequence[str
         "decode, GiB",
         "planned",
         "windows, MiB",
+        "codes, MiB",
         "host, GiB",
         "planned",
         "host bytes/token",
@@ -209,14 +229,16 @@ def markdown(rows: Sequence[Row], report: dict[str, Any], problems: Sequence[str
             row.how,
             *("" if size is None else f"{size / GIB:.2f}" for size in sizes),
             f"{row.windows / (1 << 20):.1f}",
+            f"{row.codes / (1 << 20):.1f}",
             f"{row.host_bytes / GIB:.2f}",
             f"{row.planned_host / GIB:.2f}",
             f"{row.host_token:,.0f}",
             "" if row.host_peak is None else f"{row.host_peak / GIB:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    but = ", codes of keys left out," if any(row.codes for row in rows) else ""
     said = problems or [
-        "Device memory while decoding does not depend on the context, and nothing went beyond the plan."
+        f"Device memory while decoding{but} does not depend on the context, and nothing went beyond the plan."
     ]
     lines += ["", "Device: the whole process at most, CUDA context included.", "", *(f"- {item}" for item in said)]
     return "\n".join(lines) + "\n"

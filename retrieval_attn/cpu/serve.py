@@ -39,9 +39,9 @@ intrinsic: Any = _numba_intrinsic
     SERVED,  # calls that were answered, written by `serve_calls`
 ) = range(11)
 HEAD_WORDS = 16
-# A row.
-REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER = range(7)
-ROW_WORDS = 8
+# A row. ASKED, ANSWERED: when, in nanoseconds of `atomics.nanoseconds`, written by `serve_calls`.
+REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER, ASKED, ANSWERED = range(9)
+ROW_WORDS = 16
 
 MOST_CALLS = 512
 NOT_READY = 600
@@ -142,11 +142,13 @@ def serve_calls(table):
     for i in range(head[CALLS]):
         row = rows[i]
         code = _await_request(head, row)
+        row[ASKED] = nanoseconds()
         if code == 0:
             _call(row[FUNCTION], row[ARGUMENT])
             code = _call_copy(head[COPY], row[TARGET], row[SOURCE], row[SIZE], head[ANSWERS_BY])
         if code == 0:
             code = _call_write(head[WRITE], head[ANSWERS_BY], row[ANSWER], head[GENERATION])
+        row[ANSWERED] = nanoseconds()
         if code != 0:
             head[SERVED] = i
             for j in range(i, head[CALLS]):
@@ -175,7 +177,7 @@ class Server:
         self, *, request: int, function: int, argument: int, target: int, source: int, size: int, answer: int
     ) -> None:
         """One call more: addresses of its words and memory, `size` bytes of results, and void function(argument)."""
-        self.rows[self.head[CALLS]] = request, function, argument, target, source, size, answer, 0
+        self.rows[self.head[CALLS], : ANSWER + 1] = request, function, argument, target, source, size, answer
         self.head[CALLS] += 1
 
     def prepare(self, generation: int, stream: int, event: int) -> None:

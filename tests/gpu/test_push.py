@@ -39,7 +39,7 @@ class Careless(Server):
         write = ctypes.CFUNCTYPE(word[0], *[word[1]] * 2, *[ctypes.c_uint32] * 2)(int(head[serve.WRITE]))
         numbers = list(range(len(rows)))
         for number in numbers[::-1] if self.mistake == "order" else numbers:
-            request, function, argument, target, source, size, answer, _ = rows[number].tolist()
+            request, function, argument, target, source, size, answer = rows[number, : serve.ASKED].tolist()
             asked = ctypes.c_int64.from_address(request)
             while asked.value != generation and not (self.mistake == "stale" and asked.value):
                 time.sleep(0.001)

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.follower import Follower, Teller
 from retrieval_attn.placement import agreed, input_device
 
 if TYPE_CHECKING:
@@ -136,14 +137,24 @@ class Steps:
                 return logits
         return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=position[:, None])
 
-    def ahead(self, token: Tensor, position: Tensor) -> Tensor | None:
-        """As `step`, before the last one is read and confirmed; None where that cannot be. Only one step goes ahead.
+    @property
+    def chosen(self) -> Tensor | None:
+        """The likeliest token (batch,) after the last step, the same memory at every step; None after an eager one."""
+        return None if self._decoder is None else self._decoder.chosen
+
+    def ahead(self) -> bool:
+        """As `step` for `chosen`, before that is read and confirmed; False where that cannot be. One step goes ahead.
 
         `confirm` then confirms one after the other. Raises BackendError as `step` does.
         """
-        logits = None if self._decoder is None else self._decoder.ahead(token, position)
-        self.replays += logits is not None
-        return logits
+        gone = self._decoder is not None and self._decoder.ahead()
+        self.replays += gone
+        return gone
+
+    def take_back(self) -> None:
+        """What is not confirmed did not happen."""
+        if self._decoder is not None:
+            self._decoder.take_back()
 
     def confirm(self) -> None:
         """The first step that is not confirmed is over. Raises BackendError if a host search in it failed, the layer
@@ -193,36 +204,6 @@ class Steps:
 _told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
-class _Teller:
-    """Brings numbers from the device; what is launched after `send` does not hold them up."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._numbers = torch.empty(0, dtype=torch.int64)
-        self._sent = torch.cuda.Event() if self._cuda else None
-
-    def send(self, numbers: Tensor) -> None:
-        """Begin to bring them. Those sent before must have been read."""
-        if self._sent is None:
-            self._numbers = numbers
-            return
-        if self._numbers.shape != numbers.shape:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        self._numbers.copy_(numbers, non_blocking=True)
-        self._sent.record(torch.cuda.current_stream(numbers.device))
-
-    def read(self) -> list[int]:
-        """Wait for them."""
-        if self._sent is not None:
-            self._sent.synchronize()
-        return list(self._numbers.tolist())
-
-
-def _most_columns(criteria: StoppingCriteriaList) -> float:
-    """Columns at which a criterion ends every row, whatever they hold."""
-    return min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=float("inf"))
-
-
 @torch.no_grad()
 def run(
     model: PreTrainedModel,
@@ -254,7 +235,15 @@ def run(
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
-    steps, teller, most = Steps(model, cache, graph), _Teller(sequences.device), _most_columns(criteria)
+    steps, teller = Steps(model, cache, graph), Teller(sequences.device)
+    plain = not (processors or do_sample or keep_scores or keep_logits) and Follower.serves(criteria)
+    follower = Follower(steps, teller, criteria, sequences) if plain else None
+
+    def tell(token: list[int]) -> None:
+        result.new_tokens += 1
+        if on_token is not None:
+            on_token(token)
+
     try:
         while True:
             # processors may return, or write to, what they are given, which the next replay overwrites
@@ -272,26 +261,31 @@ def run(
             chosen = torch.where(running, chosen, pad_id)
             sequences = torch.cat([sequences, chosen[:, None]], dim=1)
             running = running & ~criteria(sequences, None)
-            teller.send(torch.cat([chosen, running.any().to(chosen.dtype)[None]]))
-            position = position + 1
-            following, failed = None, None
-            if sequences.shape[1] < most:
-                try:
-                    following = steps.ahead(chosen, position)
-                except BackendError as error:
-                    failed = error  # of the next token: this one is told first
-            numbers = teller.read()  # the one place where the CPU waits for the device
+            # here, and where the follower reads a token, the CPU waits for the device
+            teller.send(torch.cat([chosen, running.to(chosen.dtype)]))
+            numbers = teller.read()
             steps.confirm()
-            result.new_tokens += 1
-            if on_token is not None:
-                on_token(numbers[:batch])
-            if not numbers[batch]:
+            tell(numbers[:batch])
+            if not any(numbers[batch:]):
                 break
-            if failed is not None:
-                raise failed
+            position = position + 1
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
-            logits = steps.step(chosen, position, mask) if following is None else following
+            logits = steps.step(chosen, position, mask)
+            if follower is None:
+                continue
+            follower.note(numbers[:batch])
+            while steps.chosen is not None and all(numbers[batch:]) and not follower.stopped.any():
+                told = follower.follow(tell).to(sequences.device)
+                sequences = torch.cat([sequences, told], dim=1)
+                if follower.stopped.all():
+                    break
+                running, position = ~follower.stopped.to(sequences.device), position + told.shape[1]
+                if mask is not None:
+                    mask = torch.cat([mask, mask.new_ones(told.shape)], dim=1)
+                logits = steps.step(sequences[:, -1], position, mask)
+            if follower.stopped.all():
+                break
     finally:
         steps.close()
     if steps.reason:

@@ -148,6 +148,7 @@ class GraphDecoder:
         self._batch = key.shape[0]
         self._token = torch.zeros(self._batch, 1, dtype=torch.int64, device=key.device)
         self._position = torch.zeros_like(self._token)
+        self.chosen = torch.zeros_like(self._token[:, 0])
         self._logits: Tensor | None = None
         self._spans = torch.zeros(len(layers), 2, dtype=torch.int32, device=key.device)
         self._meters = np.zeros((len(layers), self.pool.workers * words.METER_WORDS), np.int64)
@@ -181,9 +182,7 @@ class GraphDecoder:
 
     def release(self) -> None:
         """Let the bound cache go, with all confirmed tokens in it; a launched one that was not confirmed is lost."""
-        if self._launched:
-            self.runtime.synchronize()  # whose calls were served before `step` was left
-            self._launched.clear()
+        self.take_back()
         if self._cache is not None:
             self.settle()
             self._cache = None
@@ -194,10 +193,10 @@ class GraphDecoder:
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Launch the step for token (batch,) at position (batch,); returns its logits, (batch, vocabulary) float32.
 
-        The logits are the same memory at every step. Before the next one the caller waits for them, by reading what it
-        chose from them, and calls `confirm`. Raises CaptureError where the step cannot go on as a graph (the cache then
-        holds what was confirmed), ContextLengthError past the model's positions, BackendError where device and host
-        lost each other: the step then did not happen.
+        The logits are the same memory at every step, and so is `chosen`, the likeliest token (batch,). Before the next
+        step the caller waits for them, by reading what it chose from them, and calls `confirm`. Raises CaptureError
+        where the step cannot go on as a graph (the cache then holds what was confirmed), ContextLengthError past the
+        model's positions, BackendError where device and host lost each other: the step then did not happen.
         """
         assert self._cache is not None and not self._launched
         self._cache.require_room(1, self._columns)
@@ -208,29 +207,36 @@ class GraphDecoder:
             self._spill()
         self._place(token, position)
         if self._kind not in self._graphs:
-            captured = self._capture()
+            captured = self._capture(token, position)
             self._kind = self._kind_now()  # a first pass has told what is searched
             self._graphs[self._kind] = captured
         return self._launch()
 
     @_ordinary_tensors
-    def ahead(self, token: Tensor, position: Tensor) -> Tensor | None:
-        """As `step`, before the step that was launched last is confirmed: the device need not wait for its token.
+    def ahead(self) -> bool:
+        """As `step` for `chosen`, at the next position, before that is read: the device does not wait for the caller.
 
-        The caller then confirms one after the other; what is not confirmed at the end did not happen. None, and nothing
-        done, where this step has to wait for the other: no graph yet, a window that is full, an exchange whose host
-        part may still be under way, an error.
+        The caller then confirms one after the other; what is not confirmed at the end did not happen. False, and
+        nothing done, where this step has to wait for the other: no graph yet, a window that is full, an exchange whose
+        host part may still be under way, an error.
         """
         alone = self._launched[0] if len(self._launched) == 1 else None
         if alone is None or not alone.over or alone.error is not None or self._stale or self._room < 2:
-            return None
+            return False
         assert self._cache is not None
         try:
             self._cache.require_room(1, self._columns + 1)
         except ContextLengthError:
-            return None
-        self._place(token, position)
-        return self._launch()
+            return False
+        self._launch()
+        return True
+
+    def take_back(self) -> None:
+        """Steps that were launched and are not confirmed did not happen."""
+        if self._launched:
+            self.runtime.synchronize()  # whose calls were served before `step` was left
+            self._launched.clear()
+            self._stale = True
 
     def _place(self, token: Tensor, position: Tensor) -> None:
         self._token.copy_(token[:, None])
@@ -374,14 +380,17 @@ class GraphDecoder:
         for slot in self._slots:
             slot.raise_error()
 
-    def _capture(self) -> Replay:
-        """Record the step for the inputs at hand; afterwards everything is as before it.
+    def _capture(self, token: Tensor, position: Tensor) -> Replay:
+        """Record the step, for these inputs; afterwards everything is as before it.
 
         The passes before it compile kernels and take the libraries' workspaces, too.
         """
         with self._recording():
             try:
-                seen = [self._dry_run(0), self._dry_run(self._columns // 2)]
+                seen = []
+                for shift in (0, self._columns // 2):
+                    self._place(token, position)
+                    seen.append(self._dry_run(shift))
                 self._raise_errors()
                 # no difference at all but where a model's own kernels add in any order
                 known = 1e-4 if self._bound_model.dtype == torch.float32 else 1e-2
@@ -389,6 +398,7 @@ class GraphDecoder:
                 if not torch.allclose(seen[0], seen[1], rtol=0, atol=tolerance, equal_nan=True):
                     raise CaptureError("the model computes with the number of cached tokens on the CPU")
                 self._upload()
+                self._place(token, position)
                 replay = self.runtime.capture(self._record)
             except CaptureError as error:
                 self.capture_failure = str(error)
@@ -401,6 +411,7 @@ class GraphDecoder:
             finally:
                 self.runtime.synchronize()
                 self._upload()
+                self._place(token, position)
         self.captures += 1
         return replay
 
@@ -437,6 +448,9 @@ class GraphDecoder:
         if self._logits is None:
             self._logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         self._logits.copy_(logits)
+        self.chosen.copy_(self._logits.argmax(dim=-1))
+        self._token.copy_(self.chosen[:, None])
+        self._position.add_(1)
         advance(self._spans)
 
     @contextmanager

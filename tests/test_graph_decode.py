@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import retrieval_attn as ra
 from retrieval_attn import graph_decode, graph_layers
@@ -315,35 +315,77 @@ def test_an_error_of_a_search_names_its_layer(hop: Hop) -> None:
 
 
 def test_a_step_goes_ahead_of_the_one_before(hop: Hop) -> None:
-    """Once a graph is there, and only where the host's part is over when a replay returns; spills stop it."""
+    """With what the device chose; where the host's part is over when a replay returns; full windows stop it."""
     model = enabled("llama")
     decoded = Decoded(model, "emulate", new=2)
     expected = Decoded(model, False, new=2)
     before = decoded.cache.get_seq_length()
     steps = Steps(model, decoded.cache, "emulate")
-    seen, plain, gone = [], [], 0
+    seen, chosen, went = [], [], [False]
     with torch.no_grad():
-        token, logits = 5, None
-        for i in range(14):
-            place = torch.tensor([before + i])
-            logits = steps.step(torch.tensor([token]), place, None) if logits is None else logits
+        token, logits = torch.tensor([5]), torch.empty(0)
+        for i in range(15):
+            if not went[-1]:
+                logits = steps.step(token, torch.tensor([before + i]), None)
+            assert steps.chosen is not None
             seen.append(logits.clone())
-            token += 1
-            logits = steps.ahead(torch.tensor([token]), place + 1)
-            gone += logits is not None
+            token = steps.chosen.clone()
+            went.append(steps.ahead())
             steps.confirm()
+            chosen.append(int(token))
             assert decoded.cache.get_seq_length() == before + i + 1
-        assert steps.ahead(torch.tensor([1]), place) is None or hop == "push"
+        assert sum(went) == 0 if hop == "node" else 11 <= sum(went) < 15 and went[-1], went  # full twice
         steps.close()
-        assert decoded.cache.get_seq_length() == before + 14  # what went ahead last did not happen
-        for i in range(14):
-            plain.append(
-                forward(
-                    model, expected.cache, torch.tensor([[5 + i]]), mask=None, position_ids=torch.tensor([[before + i]])
-                )
-            )
-    assert (torch.stack(seen) - torch.stack(plain)).abs().max() <= 1e-5
-    assert gone == 0 if hop == "node" else 10 <= gone < 14  # twice the window was full
+        assert decoded.cache.get_seq_length() == before + 15  # what went ahead last did not happen
+        for i, fed in enumerate([5, *chosen[:-1]]):
+            place = torch.tensor([[before + i]])
+            plain = forward(model, expected.cache, torch.tensor([[fed]]), mask=None, position_ids=place)
+            assert (seen[i] - plain).abs().max() <= 1e-5
+            assert chosen[i] == int(plain.argmax())
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 7, 24])
+def test_the_follower_chooses_as_the_loop_does(hop: Hop, new: int) -> None:
+    """Lengths and ends of text, one row and several; a row that ends before the others gets padding."""
+    model = enabled("llama")
+    for batch in (1, 3):
+        ids = random_ids(batch, 90)
+        plain = texts(model, ids, new, graph=False)
+        assert texts(model, ids, new, graph="emulate") == plain
+        for row in range(batch):
+            end = plain[0][row][new // 2]  # the token that this row ends with now
+            shorter = texts(model, ids, new, graph=False, end=end)
+            assert texts(model, ids, new, graph="emulate", end=end) == shorter
+            assert len(shorter[1]) < new or new < 3 or batch > 1
+
+
+def texts(model: Any, ids: torch.Tensor, new: int, graph: Any, end: int | None = None) -> tuple[Any, ...]:
+    """New ids of every row, what `on_token` was told, and the cache's length."""
+    cache = ra.RetrievalCache(model, CONFIG)
+    batch, count = ids.shape
+    place = torch.arange(count).expand(batch, -1)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(count + new)])
+    if end is not None:
+        criteria.append(EosTokenCriteria(end))
+    told: list[list[int]] = []
+    with torch.no_grad():
+        logits = forward(model, cache, ids, mask=None, position_ids=place)
+    done = run(
+        model,
+        cache,
+        ids,
+        logits,
+        mask=None,
+        position=place[:, -1],
+        processors=LogitsProcessorList(),
+        criteria=criteria,
+        do_sample=False,
+        pad_id=7,
+        on_token=told.append,
+        graph=graph,
+    )
+    assert done.new_tokens == len(told) == done.sequences.shape[1] - count
+    return done.sequences[:, count:].tolist(), told, cache.get_seq_length()
 
 
 def test_an_error_ahead_comes_after_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:

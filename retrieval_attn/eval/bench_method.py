@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import LogitsProcessorList, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.cache_layer import LayerStats
@@ -139,7 +138,7 @@ class Retrieval(Method):
         self, steps: int, on_token: OnToken | None = None, *, keep: bool = False, seconds: float = 1e9
     ) -> Decoded:
         cache = self._cache.fork()
-        criteria: Any = StoppingCriteriaList([MaxLengthCriteria(1 + steps), _Until(time.perf_counter() + seconds)])
+        criteria: Any = StoppingCriteriaList([MaxLengthCriteria(1 + steps), MaxTimeCriteria(seconds)])
         start = torch.zeros(self._batch, 1, dtype=torch.long, device=self.model.device)
         with using_retrieval(self.model, self.config.prefill_chunk):
             done = run(
@@ -197,14 +196,3 @@ def compile_for(config: Config, dtype: torch.dtype) -> None:
     from retrieval_attn.transfer import host_format
 
     prepare(host_format(config.host_dtype, dtype), config.index, dict(config.index_options))
-
-
-class _Until(StoppingCriteria):
-    """Stops every row when the time is over."""
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        over = time.perf_counter() >= self._deadline
-        return torch.full((input_ids.shape[0],), over, dtype=torch.bool, device=input_ids.device)

@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=32, metavar="N", help="decode steps that are timed (default: %(default)s)")
     add("--seconds", type=float, default=20.0, metavar="S", help="most time for them per method (default: %(default)s)")
     add("--min-recall", type=float, default=0.9, metavar="R", help="recall below which no speed is shown")
+    add("--record", action="store_true", help="at the end, record how long the GPU works: every method once more")
     add("--beyond", action="store_true", help="measure what does not fit --gpu-memory all the same, and say so")
 
 
@@ -105,14 +106,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--min-recall must lie in 0 .. 1 and --seconds be > 0: {args.min_recall}, {args.seconds}")
     specs = parse(args.methods)
     folder = new_folder(args.output_dir, "bench")
-    from retrieval_attn.eval.bench_rows import Row, measure
+    from retrieval_attn.eval.bench_rows import Row, measure, record
     from retrieval_attn.eval.runs import environment
 
     found = environment()
     bench = Bench(args)
     limit = bench.model.config.get_text_config(decoder=True).max_position_embeddings
     rows: list[Row] = []
-    for length in with_room(lengths, limit, args.tokens):
+    lengths = with_room(lengths, limit, args.tokens)
+    for length in lengths:
         source = bench.source(length)
         keys = source.about
         for spec in specs:
@@ -128,6 +130,12 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_plot:
             _plot(folder, bench, rows)
         del source
+    if args.record and bench.device.type == "cuda":
+        for length in lengths:
+            source = bench.source(length)
+            for row, spec in zip([row for row in rows if row.context == source.tokens], specs, strict=True):
+                record(bench, source, spec, row)
+            del source
     _save(folder, bench, rows, {**found, "keys": keys}, finished=True)
     print((folder / "decode.md").read_text())
     print(f"written to {folder}")

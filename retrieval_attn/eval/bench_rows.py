@@ -144,7 +144,7 @@ def _measure(bench: Bench, source: Source, spec: MethodSpec, row: Row) -> None:
     start_peak(bench.device)
     start_host_peak()
     began = time.perf_counter()
-    method.prepare(source, max(args.tokens + WARM_UP, Recorder.steps))
+    method.prepare(source, args.tokens + WARM_UP)
     row.prepare_seconds = time.perf_counter() - began
     held = peak(bench.device)
     row.prepare_peak = held.process if held else None
@@ -165,8 +165,6 @@ def _measure(bench: Bench, source: Source, spec: MethodSpec, row: Row) -> None:
         row.device_touched = method.device_bytes_touched(source)
         if row.host_touched is None:
             row.host_touched = method.host_bytes_touched(source)
-        if bench.device.type == "cuda" and row.ms is not None:
-            _record(method, row)
 
 
 def _replay(method: Retrieval, tolerance: float) -> None:
@@ -215,11 +213,24 @@ def _time(method: Method, row: Row, steps: int, seconds: float) -> None:
         row.host_touched = work.bytes_read // count
 
 
-def _record(method: Method, row: Row) -> None:
-    recorder = Recorder()
-    method.decode(Recorder.steps, recorder)
+def record(bench: Bench, source: Source, spec: MethodSpec, row: Row) -> None:
+    """Add to the row of this method how long the device works. Nothing may be timed in this process afterwards."""
+    if row.ms is None:
+        return
+    if row.beyond:
+        cap(bench.device, None)
+    recorder, method = Recorder(), make(spec, bench.model, bench.config)
+    try:
+        method.prepare(source, Recorder.steps)
+        with source.feeding():
+            method.decode(Recorder.steps, recorder)
+    finally:
+        del method
+        forget(bench.model)
+        gc.collect()
+        if row.beyond:
+            cap(bench.device, bench.limit)
     busy: Busy | None = recorder.busy
-    assert row.ms is not None
     if busy is None:
         row.note = f"{row.note} {recorder.failed or 'the decode was too short to be recorded'}".strip()
         return

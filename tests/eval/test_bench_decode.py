@@ -300,6 +300,7 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
 def test_command_on_a_device(tmp_path: Path, dtype: str) -> None:
     """Every method under a cap, graphs where they are meant to be, and a share of waiting."""
     extra = ["--device", "cuda", "--dtype", dtype, "--gpu-memory", "4GiB", "--tokens", "8", "--lengths", "2k"]
+    extra += ["--record"]
     folder = tmp_path / "out"
     methods = "flat,static,full-resident,full-graph,full-eager,offloaded"
     tail = ["--methods", methods, "--output-dir", str(folder)]

@@ -21,6 +21,7 @@ from retrieval_attn.gpu.code_search import name_keys
 from retrieval_attn.gpu.device_codes import DeviceCodes, DeviceSpace, capacity_for
 from retrieval_attn.index.device import NOT_FINITE
 from retrieval_attn.index.key_codes import CodeSpace
+from retrieval_attn.staging import pinned
 from retrieval_attn.transfer import stored_on, unpack
 
 SENT_AT_ONCE = 1 << 17
@@ -70,7 +71,7 @@ class HeadCodes:
         with _beside(device):
             try:
                 for start in range(0, len(keys), SENT_AT_ONCE):
-                    rows = stored_on(device, keys[start : start + SENT_AT_ONCE], self._fmt)
+                    rows = stored_on(device, _outbox.filled(keys[start : start + SENT_AT_ONCE], device), self._fmt)
                     if not codes.add(unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows):
                         codes.length = length
                         raise ShapeError(NOT_FINITE)
@@ -90,6 +91,27 @@ class HeadCodes:
                 name_keys(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
         return found
+
+
+class _Outbox(threading.local):
+    """Pinned memory of each thread for keys on their way: a copy from other memory waits inside the driver, and with it
+    the thread that launches the model's layers.
+    """
+
+    _buffer: Tensor | None = None
+
+    def filled(self, keys: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
+        """The keys, there until the next call."""
+        if device.type != "cuda" or not keys.nbytes:
+            return keys
+        if self._buffer is None or self._buffer.nbytes < keys.nbytes:
+            self._buffer = pinned(keys.nbytes)
+        held = self._buffer.numpy()[: keys.nbytes].view(keys.dtype).reshape(keys.shape)
+        np.copyto(held, keys)
+        return held
+
+
+_outbox = _Outbox()
 
 
 def _moved(space: CodeSpace, device: torch.device) -> DeviceSpace:

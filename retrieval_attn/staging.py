@@ -40,7 +40,7 @@ class Staging:
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._turn = threading.Lock()
-        self._buffers = [_pinned(size) for _ in range(count)]
+        self._buffers = [pinned(size) for _ in range(count)]
 
     def bring(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None) -> None:
         """Copy each piece to the host and hand it to its taker, in order; returns when the last was taken.
@@ -113,7 +113,8 @@ def _hand_over(arrays: list[np.ndarray], sent: torch.cuda.Event | None, taker: C
     taker(*arrays)
 
 
-def _pinned(size: int) -> Tensor:
+def pinned(size: int) -> Tensor:
+    """uint8 (size,), any contents; ordinary memory where pinned memory is refused, which is said once."""
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

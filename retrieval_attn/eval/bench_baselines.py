@@ -21,7 +21,7 @@ from retrieval_attn.eval.bench_resident import ResidentCache, resident_attention
 GRAPH_WARM_UP = 3
 
 
-class _OwnLoop(Method):
+class OwnLoop(Method):
     """A plain greedy loop over the model's forward with another cache."""
 
     _cache: Any
@@ -58,7 +58,7 @@ class _OwnLoop(Method):
         self._batch, self.position = source.batch, source.tokens
 
 
-class FullEager(_OwnLoop):
+class FullEager(OwnLoop):
     """transformers' DynamicCache on the device, its own loop in Python."""
 
     def device_need(self, source: Source, tokens: int) -> int:
@@ -131,7 +131,7 @@ class Quantized(FullEager):
         return super().device_bytes_touched(source) * self._bits // (8 * source.model.dtype.itemsize)
 
 
-class FullGraph(_OwnLoop):
+class FullGraph(OwnLoop):
     """transformers' StaticCache on the device, the whole step in one plain CUDA graph."""
 
     def prepare(self, source: Source, room: int) -> None:

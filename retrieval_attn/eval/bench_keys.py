@@ -22,7 +22,7 @@ from retrieval_attn.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.decode import capturable, forward
 from retrieval_attn.errors import ConfigError, ContextLengthError
-from retrieval_attn.eval.bench_place import BLOCK, Span, place
+from retrieval_attn.eval.bench_place import BLOCK, Span, fill_watching, place
 from retrieval_attn.index.synthetic import synthetic_heads
 from retrieval_attn.prefill import decoder_layers, finish_prefill
 from retrieval_attn.switch import using_retrieval
@@ -97,6 +97,10 @@ class Source(ABC):
         """A RetrievalCache that holds only these spans of the context."""
         return place(self.model, RetrievalCache(self.model, config), self, spans)
 
+    def read_into(self, cache: Any) -> None:
+        """Give an empty cache of the evaluation's baselines (one sequence) the context, with the queries they watch."""
+        fill_watching(cache, self)
+
     def queries(self, layer: int, start: int, stop: int) -> Tensor:
         """Queries at tokens [start, stop) for indexes to train on: (batch, q_heads, stop - start, dim)."""
         shape = (self.batch, self.kv_heads * self.group, stop - start, self.head_dim)
@@ -135,6 +139,12 @@ class ReadSource(Source):
             *[(to_device(k, kept.fmt, like), to_device(v, kept.fmt, like)) for k, v in rows], strict=True
         )
         return torch.stack(keys), torch.stack(values)
+
+    def read_into(self, cache: Any) -> None:
+        """See `Source.read_into`."""
+        positions = torch.arange(self.tokens, device=self._ids.device)[None]
+        with torch.no_grad(), using_retrieval(self.model, self._chunk):
+            forward(self.model, cache, self._ids, mask=None, position_ids=positions)
 
     def retrieval(self, config: Config) -> RetrievalCache:
         cache, _ = read(self.model, config.replace(prefill_chunk=self._chunk), self._ids)

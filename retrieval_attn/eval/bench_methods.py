@@ -8,6 +8,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench_baselines import FullEager, FullGraph, FullResident, Offloaded, Quantized
 from retrieval_attn.eval.bench_method import Method, MethodSpec, Retrieval, Static
+from retrieval_attn.eval.bench_policies import ByPolicy
 from retrieval_attn.index.base import check_kind
 
 METHODS: dict[str, type[Method]] = {
@@ -17,6 +18,8 @@ METHODS: dict[str, type[Method]] = {
     "full-eager": FullEager,
     "offloaded": Offloaded,
     "quantized": Quantized,
+    "snapkv": ByPolicy,
+    "infllm": ByPolicy,
 }
 DEFAULT = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
 SHORT = {"flat-int8": ("flat", {"codes": "int8"})}

@@ -70,6 +70,23 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
     return cache
 
 
+@torch.no_grad()
+def fill_watching(cache: Any, source: Source) -> None:
+    """Give the empty cache of a baseline the whole of `source`, its policies watching the queries."""
+    from retrieval_attn.eval.bench_keys import attentions
+
+    for number, module in enumerate(attentions(source.model)):
+        layer = cache.layers[number]
+        scale = float(getattr(module, "scaling", source.head_dim**-0.5))
+        layer.begin_pass(source.tokens)
+        for start, stop in blocks([(0, source.tokens)]):
+            layer.update(*source.block(number, start, stop))
+            query = source.queries(number, start, stop)
+            spec = MaskSpec(q_offset=start, q_length=stop - start)
+            layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
+        layer.end_pass()
+
+
 def _adopted(layer: Any, number: int) -> Any:
     """Another layer that shares the host keys and indexes of `layer`."""
     other = layer.fork()

@@ -202,6 +202,18 @@ def test_the_model_asks_what_the_synthetic_head_asks(bench: Bench, source: Any) 
     np.testing.assert_allclose(asked[0][:2, :1], wanted.numpy(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("keys", ["mid", "read"])
+def test_published_methods_attend_to_their_budgets(keys: str) -> None:
+    """SnapKV to 2,048 tokens and what was generated, InfLLM to some; on placed keys and on read ones."""
+    bench = Bench(arguments("unused", "--methods", "snapkv", "--keys", keys))
+    source = bench.source(9000)
+    for name, least, most in (("snapkv", 2048, 2060), ("infllm", 6000, 6500)):
+        row = measure(bench, source, parse(name)[0])
+        assert row.status == "ok" and row.ms is not None and row.error is not None, row
+        assert row.device_touched is not None
+        assert least <= row.device_touched / source.token_bytes < most
+
+
 def test_hooks_are_gone_after_feeding(bench: Bench, source: Any) -> None:
     """The model's own queries come back."""
     with source.feeding():

@@ -11,7 +11,7 @@ import torch
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from retrieval_attn.decode import run
-from retrieval_attn.eval.baselines.cache import ContextCache, attention_modules
+from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory, attention_modules
 from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation, require_projection
 from retrieval_attn.eval.baselines.infllm import Blocks, require_rotation
 from retrieval_attn.eval.baselines.options import InfiniGen, InfLLM, Options, Quest, SnapKV, StreamingLLM
@@ -24,7 +24,7 @@ from retrieval_attn.eval.baselines.streaming import Streaming
 from retrieval_attn.eval.prompts import Prompt
 from retrieval_attn.switch import using_retrieval
 
-__all__ = ["PolicyMethod"]
+__all__ = ["PolicyMethod", "policies_of"]
 
 
 class PolicyMethod:
@@ -39,7 +39,6 @@ class PolicyMethod:
     def __init__(self, name: str, model: Any, tokenizer: Any, options: Options, reader: ContextReader | None) -> None:
         self.name, self.options = name, options.to_dict()
         self._model, self._tokenizer = model, tokenizer
-        self._typed = options
         self._inputs: LayerInputs | None = None
         modules = attention_modules(model)
         if isinstance(options, InfiniGen):
@@ -50,7 +49,7 @@ class PolicyMethod:
         own = reader is None or options.reads
         self._reader = ContextReader(model) if own or reader is None else reader
         self._key = f"{name}-{id(self)}"
-        self._reader.attach(self._key, self._policy)
+        self._reader.attach(self._key, policies_of(options, model, self._inputs))
 
     def release(self) -> None:
         """Free the memory of the last context."""
@@ -109,18 +108,23 @@ class PolicyMethod:
         new: list[int] = done.sequences[0, len(prompt) :].tolist()
         return new
 
-    def _policy(self, layer: int, layers: int) -> Policy:
-        options = self._typed
+
+def policies_of(options: Options, model: Any, inputs: LayerInputs | None = None) -> PolicyFactory:
+    """What makes the policy of each layer. inputs: the layers' own, which InfiniGen needs."""
+
+    def policy(layer: int, layers: int) -> Policy:
         if layer < getattr(options, "dense_layers", 0):
             return Dense(options, layer, layers)
         if isinstance(options, InfLLM):
-            return Blocks(options, layer, layers, self._model)
+            return Blocks(options, layer, layers, model)
         if isinstance(options, InfiniGen):
-            assert self._inputs is not None
-            return Speculation(options, layer, layers, self._inputs)
+            assert inputs is not None
+            return Speculation(options, layer, layers, inputs)
         kinds = ((StreamingLLM, Streaming), (SnapKV, Snap), (Quest, QuestPages))
         kind = next(kind for of, kind in kinds if isinstance(options, of))
         return kind(options, layer, layers)
+
+    return policy
 
 
 def _measured(cache: ContextCache) -> dict[str, Any]:

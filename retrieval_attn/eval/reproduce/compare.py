@@ -151,7 +151,10 @@ def _by_layer(folder: Path, steps: Sequence[Step]) -> Results:
     return found | {("retrieval, budget per layer", column): cell for (_, column), cell in more.items()}
 
 
-_DECODED = {"static": "streaming_llm", "roargraph": "retrieval", "flat": "flat", "ivf": "ivf"}
+_DECODED = {name: name for name in ("flat", "ivf", "snapkv", "infllm")} | {
+    "static": "streaming_llm",
+    "roargraph": "retrieval",
+}
 """Methods of `bench decode` by the paper's rows; sinks and window alone are what StreamingLLM decodes with."""
 _FULL = ("full-resident", "full-graph", "full-eager")
 

@@ -119,7 +119,7 @@ def _table9(size: Size) -> list[Step]:
     return [Step(_suite(size, "ruler", methods, lengths, n, *_budgets(size, methods)), "run")]
 
 
-DECODED = ("full-resident", "full-eager", "offloaded", "static", "flat", "ivf", "roargraph")
+DECODED = ("full-resident", "full-eager", "offloaded", "static", "snapkv", "infllm", "flat", "ivf", "roargraph")
 """Methods of `bench decode` that stand in the paper's tables."""
 
 

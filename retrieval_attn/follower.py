@@ -79,7 +79,8 @@ class Follower:
     def note(self, token: list[int]) -> None:
         """The id of every row that was told by somebody else."""
         if self._columns == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], dim=1)
+            more = max(64, self._columns)
+            self._ids = torch.cat([self._ids, self._ids.new_zeros(len(self._ids), more)], dim=1)
         self._ids[:, self._columns] = torch.tensor(token)
         self._columns += 1
 

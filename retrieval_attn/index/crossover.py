@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numba
@@ -83,20 +84,30 @@ def _measure(head_dim: int) -> int:
     # many heads in one call, as in decode, so that the price of a call is not measured
     heads = head.decode.shape[1]
     groups = np.ascontiguousarray(head.decode.transpose(1, 0, 2))
-    few, many = (_seconds(functools.partial(type(scan).search_heads, [scan] * heads, groups, 100)) for scan in scans)
-    scan_seconds = max(many - few, 1e-9) / (SCANNED - KEYS)  # what keys cost, not what a call does
-    graph_seconds = _seconds(lambda: graph.search(groups.reshape(-1, head_dim), 100)) * COLD
-    return int(graph_seconds / scan_seconds)
+    calls = [functools.partial(type(scan).search_heads, [scan] * heads, groups, 100) for scan in scans]
+    few, many, graph_seconds = _seconds([*calls, lambda: graph.search(groups.reshape(-1, head_dim), 100)])
+    return _crossing(few, many, graph_seconds * COLD)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    call()
-    taken = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+def _crossing(few: float, many: float, graph: float) -> int:
+    """Keys at which a scan takes as long as the graph, of the seconds for KEYS and SCANNED keys.
+
+    What keys cost, not what a call does; on a busy machine the difference may be nothing, so a quarter of a call at
+    least is keys.
+    """
+    return int(graph / max((many - few) / (SCANNED - KEYS), many / SCANNED / 4))
+
+
+def _seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """The least time of each, taken in turns: a machine that slows down must not favour one of them."""
+    least = [math.inf] * len(calls)
+    for repeat in range(1 + REPEATS):
+        for number, call in enumerate(calls):
+            started = time.perf_counter()
+            call()
+            if repeat:
+                least[number] = min(least[number], time.perf_counter() - started)
+    return least
 
 
 def _processor() -> str:

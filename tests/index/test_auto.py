@@ -100,6 +100,14 @@ def test_the_measurement_is_a_number_of_keys() -> None:
     assert 1_000 < crossover._measure(64) < 2_000_000
 
 
+def test_a_noisy_measurement_is_not_for_ever() -> None:
+    """A scan of more keys that took no longer must not mean that no graph is ever faster."""
+    right = crossover._crossing(1e-3, 1e-3 * crossover.SCANNED / crossover.KEYS, 1e-3)
+    assert right == pytest.approx(crossover.KEYS, rel=1e-3)
+    for many in (1e-3, 0.9e-3):
+        assert crossover._crossing(1e-3, many, 1e-3) <= 5 * crossover.SCANNED
+
+
 def test_held_out_queries_are_not_trained_on(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     graph = auto.RoarGraphIndex.build.__func__  # type: ignore[attr-defined]

@@ -10,15 +10,17 @@ from retrieval_attn.model_shape import ModelShape
 
 
 class _Held(NamedTuple):
-    """Bytes per key of one head, of how many keys at most (None: of all), and what they are."""
+    """Bytes per key of one head, of how many keys at most (None: of all), what they are, and bytes of all others."""
 
     each: int
     most: int | None
     text: str
+    other: int = 0
 
     def bytes(self, tokens: int) -> int:
         """Bytes for one head of so many tokens."""
-        return self.each * (tokens if self.most is None else min(tokens, self.most))
+        held = tokens if self.most is None else min(tokens, self.most)
+        return self.each * held + self.other * (tokens - held)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class HostSize:
         if kind not in ("auto", "roargraph") or not options.listed_only:
             return (_Held(each, None, f"code and {links} links per key at most"),)
         listed = self.options.train_queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
-        graph = _Held(each, listed, f"code, {links} links for {listed:,} keys a head at most")
+        nodes = listed + options.landmarks
+        graph = _Held(each, nodes, f"code, {links} links for {nodes:,} keys a head at most, an id for the others", 4)
         return (graph, codes, sketch) if kind == "auto" else (graph,)
 
     def index_bytes(self, tokens: int) -> int:
@@ -93,9 +96,9 @@ class HostSize:
         if not self.token_bytes:
             return None
         fitting = []
-        for each, most, _ in self.index_size():
+        for each, most, _, other in self.index_size():
             tokens = room // (self.token_bytes + self.heads * each)
             if most is not None and tokens > most:
-                tokens = (room - self.heads * each * most) // self.token_bytes
+                tokens = (room - self.heads * (each - other) * most) // (self.token_bytes + self.heads * other)
             fitting.append(tokens)
         return max(0, min(fitting))

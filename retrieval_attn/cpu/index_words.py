@@ -141,6 +141,8 @@ class IndexWords:
             words.NODE_IDS: graph.ids,
             words.START_NODES: graph.entries,
             words.NODE_COUNTS: graph.counts,
+            words.CELL_STARTS: graph.cells.starts,
+            words.CELL_KEYS: graph.cells.keys,
             words.MEAN: given.mean,
             words.STEP_SIZES: given.scale,
         }
@@ -154,6 +156,7 @@ class IndexWords:
             words.CODE_WIDTH: width,
             words.DEGREE: degree,
             words.STARTS: len(graph.entries),
+            words.LANDMARKS: len(graph.cells.starts) - 1,
             words.GRAPH_FIRST: first,
             words.PLANES: given.planes,
             words.ROOM: room,

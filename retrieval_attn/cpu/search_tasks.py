@@ -125,6 +125,8 @@ def _search_graph(descriptor, number, worker, like):
     node_ids = carray(at_address(row[at.NODE_IDS]), row[at.CODE_ROWS], np.int32)
     starts = carray(at_address(row[at.START_NODES]), row[at.STARTS], np.int32)
     counts = carray(at_address(row[at.NODE_COUNTS]), 3, np.int64)
+    cell_starts = carray(at_address(row[at.CELL_STARTS]), row[at.LANDMARKS] + 1, np.int32)
+    cell_keys = carray(at_address(row[at.CELL_KEYS]), cell_starts[row[at.LANDMARKS]], np.int32)
     mean, sizes = (floats_at(row[at.MEAN], 1, dim)[0], floats_at(row[at.STEP_SIZES], 1, dim)[0])
     own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
     planes = carray(at_address(scratch + step[at.PLANES_AT]), (1, row[at.PLANES], width), np.int8)
@@ -142,7 +144,7 @@ def _search_graph(descriptor, number, worker, like):
     ids = carray(at_address(scratch + step[at.FOUND_AT]), top_k, np.int32)
     scores = carray(at_address(scratch + step[at.SCORES_AT]), top_k, np.float32)
     beta = bits_to_float(np.int32(row[at.BETA]))
-    graph = (codes, edges, node_ids, starts, counts)
+    graph = (codes, edges, node_ids, starts, counts, cell_starts, cell_keys)
     pool = words_at(scratch + step[at.SCAN_AT], 1, step[at.CAPACITY])[0]
     scored = nbytes = np.int64(0)
     count = np.int64(0)

@@ -150,8 +150,11 @@ TASK_WORDS = 5
     OWN_PLANES,  # int8 (PADDED, RANK): coded queries
     OWN_STEPS,  # float32 (PADDED / 4, 2, 4)
     OWN_BOUNDS,  # float32 (PADDED,)
-) = range(39)
-GRAPH_WORDS = 40
+    LANDMARKS,
+    CELL_STARTS,  # int32 (LANDMARKS + 1,)
+    CELL_KEYS,  # int32, as many as the last of CELL_STARTS says
+) = range(42)
+GRAPH_WORDS = 48
 # A list begins with how many packed candidates follow, in any order, and the row of the piece that they belong to if
 # they are packed by the sums of their codes (-1: by their scores).
 LIST_COUNT, LIST_PIECE = range(2)

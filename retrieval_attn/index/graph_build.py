@@ -24,8 +24,6 @@ from retrieval_attn.index.threads import kernel_threads
 
 AHEAD = 12
 """Rows that are asked for before they are copied."""
-ENTRY_CANDIDATES = 2048
-"""Nodes that the entries which lie apart are chosen from."""
 CHUNK = 512
 """Nodes per parallel task: each task has its own scratch."""
 
@@ -376,42 +374,14 @@ def _components(adjacency, nodes):
     return roots
 
 
-@njit(nogil=True, cache=True)
-def _add_apart(near, candidates, entries, found):
-    """Fill entries[found:] with candidates, each the one farthest from those before (the first of equal ones)."""
-    codes, signed, norms, sums = near
-    width = codes.shape[1]
-    gaps = np.full(len(candidates), np.iinfo(np.int64).max, np.int64)
-    for at in range(1, len(entries) + 1):
-        last = np.int64(entries[at - 1])
-        best = 0
-        for i in range(len(candidates)):
-            other = np.int64(candidates[i])
-            far = distance(codes, other, signed, last, norms[other], norms[last], sums[last], width, True)
-            gaps[i] = min(gaps[i], far)
-            if gaps[i] > gaps[best]:
-                best = i
-        if at >= found and at < len(entries):
-            entries[at] = candidates[best]
-
-
-def choose_entries(near: Near, adjacency: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
-    """Up to `count` nodes to start from, int32.
-
-    A half: the hottest node of each connected part, largest part first, then the hottest of all. The rest lie far from
-    each other: copies of one key may be all that is hot.
-    """
+def choose_entries(adjacency: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
+    """Up to `count` nodes to start from, int32: the hottest of each connected part, largest first, then of all."""
     nodes = len(adjacency)
     count = min(count, nodes)
     parts, sizes = np.unique(_components(adjacency, nodes), return_counts=True)
-    half = (count + 1) // 2
-    hottest = parts[np.argsort(-sizes, kind="stable")][:half]  # the lowest node of a part is its hottest
+    hottest = parts[np.argsort(-sizes, kind="stable")][:count]  # the lowest node of a part is its hottest
     others = np.setdiff1d(np.arange(count, dtype=np.int32), hottest)
-    entries = np.empty(count, np.int32)
-    entries[:half] = np.concatenate([hottest, others[: half - len(hottest)]])
-    candidates = np.arange(0, nodes, max(1, nodes // ENTRY_CANDIDATES), dtype=np.int32)
-    _add_apart(near, candidates, entries, half)
-    return np.unique(entries)
+    return np.unique(np.concatenate([hottest, others[: count - len(hottest)]]))
 
 
 def list_counts(lists: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:

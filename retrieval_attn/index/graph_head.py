@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.index import graph_build
+from retrieval_attn.index import graph_build, landmarks
 from retrieval_attn.index.codes import Codes, encode_keys, encode_more
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.graph_insert import distance_terms, link_nodes
 from retrieval_attn.index.graph_options import GraphOptions
-from retrieval_attn.index.graph_search import Graph, make_scratch
+from retrieval_attn.index.graph_search import Cells, Graph, make_scratch
 from retrieval_attn.index.memory import aligned_empty
 
 StateValue = Any
@@ -47,9 +47,10 @@ class HeadGraph(NamedTuple):
 
     @property
     def graph_nbytes(self) -> int:
-        """Bytes of edges, ids, entries and terms."""
+        """Bytes of edges, ids, entries, cells and terms."""
         graph = self.graph
-        return int(graph.adjacency.nbytes + graph.ids.nbytes + graph.entries.nbytes + self.minus.nbytes)
+        arrays = (graph.adjacency, graph.ids, graph.entries, *graph.cells, self.minus)
+        return sum(int(array.nbytes) for array in arrays)
 
     @property
     def code_nbytes(self) -> int:
@@ -63,15 +64,44 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
     Raises ShapeError for keys that are not finite.
     """
     lists = np.ascontiguousarray(lists[:, : options.list_k])
-    counts = graph_build.list_counts(lists, len(keys))
-    ids = graph_build.hot_first(counts, options.listed_only)
-    coded = encode_keys(keys[ids], fmt)
-    shape = _shape(options, fmt.dim_of(keys))
-    near = graph_build.near_of(coded.codes, _ratios(coded))
-    adjacency = graph_build.make_edges(near, graph_build.relabelled(lists, ids, len(keys)), ids, shape)
-    entries = graph_build.choose_entries(near, adjacency, options.entries)
-    graph = Graph(coded.codes, adjacency, ids, entries, _counts(len(ids), len(ids), len(keys)))
+    length = len(keys)
+    counts = graph_build.list_counts(lists, length)
+    every = encode_keys(keys, fmt)
+    ratios = _ratios(every)
+    marks = landmarks.choose_landmarks(every.codes, ratios, options.landmarks)
+    ids = _landmarks_first(graph_build.hot_first(counts, options.listed_only), counts, marks.ids)
+    codes = aligned_empty((len(ids), every.codes.shape[1]), np.uint8)
+    codes[:] = every.codes[ids]
+    coded = every._replace(codes=codes)
+    near = graph_build.near_of(codes, ratios)
+    local = graph_build.relabelled(lists, ids, length)
+    adjacency = graph_build.make_edges(near, local, ids, _shape(options, fmt.dim_of(keys)))
+    homes = _nodes_of(marks.ids, ids, length)[marks.homes]
+    landmarks.join_landmarks(adjacency, homes[ids], marks.gaps[ids])
+    number = len(marks.ids)
+    entries = np.union1d(np.arange(number, dtype=np.int32), graph_build.choose_entries(adjacency, options.entries))
+    outside = np.ones(length, bool)
+    outside[ids] = False
+    cells = landmarks.make_cells(homes, marks.gaps, np.flatnonzero(outside).astype(np.int32), number)
+    graph = Graph(codes, adjacency, ids, entries, _counts(len(ids), len(ids), length), *cells)
     return HeadGraph(graph, coded, np.empty(0, np.int32))
+
+
+def _landmarks_first(
+    ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32], marks: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Keys of the nodes: landmarks by how many lists name them, then the other ids (hot first) as they are."""
+    first = marks[np.lexsort((marks, -counts[marks]))]
+    mark = np.zeros(len(counts), bool)
+    mark[marks] = True
+    return np.concatenate([first, ids[~mark[ids]]])
+
+
+def _nodes_of(keys: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
+    """The nodes of these keys (below `length`), for nodes whose keys are `ids`."""
+    nodes = np.full(length, -1, np.int32)
+    nodes[ids] = np.arange(len(ids), dtype=np.int32)
+    return nodes[keys]
 
 
 def append_nodes(
@@ -85,7 +115,7 @@ def append_nodes(
     adjacency, named = _grown(graph.adjacency, start, stop), _grown(graph.ids, start, stop)
     adjacency[start:stop] = -1
     named[start:stop] = ids
-    graph = Graph(coded.codes, adjacency, named, graph.entries, _counts(head.linked, stop, num_keys))
+    graph = Graph(coded.codes, adjacency, named, graph.entries, _counts(head.linked, stop, num_keys), *graph.cells)
     return HeadGraph(graph, coded, head.minus)
 
 
@@ -126,7 +156,9 @@ def add_lists(
     near = graph_build.near_of(graph.codes[:nodes], _ratios(head.coded))
     local = graph_build.relabelled(lists, ids, len(keys))
     adjacency = graph_build.make_edges(near, local, ids, _shape(options, fmt.dim_of(keys)), before)
-    graph = graph._replace(adjacency=adjacency, counts=_counts(nodes, nodes, head.num_keys))
+    cells = landmarks.without_keys(graph.cells, ~missing, np.ones(len(graph.cells.starts) - 1, bool))
+    counts = _counts(nodes, nodes, head.num_keys)
+    graph = graph._replace(adjacency=adjacency, counts=counts, cell_starts=cells.starts, cell_keys=cells.keys)
     return HeadGraph(graph, head.coded, head.minus[:0])
 
 
@@ -147,12 +179,15 @@ def without_keys_from(head: HeadGraph, length: int) -> HeadGraph:
     entries = entries[entries >= 0]
     if not len(entries):
         entries = np.arange(min(len(graph.entries), linked), dtype=np.int32)
+    remain = np.arange(head.num_keys) < length
+    cells = landmarks.without_keys(graph.cells, remain, stays[: len(graph.cells.starts) - 1])
     graph = Graph(
         codes,
         adjacency,
         graph.ids[:nodes][stays],
         np.ascontiguousarray(entries),
         _counts(linked, int(stays.sum()), min(length, head.num_keys)),
+        *cells,
     )
     return HeadGraph(graph, head.coded._replace(codes=codes), head.minus[:0])
 
@@ -168,6 +203,8 @@ def graph_state(head: HeadGraph) -> dict[str, StateValue]:
         "ids": graph.ids[:nodes],
         "entries": graph.entries,
         "counts": graph.counts,
+        "cell_starts": graph.cells.starts,
+        "cell_keys": graph.cells.keys,
     }
 
 
@@ -180,6 +217,7 @@ def graph_from_state(state: Mapping[str, StateValue], head_dim: int, num_keys: i
         codes, adjacency, ids = state["codes"], state["adjacency"], state["ids"]
         entries, counts = state["entries"], state["counts"]
         mean, scale = state["mean"], state["scale"]
+        cells = Cells(state["cell_starts"], state["cell_keys"])
     except KeyError as error:
         raise InputDataError(f"a saved graph needs {error}, which is missing; build the index again") from error
     nodes = len(ids)
@@ -202,6 +240,7 @@ def graph_from_state(state: Mapping[str, StateValue], head_dim: int, num_keys: i
         and _within(ids, 0, num_keys)
         and _within(entries, 0, int(counts[0]))
         and _within(adjacency[: int(counts[0])], -1, nodes)
+        and landmarks.cells_fit(cells, nodes, num_keys)
     )
     if not fits:
         raise InputDataError(
@@ -210,7 +249,8 @@ def graph_from_state(state: Mapping[str, StateValue], head_dim: int, num_keys: i
         )
     arrays = [_writeable(array) for array in (codes, adjacency, ids, entries, counts)]
     coded = Codes(arrays[0], np.array(mean), np.array(scale))
-    return HeadGraph(Graph(*arrays), coded, np.empty(0, np.int32))
+    graph = Graph(*arrays, *(_writeable(array) for array in cells))
+    return HeadGraph(graph, coded, np.empty(0, np.int32))
 
 
 def _writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -83,7 +83,7 @@ def link_nodes(graph, minus, ratios, start, stop, fill, l2, scratch):
 
     adjacency is changed in place; rows of the nodes linked must exist and are overwritten.
     """
-    codes, adjacency, ids, entries, counts = graph
+    codes, adjacency, ids, entries, counts, cell_starts, cell_keys = graph
     degree = adjacency.shape[1]
     width = codes.shape[1]
     room = max(INSERT_BEAM, degree) + 2
@@ -94,7 +94,7 @@ def link_nodes(graph, minus, ratios, start, stop, fill, l2, scratch):
     seeds = np.empty(1, np.int32)
     found = np.empty(INSERT_BEAM, np.int64)
     for node in range(start, stop):
-        now = Graph(codes, adjacency, ids, entries, np.array([node, node, counts[2]]))
+        now = Graph(codes, adjacency, ids, entries, np.array([node, node, counts[2]]), cell_starts, cell_keys)
         key_as_query(codes, node, ratios, planes, 0)
         seeds[0] = node - 1
         count, _, _ = fill_pool(

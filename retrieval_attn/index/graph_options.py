@@ -17,7 +17,8 @@ class GraphOptions:
     beam: nodes that a search expands at most (more: better and slower). degree: edges per node at most; None: 32 up
     to head_dim 128, 48 above. targets: best keys that each training list is attached to. list_k: length of a
     training list (longer ones given are cut). fill: edges a node gets at least where it has candidates.
-    candidates: keys considered for a node's edges at most. entries: nodes that every search starts from.
+    candidates: keys considered for a node's edges at most. entries: much named nodes that every
+    search starts from, and landmarks: keys far from each other that it starts from too (see `landmarks`).
     patience: stop after that many expansions that leave the best k as they are; None: never.
     beta: leave out keys that score more than this below the best (inner product, unscaled), and stop early; None: k
     keys always. seed: draws training queries where there are more than queries_per_head (None: take all).
@@ -33,7 +34,8 @@ class GraphOptions:
     list_k: int = 100
     fill: int = 16
     candidates: int = 256
-    entries: int = 32
+    entries: int = 16
+    landmarks: int = 256
     patience: int | None = None
     beta: float | None = None
     seed: int = 0
@@ -55,6 +57,7 @@ class GraphOptions:
             ("fill", 0, 256),
             ("candidates", 8, 4096),
             ("entries", 1, 4096),
+            ("landmarks", 1, 1 << 16),
             ("patience", 1, 1 << 20),
             ("seed", 0, 2**32 - 1),
             ("queries_per_head", 1, 1 << 24),

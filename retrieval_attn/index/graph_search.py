@@ -34,12 +34,23 @@ RANGE_BEAM = 32
 """With a range, as many of the best are expanded even if they lie outside of it."""
 
 
+class Cells(NamedTuple):
+    """Keys that are no nodes, by the landmark nearest to them; see `landmarks`. Landmark i is node i.
+
+    starts: (landmarks + 1,) int32. keys: int32 ids; those of landmark i are keys[starts[i] : starts[i + 1]], farthest
+    first: of those near to it the landmark itself tells enough.
+    """
+
+    starts: npt.NDArray[np.int32]
+    keys: npt.NDArray[np.int32]
+
+
 class Graph(NamedTuple):
     """A graph over the coded keys of one head; arrays may have room beyond `counts`.
 
     codes: (room, width) uint8, row = node. adjacency: (room, degree) int32 nodes, -1 padded. ids: (room,) int32,
     the key of each node. entries: (e,) int32 nodes that every search starts from. counts: (3,) int64: nodes with
-    edges, all nodes (those after are scanned one by one), keys in the index.
+    edges, all nodes (those after are scanned one by one), keys in the index. cell_starts, cell_keys: see `Cells`.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -47,6 +58,13 @@ class Graph(NamedTuple):
     ids: npt.NDArray[np.int32]
     entries: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int64]
+    cell_starts: npt.NDArray[np.int32]
+    cell_keys: npt.NDArray[np.int32]
+
+    @property
+    def cells(self) -> Cells:
+        """Keys that are no nodes."""
+        return Cells(self.cell_starts, self.cell_keys)
 
 
 class Scratch(NamedTuple):
@@ -145,7 +163,7 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
     not change for `patience` hops, or when the next entry is more than `reach` below the best (integer scores; < 0:
     never) and not one of the best RANGE_BEAM, which lead to better ones early on.
     """
-    codes, adjacency, ids, entries, counts = graph
+    codes, adjacency, ids, entries, counts, _, _ = graph
     pool, visited, fresh, survivors = scratch
     linked = counts[0]
     total = counts[1]
@@ -235,6 +253,20 @@ AHEAD = 6
 """Stored rows that are asked for before they are scored."""
 SPARE = 4
 """A quarter more than k are scored exactly, so that keys misplaced by their codes come back."""
+CELL_KEYS = 16
+"""Keys of one cell that a search scores at most."""
+MOST_OUTSIDE = 64
+"""Keys of all cells that a search scores at most: as many places as every pool has behind its last."""
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _insert(pool, count, item):
+    """Put `item` where it belongs in pool[:count], best first, which has room for it."""
+    j = count - 1
+    while j >= 0 and pool[j] < item:
+        pool[j + 1] = pool[j]
+        j -= 1
+    pool[j + 1] = item
 
 
 @njit(nogil=True, cache=True)
@@ -251,13 +283,47 @@ def score_pool(graph, queries, query, keys, count, limit, scratch):
         key = np.int64(ids[(pool[i] & 0xFFFFFFFF) >> 1])
         if key >= limit:
             continue
-        item = pack_score(dot(queries, query, keys, key), key)
-        j = kept - 1  # nearly sorted already
-        while j >= 0 and pool[j] < item:
-            pool[j + 1] = pool[j]
-            j -= 1
-        pool[j + 1] = item
+        _insert(pool, kept, pack_score(dot(queries, query, keys, key), key))  # nearly sorted already
         kept += 1
+    return kept
+
+
+@njit(nogil=True, cache=True)
+def gather_outside(graph, count, scratch):
+    """Write keys that are no nodes to scratch.pool[count:]: those of the cells of the landmarks among the `count` in
+    it, best landmark first. Returns how many.
+    """
+    starts, keys = graph[5], graph[6]
+    pool = scratch[0]
+    landmarks = len(starts) - 1
+    found = 0
+    for i in range(count):
+        node = (pool[i] & 0xFFFFFFFF) >> 1
+        if node < landmarks:
+            for j in range(starts[node], min(starts[node + 1], starts[node] + CELL_KEYS)):
+                if found == MOST_OUTSIDE:
+                    return found
+                pool[count + found] = keys[j]
+                found += 1
+    return found
+
+
+@njit(nogil=True, cache=True)
+def add_outside(queries, query, keys, first, count, kept, limit, scratch):
+    """Merge the keys scratch.pool[first : first + count] below `limit` into the scored ones, scratch.pool[:kept].
+
+    kept <= first. Returns how many scored ones there are now.
+    """
+    pool = scratch[0]
+    for i in range(min(AHEAD, count)):
+        prefetch_row(keys, pool[first + i])
+    for i in range(count):
+        if i + AHEAD < count:
+            prefetch_row(keys, pool[first + i + AHEAD])
+        key = pool[first + i]
+        if key < limit:
+            _insert(pool, kept, pack_score(dot(queries, query, keys, key), key))
+            kept += 1
     return kept
 
 
@@ -296,9 +362,13 @@ def search_graph(
     pool = scratch[0]
     for i in range(len(seeds)):
         seeds[i] = (pool[i] & 0xFFFFFFFF) >> 1 if i < count else -1
+    outside = gather_outside(graph, count, scratch)
+    first = count
     if limit >= graph[4][2]:  # no place is lost to keys beyond it
         count = min(count, k + max(8, k // SPARE))
-    found = min(k, score_pool(graph, queries, query, keys, count, limit, scratch))
+    found = score_pool(graph, queries, query, keys, count, limit, scratch)
+    found = min(k, add_outside(queries, query, keys, first, outside, found, limit, scratch))
+    scored += outside
     for i in range(found):
         score = score_of(pool[i])
         if beta >= 0 and score < score_of(pool[0]) - beta:

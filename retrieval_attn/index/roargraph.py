@@ -1,7 +1,8 @@
 """RoarGraph for attention keys: a graph trained by the exact lists of real queries, searched by beam over codes.
 
 One graph per key-value head serves all query heads of its group (or one graph per query head, as the paper has it).
-Keys that no training list names are left out unless told otherwise; inserted keys are scanned one by one until
+Keys that no training list names are left out unless told otherwise, and found by the landmark that they lie near
+(see `landmarks`); inserted keys are scanned one by one until
 there are enough to link them in one go. What the graph cannot answer is answered exactly by a scan: few keys, a
 query that is not finite, k of a size that a scan is faster for, a limit far below the end, or too few keys found.
 """
@@ -24,7 +25,7 @@ from retrieval_attn.index.flat import _joined, search_exact
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
 from retrieval_attn.index.graph_head import HeadGraph
 from retrieval_attn.index.graph_options import GraphOptions
-from retrieval_attn.index.graph_search import SPARE, Graph, make_scratch, search_rows
+from retrieval_attn.index.graph_search import CELL_KEYS, SPARE, Graph, make_scratch, search_rows
 from retrieval_attn.index.knn import training_lists
 from retrieval_attn.index.memory import aligned_empty, one_layout
 from retrieval_attn.index.threads import kernel_threads
@@ -305,15 +306,18 @@ class RoarGraphIndex(KeyIndex):
 
     @property
     def stats(self) -> dict[str, int | float]:
-        """keys; graphs; nodes (of all graphs); linked; left_out: keys in no graph, reachable only by a scan;
-        edges (of all graphs); graph_bytes; code_bytes.
+        """keys; graphs; nodes (of all graphs); linked; landmarks; left_out: keys in no graph, which a search finds by
+        the landmarks nearest to them; unreached: those of them that none scores, 16 others being farther from the same
+        landmark; edges (of all graphs); graph_bytes; code_bytes.
         """
         return {
             "keys": self._length,
             "graphs": len(self._heads),
             "nodes": sum(head.nodes for head in self._heads),
             "linked": sum(head.linked for head in self._heads),
+            "landmarks": sum(len(head.graph.cells.starts) - 1 for head in self._heads),
             "left_out": sum(self._length - head.nodes for head in self._heads),
+            "unreached": sum(_unreached(head.graph.cell_starts) for head in self._heads),
             "edges": sum(int((head.graph.adjacency[: head.linked] >= 0).sum()) for head in self._heads),
             "graph_bytes": sum(head.graph_nbytes for head in self._heads),
             "code_bytes": sum(head.code_nbytes for head in self._heads),
@@ -331,6 +335,11 @@ class RoarGraphIndex(KeyIndex):
     def nbytes(self) -> int:
         """Graphs, codes, and keys that had to be copied."""
         return int(self._room.nbytes) + sum(head.graph_nbytes + head.code_nbytes for head in self._heads)
+
+
+def _unreached(cell_starts: npt.NDArray[np.int32]) -> int:
+    """Keys of cells behind the first that a search scores."""
+    return int(np.maximum(0, np.diff(cell_starts) - CELL_KEYS).sum())
 
 
 def _drawn(rows: npt.NDArray[Any], options: GraphOptions) -> npt.NDArray[Any]:

@@ -10,7 +10,16 @@ import pytest
 
 from retrieval_attn.index.codes import CodedQueries, Codes, encode_keys, encode_query
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.graph_search import RANGE_BEAM, Graph, fill_pool, make_scratch, search_graph, search_rows
+from retrieval_attn.index.graph_search import (
+    CELL_KEYS,
+    MOST_OUTSIDE,
+    RANGE_BEAM,
+    Graph,
+    fill_pool,
+    make_scratch,
+    search_graph,
+    search_rows,
+)
 from tests.cpu.reference import strided
 
 NEVER = 1 << 40
@@ -34,7 +43,8 @@ class Case:
             others = rng.permutation(nodes)[: rng.integers(0, degree + 1)]
             adjacency[node, : len(others)] = others
         counts = np.array([linked, nodes, nodes + 50], np.int64)
-        self.graph = Graph(coded.codes, adjacency, ids, np.array([0, 3], np.int32), counts)
+        nothing = (np.zeros(1, np.int32), np.empty(0, np.int32))
+        self.graph = Graph(coded.codes, adjacency, ids, np.array([0, 3], np.int32), counts, *nothing)
         exact = coded.codes.astype(np.int64) @ self.coded.planes[:, 0].astype(np.int64).T
         self.scores = exact.T  # (queries, nodes)
 
@@ -160,6 +170,31 @@ def test_results_are_exact_scores_of_the_best_of_the_pool() -> None:
         assert found == 10
         np.testing.assert_array_equal(ids, best)
         np.testing.assert_allclose(scores, exact[best], rtol=1e-5)
+
+
+def test_keys_outside_come_with_the_landmarks_that_are_found() -> None:
+    """So many of each cell and of all, only of landmarks in the pool; they take their places by exact scores."""
+    case = Case(300, 12)
+    rest = np.setdiff1d(np.arange(350), case.graph.ids).astype(np.int32)
+    sizes = np.zeros(40, np.int64)
+    sizes[[0, 3, 17, 39]] = 20, 5, 20, 5
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    for query in range(6):
+        plain = case.graph._replace(cell_starts=np.zeros(1, np.int32), cell_keys=rest[:0])
+        case.graph = plain
+        before, _, _ = search(case, query, 10)
+        case.graph = plain._replace(cell_starts=starts, cell_keys=rest)
+        nodes, _, _ = beam_search(case, query, [], 60, 40, 10, NEVER, -1)
+        looked_at = [rest[starts[node] : starts[node + 1]][:CELL_KEYS] for node in nodes if node < 40]
+        outside = np.concatenate([rest[:0], *looked_at])[:MOST_OUTSIDE]
+        exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
+        every = np.concatenate([case.graph.ids[nodes[:18]], outside])
+        ids, scores, found = search(case, query, 10)
+        np.testing.assert_array_equal(ids, every[np.argsort(-exact[every])][:10])
+        np.testing.assert_allclose(scores, exact[ids], rtol=1e-5)
+        few, _, found = search(case, query, 10, limit=200)
+        assert (few[:found] < 200).all() and np.isin(outside, ids).any() == (not np.array_equal(before, ids))
+    assert len(outside)
 
 
 def test_limit_holds_and_places_stay_empty() -> None:

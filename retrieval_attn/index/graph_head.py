@@ -67,13 +67,10 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
     length = len(keys)
     counts = graph_build.list_counts(lists, length)
     every = encode_keys(keys, fmt)
-    ratios = _ratios(every)
-    marks = landmarks.choose_landmarks(every.codes, ratios, options.landmarks)
+    marks = landmarks.choose_landmarks(every.codes, _ratios(every), options.landmarks)
     ids = _landmarks_first(graph_build.hot_first(counts, options.listed_only), counts, marks.ids)
-    codes = aligned_empty((len(ids), every.codes.shape[1]), np.uint8)
-    codes[:] = every.codes[ids]
-    coded = every._replace(codes=codes)
-    near = graph_build.near_of(codes, ratios)
+    coded = encode_keys(keys[ids], fmt)  # in finer steps than all keys would have
+    near = graph_build.near_of(coded.codes, _ratios(coded))
     local = graph_build.relabelled(lists, ids, length)
     adjacency = graph_build.make_edges(near, local, ids, _shape(options, fmt.dim_of(keys)))
     homes = _nodes_of(marks.ids, ids, length)[marks.homes]
@@ -83,7 +80,7 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
     outside = np.ones(length, bool)
     outside[ids] = False
     cells = landmarks.make_cells(homes, marks.gaps, np.flatnonzero(outside).astype(np.int32), number)
-    graph = Graph(codes, adjacency, ids, entries, _counts(len(ids), len(ids), length), *cells)
+    graph = Graph(coded.codes, adjacency, ids, entries, _counts(len(ids), len(ids), length), *cells)
     return HeadGraph(graph, coded, np.empty(0, np.int32))
 
 

@@ -1,7 +1,8 @@
 """Where an index of kind "device" keeps its codes: on the device that the layer computes on.
 
-Keys come from host memory, where the index is built by several threads while the device computes: they cross once more
-and are coded there, on a stream of their own, in a fraction of the time that the host would take.
+The index is built by several threads while the device computes, from keys in host memory. The codes themselves are made
+on the device, on a stream of their own, in a fraction of the time that the host would take: of keys that still lie
+there, where those are lent; others cross once more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
 from retrieval_attn.gpu.code_search import name_keys
 from retrieval_attn.gpu.device_codes import DeviceCodes, DeviceSpace, capacity_for
-from retrieval_attn.index.device import NOT_FINITE
+from retrieval_attn.index.device import NOT_FINITE, Coder
 from retrieval_attn.index.key_codes import CodeSpace
 from retrieval_attn.staging import pinned
 from retrieval_attn.transfer import stored_on, unpack
@@ -38,8 +40,24 @@ class DeviceCoder:
         self._device, self._heads = device, heads
         self._lock = threading.Lock()
         self._slab: list[Tensor] = []
+        self._lent: tuple[Tensor, torch.cuda.Event | None] | None = None
 
-    def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
+    def for_head(self, head: int) -> Coder:
+        """What makes the codes of this head."""
+        return functools.partial(self, head=head)
+
+    @contextlib.contextmanager
+    def lent(self, keys: Tensor, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Meanwhile the first keys that a head is given are those of keys (heads, tokens, head_dim), as soon as `ready`
+        is over.
+        """
+        self._lent = keys, ready
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
         shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
         with self._lock, _beside(self._device):
@@ -47,15 +65,22 @@ class DeviceCoder:
                 # one block for all: the allocator rounds each of many up to its own pages
                 self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
             memory = self._slab.pop()
-        return HeadCodes(space, fmt, memory)
+        lent = self._lent
+        return HeadCodes(space, fmt, memory, None if lent is None or head is None else (lent[0][head], lent[1]))
 
 
 class HeadCodes:
     """`KeyCodes` of one head on a device; `device` has them as tensors."""
 
-    def __init__(self, space: CodeSpace, fmt: Format, memory: Tensor) -> None:
-        """memory: (tokens, key_bytes) uint8, where the codes go."""
-        self._fmt = fmt
+    def __init__(
+        self,
+        space: CodeSpace,
+        fmt: Format,
+        memory: Tensor,
+        lent: tuple[Tensor, torch.cuda.Event | None] | None = None,
+    ) -> None:
+        """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
+        self._fmt, self._lent = fmt, lent
         with _beside(memory.device):
             self.device = DeviceCodes(_moved(space, memory.device), memory)
 
@@ -70,14 +95,26 @@ class HeadCodes:
         device, length = codes.codes.device, codes.length
         with _beside(device):
             try:
-                for start in range(0, len(keys), SENT_AT_ONCE):
-                    rows = stored_on(device, _outbox.filled(keys[start : start + SENT_AT_ONCE], device), self._fmt)
-                    if not codes.add(unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows):
+                for rows in self._on_device(keys, device):
+                    if not codes.add(rows):
                         codes.length = length
                         raise ShapeError(NOT_FINITE)
             except torch.OutOfMemoryError as error:
                 codes.length = length
                 raise _no_room(error) from error
+
+    def _on_device(self, keys: np.ndarray[Any, Any], device: torch.device) -> Iterator[Tensor]:
+        """Keys (n, head_dim), as stored, there: in pieces."""
+        lent, self._lent = self._lent, None
+        if lent is not None and len(lent[0]) == len(keys):
+            rows, ready = lent
+            if ready is not None:
+                torch.cuda.current_stream(device).wait_event(ready)
+            yield rows
+            return
+        for start in range(0, len(keys), SENT_AT_ONCE):
+            rows = stored_on(device, _outbox.filled(keys[start : start + SENT_AT_ONCE], device), self._fmt)
+            yield unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows
 
     def cut(self, length: int) -> None:
         """See `KeyCodes`."""

@@ -8,6 +8,7 @@ On the CPU, where all want the same cores, the same work is done on the spot.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -54,7 +55,11 @@ BACKLOG = 8
 
 @dataclass
 class _Job:
-    """Build the index of a path over tokens [start, stop), or extend it; queries and lists to train on."""
+    """Build the index of a path over tokens [start, stop), or extend it; queries and lists to train on.
+
+    keys: (kv_heads, stop - start, head_dim) of these tokens where they still lie on the device, for a kind that has
+    them coded there.
+    """
 
     host: HostPath
     start: int
@@ -62,6 +67,7 @@ class _Job:
     extend: bool
     queries: Tensor | np.ndarray | None = None
     lists: Tensor | np.ndarray | None = None
+    keys: Tensor | None = None
 
 
 class HostWork:
@@ -76,12 +82,14 @@ class HostWork:
         self.device = kv[0].device
         self._number, self._fmt, self._threads, self._stats = number, fmt, threads, stats
         self._kv: tuple[Tensor, Tensor] | None = (kv[0].detach(), kv[1].detach())
+        self._whole: set[int] = set()  # paths that hold nothing but this pass: their keys lie on the device as they are
         self._rows: list[tuple[int, HostPath, np.ndarray | None]] = []
         self._jobs: list[_Job] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stop = threading.Event()
         self._ready: torch.cuda.Event | None = None  # keys and values
         self._trained: torch.cuda.Event | None = None  # queries and lists
+        self._lends = False  # keys stay on the device until indexes are built
         self._complete = False  # all that will be asked for was asked for
         self.copied: Future[None] | None = None
         self.fetched: Future[None] | None = None  # queries and lists
@@ -90,6 +98,8 @@ class HostWork:
     def append(self, row: int, host: HostPath, real: np.ndarray | None) -> None:
         """Row `row` goes to the end of `host`; real: (new,) bool, the columns that are tokens, None = all."""
         self._rows.append((row, host, real))
+        if real is None and len(host) == 0:
+            self._whole.add(id(host))
 
     def extend(self, host: HostPath, stop: int) -> None:
         """The index of `host` takes in the tokens up to `stop`."""
@@ -106,6 +116,8 @@ class HostWork:
             job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
             if job.lists is not None and host.index_kind == "roargraph":
                 job.queries = None  # the lists say it all
+        if host.index_kind == DeviceIndex.kind and beside(self.device) and id(host) in self._whole:
+            job.keys, self._lends = keys()[:, start:stop], True
         self._jobs.append(job)
 
     def _lists(
@@ -188,7 +200,8 @@ class HostWork:
 
     def leaving(self) -> list[Future[None]]:
         """What is under way from the device."""
-        return [future for future in (self.copied, self.fetched) if future is not None and not future.done()]
+        futures = self.copied, self.fetched, self.built if self._lends else None
+        return [future for future in futures if future is not None and not future.done()]
 
     def _futures(self) -> list[Future[None]]:
         return [future for future in (self.copied, self.fetched, self.built) if future is not None]
@@ -274,10 +287,20 @@ class HostWork:
             if beside(self.device):
                 crew = _coders() if job.host.index_kind == DeviceIndex.kind else _heads(self._threads)
                 each = functools.partial(self._each, crew)
-                job.host.build_index(job.start, job.stop, job.queries, job.lists, each=each)
+                with self._lent(job):
+                    job.host.build_index(job.start, job.stop, job.queries, job.lists, each=each)
             else:
                 job.host.build_index(job.start, job.stop, job.queries, job.lists)
         self._stats.index_seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _lent(self, job: _Job) -> Iterator[None]:
+        keys, job.keys = job.keys, None
+        if keys is None:
+            yield
+            return
+        with job.host.index_options["coder"].lent(keys, self._ready):
+            yield
 
     def _each(self, crew: Crew, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
         """build(head) for all heads by the crew, each with the threads that are left to it."""

@@ -184,7 +184,11 @@ class Segment:
         keys, _ = self.read(start, stop)
 
         def build(head: int) -> base.KeyIndex:
-            given = dict(options) if lists is None else {**options, "lists": lists[head]}
+            given = {
+                name: value.for_head(head) if hasattr(value, "for_head") else value for name, value in options.items()
+            }
+            if lists is not None:
+                given["lists"] = lists[head]
             return base.create(
                 kind, keys[head], fmt=self.fmt, queries=None if queries is None else queries[head], **given
             )

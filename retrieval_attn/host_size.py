@@ -80,7 +80,7 @@ class HostSize:
             return (_Held(each, None, f"code and {links} links per key at most"),)
         listed = self.options.train_queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
         nodes = listed + options.landmarks
-        graph = _Held(each, nodes, f"code, {links} links for {nodes:,} keys a head at most, an id for the others", 4)
+        graph = _Held(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)
         return (graph, codes, sketch) if kind == "auto" else (graph,)
 
     def index_bytes(self, tokens: int) -> int:

@@ -96,6 +96,10 @@ class Config:
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {**fields, "index_options": dict(self.index_options)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles by value: a model that is enabled may be copied, with its options."""
+        return Config.from_dict, (self.to_dict(),)
+
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Config:
         """Build from a mapping. Unknown names raise ConfigError with the list of known ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.merge import Partial, empty_partial
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.template import PromptTemplate
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import build_model, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=8, window=64, spill=16, top_k=50, prefill_chunk=512)
 NEEDLE = "The special magic Bergen number is: 7391846."
@@ -325,3 +326,11 @@ def _restore() -> Iterator[None]:
     for name in ("llama", "gemma2", "gpt_oss"):
         ra.disable(tiny_model(name))
         tiny_model(name).set_attn_implementation("eager")
+
+
+def test_options_are_copied_and_pickled() -> None:
+    """So a model that is enabled can be copied."""
+    config = ra.Config(index="roargraph", index_options={"beam": 50})
+    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+    model = ra.enable(build_model("llama"), config)
+    copy.deepcopy(model)

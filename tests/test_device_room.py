@@ -13,7 +13,7 @@ from retrieval_attn import device_room
 from retrieval_attn.device_room import chosen_index, free_device_bytes
 from retrieval_attn.memory_plan import GIB, plan
 from tests.test_memory_plan import llama3_8b
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import build_model, random_ids, tiny_model
 
 AUTO = ra.Config()
 
@@ -44,7 +44,7 @@ def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     """Its cache has codes, asks them, and keeps who watches the layers."""
     monkeypatch.setattr(device_room, "SKETCH_FROM", 100)
     monkeypatch.setattr("retrieval_attn.context.free_device_bytes", lambda model: GIB)
-    model: Any = ra.enable(tiny_model("llama"), ra.Config(sink=4, window=16, spill=8, top_k=2))
+    model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, spill=8, top_k=2))
     tokenizer: Any = Tokenizer()
     context = ra.Context(model, tokenizer)
     seen: list[None] = []
@@ -72,7 +72,7 @@ class Tokenizer:
 @pytest.mark.cuda
 def test_free_memory_follows_the_cap() -> None:
     """What the allocator may still have, never more than the device."""
-    model = tiny_model("llama").to("cuda")
+    model = build_model("llama").to("cuda")
     free = free_device_bytes(model)
     total = torch.cuda.get_device_properties(0).total_memory
     assert free is not None and 0 < free <= total

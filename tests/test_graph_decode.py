@@ -226,31 +226,30 @@ def test_a_cache_changed_between_steps_is_taken_anew() -> None:
     assert (results[0] - results[1]).abs().max() <= 1e-5
 
 
+def read(model: Any, cache: Any, ids: Tensor, new: int) -> tuple[Tensor, dict[str, Any]]:
+    """Logits after ids (batch, tokens) without padding, and what `run` takes beside them for `new` greedy tokens."""
+    batch, count = ids.shape
+    place = torch.arange(count)[None].expand(batch, -1)
+    with torch.no_grad():
+        logits = forward(model, cache, ids, mask=None, position_ids=place)
+    return logits, {
+        "mask": None,
+        "position": place[:, -1],
+        "processors": LogitsProcessorList(),
+        "criteria": StoppingCriteriaList([MaxLengthCriteria(count + new)]),
+        "do_sample": False,
+        "pad_id": 0,
+    }
+
+
 def generated(model: Any, graph: GraphMode, **options: Any) -> Any:
     """The whole token loop, with its scores."""
     cache = ra.RetrievalCache(model, CONFIG)
     ids = random_ids(2, PROMPT)
-    with torch.no_grad():
-        place = torch.arange(PROMPT)[None].expand(2, -1)
-        logits = forward(model, cache, ids, mask=None, position_ids=place)
+    logits, usual = read(model, cache, ids, 12)
     tokens: list[list[int]] = []
-    result = run(
-        model,
-        cache,
-        ids,
-        logits,
-        mask=None,
-        position=place[:, -1],
-        processors=options.pop("processors", LogitsProcessorList()),
-        criteria=StoppingCriteriaList([MaxLengthCriteria(PROMPT + 12)]),
-        do_sample=options.get("generator") is not None,
-        pad_id=0,
-        on_token=tokens.append,
-        keep_scores=True,
-        keep_logits=True,
-        graph=graph,
-        **options,
-    )
+    usual |= {"do_sample": options.get("generator") is not None, "on_token": tokens.append, "graph": graph}
+    result = run(model, cache, ids, logits, **{**usual, "keep_scores": True, "keep_logits": True, **options})
     assert torch.tensor(tokens).T.tolist() == result.sequences[:, PROMPT:].tolist()
     return result
 
@@ -362,33 +361,17 @@ def test_the_follower_chooses_as_the_loop_does(hop: Hop, new: int) -> None:
 def texts(model: Any, ids: torch.Tensor, new: int, graph: Any, end: int | None = None) -> tuple[Any, ...]:
     """New ids of every row, what `on_token` was told, and the cache's length."""
     cache = ra.RetrievalCache(model, CONFIG)
-    batch, count = ids.shape
-    place = torch.arange(count).expand(batch, -1)
-    criteria = StoppingCriteriaList([MaxLengthCriteria(count + new)])
+    count = ids.shape[1]
+    logits, options = read(model, cache, ids, new)
     if end is not None:
-        criteria.append(EosTokenCriteria(end))
+        options["criteria"].append(EosTokenCriteria(end))
     told: list[list[int]] = []
-    with torch.no_grad():
-        logits = forward(model, cache, ids, mask=None, position_ids=place)
-    done = run(
-        model,
-        cache,
-        ids,
-        logits,
-        mask=None,
-        position=place[:, -1],
-        processors=LogitsProcessorList(),
-        criteria=criteria,
-        do_sample=False,
-        pad_id=7,
-        on_token=told.append,
-        graph=graph,
-    )
+    done = run(model, cache, ids, logits, **{**options, "pad_id": 7, "on_token": told.append, "graph": graph})
     assert done.new_tokens == len(told) == done.sequences.shape[1] - count
     return done.sequences[:, count:].tolist(), told, cache.get_seq_length()
 
 
-def test_an_error_ahead_comes_after_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ahead_comes_after_the_token_before() -> None:
     """A search that fails in a step that went ahead: the token before is told and stays, the error names the layer."""
     model = enabled("llama")
     told: list[list[int]] = []
@@ -396,9 +379,7 @@ def test_an_error_ahead_comes_after_the_token_before(monkeypatch: pytest.MonkeyP
     for broken in (False, True):
         cache = ra.RetrievalCache(model, CONFIG.replace(**ROARGRAPH))
         ids = random_ids(1, 200)
-        place = torch.arange(200)[None]
-        with torch.no_grad():
-            logits = forward(model, cache, ids, mask=None, position_ids=place)
+        logits, options = read(model, cache, ids, 8)
         layer: Any = cache.layers[1]
         layer.finish_index()
         found = layer.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
@@ -409,14 +390,6 @@ def test_an_error_ahead_comes_after_the_token_before(monkeypatch: pytest.MonkeyP
             if broken and len(told) == 4:
                 found.ids[:] = -5
 
-        options: dict[str, Any] = {
-            "mask": None,
-            "position": place[:, -1],
-            "processors": LogitsProcessorList(),
-            "criteria": StoppingCriteriaList([MaxLengthCriteria(200 + 8)]),
-            "do_sample": False,
-            "pad_id": 0,
-        }
         if broken:
             with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 1"):
                 run(model, cache, ids, logits, on_token=on_token, graph="emulate", **options)
@@ -433,9 +406,8 @@ def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.Monke
     model = enabled("llama")
     cache = ra.RetrievalCache(model, CONFIG)
     ids = random_ids(1, PROMPT)
-    place = torch.arange(PROMPT)[None]
-    with torch.no_grad():
-        logits = forward(model, cache, ids, mask=None, position_ids=place)
+    logits, options = read(model, cache, ids, 12)
+    options["graph"] = "emulate"
     count = [0]
     confirm = GraphDecoder.confirm
 
@@ -446,15 +418,6 @@ def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.Monke
         confirm(decoder)
 
     monkeypatch.setattr(GraphDecoder, "confirm", interrupted)
-    options: dict[str, Any] = {
-        "mask": None,
-        "position": place[:, -1],
-        "processors": LogitsProcessorList(),
-        "criteria": StoppingCriteriaList([MaxLengthCriteria(PROMPT + 12)]),
-        "do_sample": False,
-        "pad_id": 0,
-        "graph": "emulate",
-    }
     with pytest.raises(KeyboardInterrupt):
         run(model, cache, ids, logits, **options)
     assert cache.get_seq_length() == PROMPT + 3

@@ -84,11 +84,16 @@ class RetrievalLayer(CacheLayer):
         return held_bytes(self.hosts)
 
     @property
+    def coded_indexes(self) -> dict[int, DeviceIndex]:
+        """Indexes that keep codes of keys in device memory, each once, by identity."""
+        self.finish_index()
+        indexes = [index for host in self.hosts for one in host.segments for index in one.indexes]
+        return {id(index): index for index in indexes if isinstance(index, DeviceIndex)}
+
+    @property
     def coded_nbytes(self) -> int:
         """Bytes of device memory for codes of keys, each index's once."""
-        self.finish_index()
-        indexes = {id(index): index for host in self.hosts for one in host.segments for index in one.indexes}
-        return sum(index.device_nbytes for index in indexes.values() if isinstance(index, DeviceIndex))
+        return sum(index.device_nbytes for index in self.coded_indexes.values())
 
     def index_kinds(self) -> Counter[str]:
         """Kinds of the indexes over this layer's host keys, and how many heads have each."""

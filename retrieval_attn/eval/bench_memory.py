@@ -172,12 +172,8 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
 
 def codes_of(layers: Sequence[Any]) -> int:
     """Device bytes of codes, once where layers share their keys."""
-    from retrieval_attn.index.device import DeviceIndex
-
-    indexes = {
-        id(index): index for layer in layers for host in layer.hosts for one in host.segments for index in one.indexes
-    }
-    return sum(index.device_nbytes for index in indexes.values() if isinstance(index, DeviceIndex))
+    indexes = {number: index for layer in layers for number, index in layer.coded_indexes.items()}
+    return sum(index.device_nbytes for index in indexes.values())
 
 
 def verdict(rows: Sequence[Row], near: int) -> list[str]:

@@ -37,6 +37,7 @@ from retrieval_attn.gpu.decode_kernels import advance
 from retrieval_attn.gpu.emulate import EmulatedRuntime
 from retrieval_attn.gpu.exchange import Hop, Replay, asked_hop
 from retrieval_attn.gpu.graph import Runtime, cuda_runtime
+from retrieval_attn.graph_host import MOST_TURNS
 from retrieval_attn.graph_layers import GraphLayer
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.padding import join
@@ -151,8 +152,8 @@ class GraphDecoder:
         self.chosen = torch.zeros_like(self._token[:, 0])
         self._logits: Tensor | None = None
         self._spans = torch.zeros(len(layers), 2, dtype=torch.int32, device=key.device)
-        self._meters = np.zeros((len(layers), self.pool.workers * words.METER_WORDS), np.int64)
-        self._descriptors = np.zeros((len(layers), words.WORDS), np.int64)
+        self._meters = np.zeros((len(layers), MOST_TURNS, self.pool.workers * words.METER_WORDS), np.int64)
+        self._descriptors = np.zeros((len(layers), MOST_TURNS, words.WORDS), np.int64)
         self._slots = [
             GraphLayer(self, number, layer, self._spans[number], self._meters[number], self._descriptors[number])
             for number, layer in enumerate(layers)
@@ -269,7 +270,7 @@ class GraphDecoder:
         except BackendError as error:
             launch.error = error
         launch.work = self._meters.reshape(len(self._slots), -1, words.METER_WORDS).sum(axis=1)
-        launch.nanoseconds = self._descriptors[:, words.NANOSECONDS].copy()
+        launch.nanoseconds = self._descriptors[..., words.NANOSECONDS].sum(axis=1)
 
     def confirm(self) -> None:
         """The first step that was launched is over: count its token.
@@ -375,7 +376,7 @@ class GraphDecoder:
         self._spans.copy_(torch.tensor([slot.window.span for slot in self._slots], dtype=torch.int32))
 
     def _raise_errors(self) -> None:
-        if not self._descriptors[:, words.STATUS].any():
+        if not self._descriptors[..., words.STATUS].any():
             return
         for slot in self._slots:
             slot.raise_error()

@@ -34,7 +34,8 @@ ROARGRAPH: dict[str, Any] = {"index": "roargraph", "index_options": {"exact_belo
 DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "top_k": 2, "index_options": {"key_bytes": 64}}
 DEVICE_CASES: dict[str, dict[str, Any]] = {
     "device": {"config": CONFIG.replace(**DEVICE), "prompt": 200},
-    "device padded": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": True},
+    "device padded": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 5},
+    "device one short": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 190, "new": 30},
     "device shared": {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
 }
 PROMPT, NEW = 60, 12  # spills after 8 tokens
@@ -61,9 +62,9 @@ def enabled(name: str) -> Any:
     return ra.enable(copy.deepcopy(tiny_model(name)), CONFIG)
 
 
-def padded_mask(batch: int, tokens: int) -> Tensor:
-    """Row i begins with 5 * i padded columns."""
-    return torch.arange(tokens)[None] >= 5 * torch.arange(batch)[:, None]
+def padded_mask(batch: int, tokens: int, padded: int) -> Tensor:
+    """Row i begins with padded * i padded columns."""
+    return torch.arange(tokens)[None] >= padded * torch.arange(batch)[:, None]
 
 
 class Decoded:
@@ -77,13 +78,13 @@ class Decoded:
         config: ra.Config = CONFIG,
         batch: int = 1,
         repeats: int = 1,
-        padded: bool = False,
+        padded: int = 0,
         prompt: int = PROMPT,
         new: int = NEW,
     ) -> None:
         self.cache = ra.RetrievalCache(model, config, check=False)
         device = model.device
-        mask = padded_mask(batch, prompt).to(device) if padded else None
+        mask = padded_mask(batch, prompt, padded).to(device) if padded else None
         place = positions(torch.ones(batch, prompt, device=device) if mask is None else mask)
         with torch.no_grad():
             logits = forward(model, self.cache, random_ids(batch, prompt).to(device), mask=mask, position_ids=place)
@@ -131,17 +132,32 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
     assert name == "mistral_sliding" or mine.host_seconds > 0
 
 
+@pytest.mark.parametrize(("batch", "turns"), [(1, 1), (2, 2), (3, 2)])
+def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, hop: Hop) -> None:
+    """The host works on the first rows while the device searches the codes of the others: two calls per layer."""
+    model = enabled("llama")
+    case = {**DEVICE_CASES["device"], "batch": batch, "new": 3}
+    eager, graphed = Decoded(model, False, **case), Decoded(model, "emulate", **case)
+    assert graphed.difference(eager) <= 1e-5
+    runtime, steps = graphed.decoder.runtime, graphed.steps
+    before = runtime.calls
+    Decoded(model, "emulate", **case)
+    assert runtime.calls - before == turns * len(graphed.cache.layers) * steps.replays
+    mine, others = graphed.cache.stats(), eager.cache.stats()
+    assert mine.host_seconds > 0 and mine.keys_scanned == others.keys_scanned > 0
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"batch": 2},
-        {"batch": 2, "padded": True},
+        {"batch": 2, "padded": 5},
         {"repeats": 3},
-        {"batch": 2, "repeats": 2, "padded": True},
+        {"batch": 2, "repeats": 2, "padded": 5},
         {"config": CONFIG.replace(top_k=0.2)},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"prompt": 14, "new": 24},
-        {"batch": 2, "padded": True, "prompt": 14, "new": 14},
+        {"batch": 2, "padded": 5, "prompt": 14, "new": 14},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
         *DEVICE_CASES.values(),
     ],

@@ -338,8 +338,12 @@ class LayerStep:
         self._meters = _view("meters", given.meters, meters, np.dtype(np.int64))
 
     def forget(self) -> None:
-        """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address."""
+        """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address.
+
+        Until then a run through `callback` does nothing: `out` and `lse` stay as they are.
+        """
         self._plan, self._kept, self.rows = (), [], []
+        self._words[words.ENTRIES] = self._words[words.TASKS] = 0
 
     def extend(self, highs: Sequence[int]) -> None:
         """The last piece of each row now ends before token highs[row] of its arrays (0 for a row without pieces).

@@ -35,6 +35,8 @@ __all__ = [
 LENGTHS = "4k,16k,64k,128k"
 METHODS = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
 MIB = 1 << 20
+HEAD_BYTES = 2560
+"""Memory that making one synthetic head takes, per token."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
@@ -256,6 +258,7 @@ class Bench:
     def source(self, tokens: int) -> Source:
         """A context of `tokens` tokens."""
         from retrieval_attn.eval.bench_keys import ReadSource, SyntheticSource
+        from retrieval_attn.host_room import available_host_bytes
 
         if self.keys == "read":
             return ReadSource(self.model, self.ids(tokens), self.args.chunk)
@@ -267,7 +270,7 @@ class Bench:
             train=self.args.train,
             level=self.keys,
             seed=self.args.seed,
-            threads=max(1, min(self.threads, (4 << 20) // tokens)),  # a head of a million tokens takes 2.5 GiB
+            threads=max(1, min(self.threads, available_host_bytes() // 2 // (HEAD_BYTES * tokens))),
         )
 
 

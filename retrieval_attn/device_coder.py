@@ -21,15 +21,13 @@ from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
 from retrieval_attn.gpu.code_search import name_keys
 from retrieval_attn.gpu.device_codes import DeviceCodes, DeviceSpace, capacity_for
-from retrieval_attn.index.device import NOT_FINITE, Coder
+from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, Coder
 from retrieval_attn.index.key_codes import CodeSpace
 from retrieval_attn.staging import pinned
 from retrieval_attn.transfer import stored_on, unpack
 
 SENT_AT_ONCE = 1 << 17
 """Keys that cross to the device at once."""
-SPARE_TOKENS = 4096
-"""Room for keys that come later, before codes move."""
 
 
 class DeviceCoder:

@@ -132,8 +132,10 @@ class HostRows:
         self._step.raise_error()
 
     def forget(self) -> None:
-        """Drop what the step holds of a cache."""
+        """Drop what the step and the search hold of a cache."""
         self._step.forget()
+        if self._search is not None:
+            self._search.forget()
 
 
 def _layouts(hosts: list[HostPath]) -> list[list[list[int]]]:

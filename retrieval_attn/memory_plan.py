@@ -21,8 +21,9 @@ from retrieval_attn.host_size import HostSize
 from retrieval_attn.model_shape import ModelShape, model_shape
 from retrieval_attn.sizes import GIB, host_memory_bytes, parse_bytes, show_bytes
 
-# CUDA context, cuBLAS workspaces and the allocator's fragmentation: what a process holds beyond its tensors.
-DEVICE_RESERVE = GIB
+# CUDA context, cuBLAS workspaces and the allocator's fragmentation: what a process holds beyond its tensors. 1.1 to 1.4
+# GiB while reading 16K to 128K tokens with an 8B model (docs/results/h100/memory.md, prefill.md).
+DEVICE_RESERVE = 3 * GIB // 2
 # Interpreter, libraries and pinned staging buffers.
 HOST_RESERVE = 2 * GIB
 # The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.
@@ -235,13 +236,24 @@ class _Arithmetic:
         """Device bytes per token of context, in prefill and after it, of an index that keeps codes there: the codes,
         and a score per query head that all layers share.
         """
+        codes = self._codes_of_token
+        return codes + 4 * self.batch * self.part.q_heads if codes else 0
+
+    @property
+    def _codes_of_token(self) -> int:
         from retrieval_attn.index.device import bytes_per_key
 
         shape, options = self.part, self.options.index_options
         if self.options.index != "device" or not shape.full_layers:
             return 0
-        codes = shape.full_layers * shape.kv_heads * bytes_per_key(options.get("key_bytes"), shape.key_dim)
-        return self.batch * (codes + 4 * shape.q_heads)
+        key_bytes = bytes_per_key(options.get("key_bytes"), shape.key_dim)
+        return self.batch * shape.full_layers * shape.kv_heads * key_bytes
+
+    @property
+    def _spare_codes(self) -> int:
+        from retrieval_attn.index.device import SPARE_TOKENS
+
+        return SPARE_TOKENS * self._codes_of_token
 
     @property
     def window_tokens(self) -> int:
@@ -290,7 +302,11 @@ class _Arithmetic:
             Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
             Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
             Item("prefill: one chunk", self.chunk * self.chunk_token_bytes, f"{self.chunk:,} tokens"),
-            Item("codes of keys", n * self.coded_token_bytes, "index 'device': codes, and scores of a layer"),
+            Item(
+                "codes of keys",
+                n * self.coded_token_bytes + self._spare_codes,
+                "index 'device': codes, room for more, and scores of a layer",
+            ),
             Item("logits", self.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
         ]
@@ -313,7 +329,7 @@ class _Arithmetic:
     def _fixed_bytes(self) -> int:
         """Of the device while generating, whatever the context."""
         held = self.part.weight_bytes + self.window_bytes + self.sliding_bytes
-        return held + self.logits_bytes + DEVICE_RESERVE
+        return held + self._spare_codes + self.logits_bytes + DEVICE_RESERVE
 
     def largest_chunk(self, device_limit: int) -> int:
         free = device_limit - self._fixed_bytes - self.context * self.context_token_bytes

@@ -556,14 +556,18 @@ def test_positions_end_where_the_model_ends() -> None:
     steps.close()
 
 
-def test_a_waiting_decoder_holds_no_context_and_dies_with_its_model() -> None:
+@pytest.mark.parametrize("case", [{}, DEVICE_CASES["device"]], ids=["flat", "device"])
+def test_a_waiting_decoder_holds_no_context_and_dies_with_its_model(case: dict[str, Any]) -> None:
     model = enabled("llama")
-    decoded = Decoded(model, "emulate", new=2)
-    keys = weakref.ref(decoded.cache.layers[0].hosts[0].segments[0].keys)  # type: ignore[union-attr]
+    decoded = Decoded(model, "emulate", **{**case, "new": 2})
+    layer: Any = decoded.cache.layers[0]
+    held = [weakref.ref(layer.hosts[0].segments[0].keys)]
+    held += [weakref.ref(index.codes.device.codes) for index in layer.coded_indexes.values()]
+    assert len(held) > 1 or not case
     decoder = weakref.ref(decoded.decoder)
-    del decoded
+    del decoded, layer
     gc.collect()
-    assert keys() is None and decoder() is not None
+    assert [one() for one in held] == [None] * len(held) and decoder() is not None
     del model
     gc.collect()  # the model, and with it the entry that held the decoder,
     gc.collect()  # which is a cycle of its own

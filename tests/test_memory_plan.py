@@ -85,7 +85,7 @@ def test_llama3_8b_at_128k_on_24_gib() -> None:
     assert item(answer.host, "keys and values") == 16 * GIB
     assert answer.fits
     assert item(answer.device, "prefill: KV being copied") == GIB // 2
-    assert answer.device_bytes == pytest.approx(18.9 * GIB, rel=0.01)
+    assert answer.device_bytes == pytest.approx(19.4 * GIB, rel=0.01)
     assert not answer.full_attention.fits
     assert answer.full_attention.fits_quantized
     assert any("4-bit weights and 8-bit KV" in text for text in answer.advice)

@@ -258,7 +258,7 @@ class Bench:
     def source(self, tokens: int) -> Source:
         """A context of `tokens` tokens."""
         from retrieval_attn.eval.bench_keys import ReadSource, SyntheticSource
-        from retrieval_attn.host_room import available_host_bytes
+        from retrieval_attn.sizes import host_memory_bytes
 
         if self.keys == "read":
             return ReadSource(self.model, self.ids(tokens), self.args.chunk)
@@ -270,7 +270,7 @@ class Bench:
             train=self.args.train,
             level=self.keys,
             seed=self.args.seed,
-            threads=max(1, min(self.threads, available_host_bytes() // 2 // (HEAD_BYTES * tokens))),
+            threads=max(1, min(self.threads, host_memory_bytes() // 4 // (HEAD_BYTES * tokens))),
         )
 
 

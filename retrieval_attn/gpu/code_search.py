@@ -98,6 +98,10 @@ class CodeSearch:
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
         self.table.copy_(torch.tensor(rows, dtype=torch.int64))
 
+    def forget(self) -> None:
+        """Let the codes go; `aim` names others before the next `run`."""
+        self.entries = [None] * len(self.entries)
+
     @property
     def most(self) -> int:
         """Most keys of a head."""

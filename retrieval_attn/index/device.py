@@ -24,6 +24,8 @@ from retrieval_attn.index.sketch import RESCORE, SAMPLED_KEYS, check_key_bytes, 
 
 USUAL_LEAST = 16
 """Bytes per key that small heads get if nothing is said."""
+SPARE_TOKENS = 4096
+"""Room that a device has for codes of keys that come later, before codes move."""
 
 
 class KeyCodes(Protocol):

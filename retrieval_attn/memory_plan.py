@@ -21,9 +21,12 @@ from retrieval_attn.host_size import HostSize
 from retrieval_attn.model_shape import ModelShape, model_shape
 from retrieval_attn.sizes import GIB, host_memory_bytes, parse_bytes, show_bytes
 
-# CUDA context, cuBLAS workspaces and the allocator's fragmentation: what a process holds beyond its tensors. 1.1 to 1.4
-# GiB while reading 16K to 128K tokens with an 8B model (docs/results/h100/memory.md, prefill.md).
-DEVICE_RESERVE = 3 * GIB // 2
+# CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
+# 1.09 GiB while decoding on an H100 (docs/results/h100/memory.md), where the context alone takes 0.6.
+DEVICE_RESERVE = 9 * GIB // 8
+# Beside a chunk's activations, this part of them: blocks that the allocator keeps and that fit no other tensor. Up to
+# 0.4 were measured while reading 16K to 128K tokens there.
+FRAGMENTED = 0.5
 # Interpreter, libraries and pinned staging buffers.
 HOST_RESERVE = 2 * GIB
 # The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.
@@ -220,6 +223,13 @@ class _Arithmetic:
         partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
         return self.batch * (residual + max(mlp, heads + partials))
 
+    def chunk_bytes(self, chunk: int) -> int:
+        """Device bytes that a chunk of so many tokens takes, with what the allocator cannot hand out meanwhile."""
+        return chunk * self.chunk_token_bytes + self._fragments(chunk)
+
+    def _fragments(self, chunk: int) -> int:
+        return int(FRAGMENTED * chunk * self.chunk_token_bytes)
+
     @property
     def context_token_bytes(self) -> int:
         """Device bytes per token of context in prefill: hidden state, KV of a layer and of the one before it that is
@@ -302,6 +312,7 @@ class _Arithmetic:
             Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
             Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
             Item("prefill: one chunk", self.chunk * self.chunk_token_bytes, f"{self.chunk:,} tokens"),
+            Item("blocks of no use", self._fragments(self.chunk), "kept by the allocator beside a chunk, assumed"),
             Item(
                 "codes of keys",
                 n * self.coded_token_bytes + self._spare_codes,
@@ -333,12 +344,12 @@ class _Arithmetic:
 
     def largest_chunk(self, device_limit: int) -> int:
         free = device_limit - self._fixed_bytes - self.context * self.context_token_bytes
-        chunk = min(free // self.chunk_token_bytes, self.context)
+        chunk = min(int(free / (1 + FRAGMENTED)) // self.chunk_token_bytes, self.context)
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:
         chunk = self.options.prefill_chunk
-        free = device_limit - self._fixed_bytes - chunk * self.chunk_token_bytes
+        free = device_limit - self._fixed_bytes - self.chunk_bytes(chunk)
         tokens = free // self.context_token_bytes
         held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE)
         return max(tokens if held is None else min(tokens, held), 0)
@@ -346,7 +357,7 @@ class _Arithmetic:
     def full_attention(self, device_limit: int) -> FullAttention:
         part, n = self.part, self.context
         tokens_kv = self.batch * n * part.full_layers
-        rest = self.sliding_bytes + self.logits_bytes + DEVICE_RESERVE + self.chunk * self.chunk_token_bytes
+        rest = self.sliding_bytes + self.logits_bytes + DEVICE_RESERVE + self.chunk_bytes(self.chunk)
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
         share = part.weight_bytes / self.shape.weight_bytes
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))

@@ -67,10 +67,10 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
     "options",
     [
         {"batch": 2},
-        {"batch": 2, "repeats": 2, "padded": True},
+        {"batch": 2, "repeats": 2, "padded": 5},
         {"repeats": 3},
         {"prompt": 14, "new": 40},
-        {"batch": 2, "padded": True, "prompt": 14, "new": 40},
+        {"batch": 2, "padded": 5, "prompt": 14, "new": 40},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
         *DEVICE_CASES.values(),

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from retrieval_attn.config import Config
+from retrieval_attn.device_size import DEVICE_RESERVE
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import device_memory
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.memory_plan import DEVICE_RESERVE, plan
+from retrieval_attn.memory_plan import plan
 from retrieval_attn.placement import devices, input_device, is_hooked, tensor_ranks
 from retrieval_attn.sizes import show_bytes
 

@@ -15,18 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retrieval_attn.config import HOST_DTYPES, Config, resolve
+from retrieval_attn.device_size import DEVICE_RESERVE, DeviceSize
 from retrieval_attn.device_split import SPLITS, part_of
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.host_size import HostSize
 from retrieval_attn.model_shape import ModelShape, model_shape
 from retrieval_attn.sizes import GIB, host_memory_bytes, parse_bytes, show_bytes
 
-# CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
-# 1.09 GiB while decoding on an H100 (docs/results/h100/memory.md), where the context alone takes 0.6.
-DEVICE_RESERVE = 9 * GIB // 8
-# Beside a chunk's activations, this part of them: blocks that the allocator keeps and that fit no other tensor. Up to
-# 0.4 were measured while reading 16K to 128K tokens there.
-FRAGMENTED = 0.5
 # Interpreter, libraries and pinned staging buffers.
 HOST_RESERVE = 2 * GIB
 # The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.
@@ -178,7 +173,7 @@ def plan(
         host_memory=host_limit,
         device=device,
         host=host,
-        decode_bytes=arithmetic.decode_bytes(),
+        decode_bytes=arithmetic.device_size.decode_bytes,
         kv_bytes_per_token=shape.full_layers * shape.kv_layer_bytes,
         largest_chunk=arithmetic.largest_chunk(device_limit),
         largest_context=arithmetic.largest_context(device_limit, host_limit),
@@ -209,116 +204,41 @@ class _Arithmetic:
         return min(self.options.prefill_chunk, self.context)
 
     @property
-    def chunk_token_bytes(self) -> int:
-        """Activations per prompt token that goes through a layer: the larger of MLP and attention.
-
-        MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside
-        them.
-        Attention: query and output in the model's dtype and two float32 partials that are being merged.
-        """
-        shape = self.part
-        residual = 3 * shape.hidden * shape.dtype_bytes
-        mlp = 3 * shape.mlp_width * shape.dtype_bytes
-        heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
-        partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
-        return self.batch * (residual + max(mlp, heads + partials))
-
-    def chunk_bytes(self, chunk: int) -> int:
-        """Device bytes that a chunk of so many tokens takes, with what the allocator cannot hand out meanwhile."""
-        return chunk * self.chunk_token_bytes + self._fragments(chunk)
-
-    def _fragments(self, chunk: int) -> int:
-        return int(FRAGMENTED * chunk * self.chunk_token_bytes)
-
-    @property
-    def context_token_bytes(self) -> int:
-        """Device bytes per token of context in prefill: hidden state, KV of a layer and of the one before it that is
-        being copied to the host, cosines and sines.
-        """
-        shape = self.part
-        rope = 2 * shape.key_dim * shape.dtype_bytes
-        layers = min(2, max(1, shape.full_layers))
-        prefill = shape.hidden * shape.dtype_bytes + layers * shape.kv_layer_bytes
-        return self.batch * prefill + self.coded_token_bytes + rope
-
-    @property
-    def coded_token_bytes(self) -> int:
-        """Device bytes per token of context, in prefill and after it, of an index that keeps codes there: the codes,
-        and a score per query head that all layers share.
-        """
-        codes = self._codes_of_token
-        return codes + 4 * self.batch * self.part.q_heads if codes else 0
-
-    @property
-    def _codes_of_token(self) -> int:
-        from retrieval_attn.index.device import bytes_per_key
-
-        shape, options = self.part, self.options.index_options
-        if self.options.index != "device" or not shape.full_layers:
-            return 0
-        key_bytes = bytes_per_key(options.get("key_bytes"), shape.key_dim)
-        return self.batch * shape.full_layers * shape.kv_heads * key_bytes
-
-    @property
-    def _spare_codes(self) -> int:
-        from retrieval_attn.index.device import SPARE_TOKENS
-
-        return SPARE_TOKENS * self._codes_of_token
-
-    @property
-    def window_tokens(self) -> int:
-        return self.options.sink + self.options.window + self.options.spill
-
-    @property
-    def window_bytes(self) -> int:
-        return self._window(self.part)
-
-    @property
-    def sliding_bytes(self) -> int:
-        return self._sliding(self.part)
-
-    def _window(self, shape: ModelShape) -> int:
-        return self.batch * shape.full_layers * self.window_tokens * shape.kv_layer_bytes
-
-    def _sliding(self, shape: ModelShape) -> int:
-        return self.batch * shape.sliding_layers * min(shape.sliding_window, self.context) * shape.kv_layer_bytes
-
-    @property
-    def logits_bytes(self) -> int:
-        return self.batch * self.shape.vocab * 4
+    def device_size(self) -> DeviceSize:
+        return DeviceSize(self.part, self.options, self.context, self.batch)
 
     @property
     def host_size(self) -> HostSize:
         return HostSize(self.shape, self.options, self.batch)
 
     def device(self) -> tuple[Item, ...]:
-        shape, n = self.part, self.context
+        shape, n, size = self.part, self.context, self.device_size
         kv = self.batch * n * shape.kv_layer_bytes
         hidden = self.batch * n * shape.hidden * shape.dtype_bytes
         items = [
             Item("weights", shape.weight_bytes, shape.weights_note),
             Item(
                 "sinks and window",
-                self.window_bytes,
-                f"{self.window_tokens} tokens x {shape.full_layers} layers, whatever the context",
+                size.window_bytes,
+                f"{size.window_tokens} tokens x {shape.full_layers} layers, whatever the context",
             ),
             Item(
                 "sliding layers",
-                self.sliding_bytes,
+                size.sliding_bytes,
                 f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
             ),
             Item("prefill: hidden states", hidden, f"{n:,} tokens x {shape.hidden}"),
             Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
             Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
             Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
-            Item("prefill: one chunk", self.chunk * self.chunk_token_bytes, f"{self.chunk:,} tokens"),
-            Item("blocks of no use", self._fragments(self.chunk), "kept by the allocator beside a chunk, assumed"),
+            Item("prefill: one chunk", self.chunk * size.chunk_token_bytes, f"{self.chunk:,} tokens"),
+            Item("blocks of no use", size.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
             Item(
                 "codes of keys",
-                n * self.coded_token_bytes + self._spare_codes,
+                n * size.coded_token_bytes + size.spare_codes,
                 "index 'device': codes, room for more, and scores of a layer",
             ),
-            Item("logits", self.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
+            Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
         ]
         return tuple(item for item in items if item.bytes)
@@ -333,31 +253,21 @@ class _Arithmetic:
             Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
 
-    def decode_bytes(self) -> int:
-        return self._fixed_bytes + self.context * self.coded_token_bytes
-
-    @property
-    def _fixed_bytes(self) -> int:
-        """Of the device while generating, whatever the context."""
-        held = self.part.weight_bytes + self.window_bytes + self.sliding_bytes
-        return held + self._spare_codes + self.logits_bytes + DEVICE_RESERVE
-
     def largest_chunk(self, device_limit: int) -> int:
-        free = device_limit - self._fixed_bytes - self.context * self.context_token_bytes
-        chunk = min(int(free / (1 + FRAGMENTED)) // self.chunk_token_bytes, self.context)
+        size = self.device_size
+        chunk = min(size.most_chunk(device_limit - size.fixed_bytes - self.context * size.token_bytes), self.context)
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:
-        chunk = self.options.prefill_chunk
-        free = device_limit - self._fixed_bytes - self.chunk_bytes(chunk)
-        tokens = free // self.context_token_bytes
+        size = self.device_size
+        tokens = (device_limit - size.fixed_bytes - size.chunk_bytes(self.options.prefill_chunk)) // size.token_bytes
         held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE)
         return max(tokens if held is None else min(tokens, held), 0)
 
     def full_attention(self, device_limit: int) -> FullAttention:
-        part, n = self.part, self.context
+        part, n, size = self.part, self.context, self.device_size
         tokens_kv = self.batch * n * part.full_layers
-        rest = self.sliding_bytes + self.logits_bytes + DEVICE_RESERVE + self.chunk_bytes(self.chunk)
+        rest = size.sliding_bytes + size.logits_bytes + DEVICE_RESERVE + size.chunk_bytes(self.chunk)
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
         share = part.weight_bytes / self.shape.weight_bytes
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
@@ -365,10 +275,11 @@ class _Arithmetic:
         # GPUs that share heads read at once, those that share layers in turn
         reader = part if self.processes > 1 else self.shape
         weights_read = reader.weight_bytes * reader.active_parameters // reader.parameters
-        device_read = weights_read + self._sliding(reader)
+        read = DeviceSize(reader, self.options, n, self.batch)
+        device_read = weights_read + read.sliding_bytes
         floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
         host_read = self._host_read()
-        ours = (device_read + self._window(reader)) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
+        ours = (device_read + read.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
         return FullAttention(
             fits=plain <= device_limit,
             fits_quantized=quantized <= device_limit,

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MixtralConfig, T5Config
 
 from retrieval_attn.config import Config
+from retrieval_attn.device_size import DEVICE_RESERVE
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
-from retrieval_attn.memory_plan import DEVICE_RESERVE, HOST_RESERVE, Plan, add_arguments, plan, run
+from retrieval_attn.memory_plan import HOST_RESERVE, Plan, add_arguments, plan, run
 from retrieval_attn.model_shape import model_shape
 
 GIB = 2**30
@@ -75,6 +76,28 @@ def test_prefill_peak_equals_measured_bytes(context: int, chunk: int, measured_g
     the hidden states alone are 1 GiB at 128K, the widest MLP activation 0.66 GiB at chunk 8192."""
     answer = plan(llama3_8b(), context=context, config={"prefill_chunk": chunk})
     assert prefill_bytes(answer) / GIB == pytest.approx(measured_gib, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("index", "context", "prefill_gib", "decode_gib"),
+    [
+        ("flat", 16384, 17.55, 16.09),
+        ("flat", 131072, 19.09, 16.09),
+        ("device", 16384, 17.72, 16.46),
+        ("device", 65536, 19.34, 17.21),
+        ("device", 131072, 21.16, None),
+    ],
+)
+def test_the_plan_covers_what_processes_held(
+    index: str, context: int, prefill_gib: float, decode_gib: float | None
+) -> None:
+    """Llama-3-8B's shape on an H100, CUDA context included (docs/results/h100: memory, memory_device, prefill_device).
+    Nothing beyond the plan, which is no more than half a GiB above.
+    """
+    answer = plan(llama3_8b(), context=context, host_memory="64GiB", config={"index": index, "spill": 128})
+    assert prefill_gib <= answer.device_bytes / GIB <= prefill_gib + 0.5
+    if decode_gib is not None:
+        assert decode_gib <= answer.decode_bytes / GIB <= decode_gib + 0.5
 
 
 def test_llama3_8b_at_128k_on_24_gib() -> None:

@@ -173,9 +173,18 @@ class GraphLayer:
             assert isinstance(self.layer, RetrievalLayer)
             batch, q_heads, _, dim = query.shape
             sizes = q_heads, self._key.shape[1], dim, value_dim
-            for turn, rows in enumerate(turns_of(self.layer, batch, dim)):
-                memory = self._meters[turn], self._descriptors[turn]
-                self._hosts.append(HostRows(self._owner, self._number, self.layer, rows, sizes, memory, query.device))
+            self._hosts = [
+                HostRows(
+                    self._owner,
+                    self._number,
+                    self.layer,
+                    rows,
+                    sizes,
+                    (self._meters[turn], self._descriptors[turn]),
+                    query.device,
+                )
+                for turn, rows in enumerate(turns_of(self.layer, batch, dim))
+            ]
             self._scoring = scale, softcap
             self.plan()
         elif self._scoring != (scale, softcap):

@@ -23,7 +23,7 @@ TEST_TIMEOUT := 300
 # One that crashes ends the run: a successor would wait for ever.
 TEST_PROCESSES ?= 2
 
-.PHONY: help venv needle test lint format check cuda-test clean
+.PHONY: help venv lm-eval needle test lint format check cuda-test clean
 
 help:
 	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make check      lint and test"
 	@echo "make format     let ruff format the code and rewrite the help text in README.md"
+	@echo "make lm-eval    install lm-evaluation-harness as well, for its tests"
 	@echo "make cuda-test  only the tests that need a CUDA device"
 
 venv: $(INSTALLED)
@@ -41,6 +42,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'
+	@touch $@
+
+# lm-evaluation-harness too: its tests are skipped without it.
+lm-eval: $(INSTALLED) $(VENV)/.lm-eval
+$(VENV)/.lm-eval: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lm-eval]'
 	@touch $@
 
 needle: $(INSTALLED)

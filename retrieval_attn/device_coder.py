@@ -29,6 +29,9 @@ from retrieval_attn.transfer import stored_on, unpack
 SENT_AT_ONCE = 1 << 17
 """Keys that cross to the device at once."""
 
+Loan = tuple[Tensor, torch.cuda.Event | None]
+"""Keys that lie on the device, and what has to be over before they may be read."""
+
 
 class DeviceCoder:
     """Makes codes for the heads of one layer (a `Coder`), in memory taken for all of them at once."""
@@ -38,7 +41,7 @@ class DeviceCoder:
         self._device, self._heads = device, heads
         self._lock = threading.Lock()
         self._slab: list[Tensor] = []
-        self._lent: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._lent: Loan | None = None
 
     def for_head(self, head: int) -> Coder:
         """What makes the codes of this head."""
@@ -70,13 +73,7 @@ class DeviceCoder:
 class HeadCodes:
     """`KeyCodes` of one head on a device; `device` has them as tensors."""
 
-    def __init__(
-        self,
-        space: CodeSpace,
-        fmt: Format,
-        memory: Tensor,
-        lent: tuple[Tensor, torch.cuda.Event | None] | None = None,
-    ) -> None:
+    def __init__(self, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> None:
         """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
         self._fmt, self._lent = fmt, lent
         with _beside(memory.device):

@@ -9,7 +9,7 @@ from retrieval_attn.model_shape import ModelShape
 from retrieval_attn.sizes import GIB
 
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
-# 1.09 GiB while decoding on an H100 (docs/results/h100/memory.md), where the context alone takes 0.6.
+# 1.09 GiB while decoding on an H100 (docs/results/h100/memory_device.md), where the context alone takes 0.6.
 DEVICE_RESERVE = 9 * GIB // 8
 # Beside a chunk's activations, this part of them: blocks that the allocator keeps and that fit no other tensor. Up to
 # 0.4 were measured while reading 16K to 128K tokens there.

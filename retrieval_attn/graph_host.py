@@ -69,21 +69,19 @@ class HostRows:
         count = batch * self._q_heads
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
         shape = layer.code_shape(dim)
-        named = 0 if shape is None else count * shape.room
-        queries, results = runtime.queries(count * dim + named), runtime.results(lse_at + count)
+        room = 0 if shape is None else shape.room
+        queries, results = runtime.queries(count * (dim + room)), runtime.results(lse_at + count)
         places = None if batch == 1 else torch.arange(count, device=device)
         self.part = HostPart(
             results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], places
         )
         out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
         given = queries.host.numpy()
-        candidates = None if shape is None else given[count * dim :].view(np.int32).reshape(count, shape.room)
+        candidates = None if shape is None else given[count * dim :].view(np.int32).reshape(count, room)
         self._buffers = StepBuffers(given[: count * dim], out, lse, *memory, candidates)
         self._staged = queries.device[: count * dim].view(count, dim)
-        self._search = self._ids = None
-        if shape is not None:
-            self._search = CodeSearch(batch, self._q_heads, kv_heads, shape, device)
-            self._ids = queries.device[count * dim :].view(torch.int32).view(count, shape.room)
+        self._search = None if shape is None else CodeSearch(batch, self._q_heads, kv_heads, shape, device)
+        self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(owner.pool, layer.fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
 
@@ -121,7 +119,7 @@ class HostRows:
         """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call."""
         owner, own = self._owner, query[self.rows]
         stage_queries(own, self._staged, self.part.rows)
-        if self._search is not None and self._ids is not None and owner.most_coded:
+        if self._search is not None and owner.most_coded:
             sizes = len(own) * self._q_heads, owner.most_coded, self._search.shape.room, query.device
             scratch = shared_scratch(owner.scratch, *sizes)
             self._search.run(own, self._ids, self.part.rows, scratch, owner.runtime.opaque)

@@ -31,7 +31,8 @@ class Config:
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
         keeps a few bytes of every key on the GPU, which then searches; a `Context` with "auto" does so where it can.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
-    train_queries: prompt queries per query head that an index which trains (roargraph, postings, sketch) is shown.
+    train_queries: prompt queries per query head that an index which trains (roargraph, postings, sketch) is shown;
+        None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
         keys visit the device one layer at a time). False: they go through retrieval like generated tokens.
@@ -53,7 +54,7 @@ class Config:
     top_k: TopK = 100
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
-    train_queries: int = 2048
+    train_queries: int | None = None
     prefill_chunk: int = 8192
     exact_append: bool = True
     decode_tokens: int = 8
@@ -67,7 +68,8 @@ class Config:
         _require_int("sink", self.sink, 0, "use 0 to keep no sink tokens")
         _require_int("window", self.window, 0, "use 0 to keep only the spill block on the device")
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
-        _require_int("train_queries", self.train_queries, 0, "2048 is a good start; 0 trains no index")
+        if self.train_queries is not None:
+            _require_int("train_queries", self.train_queries, 0, "use None for what the index asks for; 0 trains none")
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
         _require_int("mass_heads", self.mass_heads, 0, "use 0 to measure nothing")
         _require_int("spill", self.spill, 1, "128 is a good start")

@@ -54,6 +54,7 @@ class HostSize:
 
     def index_size(self) -> tuple[_Held, ...]:
         """What the index may hold at most, one for each kind that it may turn out to be."""
+        from retrieval_attn.index.base import MAX_KEYS, check_kind
         from retrieval_attn.index.codes import code_width
         from retrieval_attn.index.graph_options import GraphOptions
         from retrieval_attn.index.leaves import PLACE_BYTES
@@ -78,7 +79,10 @@ class HostSize:
         each = code_width(dim) + 4 * links + 8
         if kind not in ("auto", "roargraph") or not options.listed_only:
             return (_Held(each, None, f"code and {links} links per key at most"),)
-        listed = self.options.train_queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
+        queries = self.options.train_queries
+        if queries is None:
+            queries = check_kind(kind, dict(given)).training_queries(MAX_KEYS)
+        listed = queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
         nodes = listed + options.landmarks
         graph = _Held(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)
         return (graph, codes, sketch) if kind == "auto" else (graph,)

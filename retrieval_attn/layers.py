@@ -56,7 +56,7 @@ class RetrievalLayer(CacheLayer):
         super().__init__(config)
         self._number = number
         self._model = None if model is None else weakref.ref(model)
-        self._trains = check_kind(config.index, dict(config.index_options)).trains
+        self._kind = check_kind(config.index, dict(config.index_options))
         self._sample: TrainingQueries | None = None
         self._work: HostWork | None = None
         self.hosts: list[HostPath] = []
@@ -131,7 +131,7 @@ class RetrievalLayer(CacheLayer):
             return self._decode(query, key, value, spec, scale, softcap)
         if self._pass is None:
             self._pass = self._open_pass(total)
-            self._sample = TrainingQueries(total, self.config.train_queries) if self._trains else None
+            self._sample = self._new_sample(total)
         if self._sample is not None:
             self._sample.take(query, self._pass.filled)
         seen = join(self.valid, self.columns, self._pass.valid, self._pass.filled, key.shape[0])
@@ -229,6 +229,12 @@ class RetrievalLayer(CacheLayer):
                 host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM)
             work.append(row, host, None if valid is None else valid[row].numpy())
         return work
+
+    def _new_sample(self, total: int) -> TrainingQueries | None:
+        if not self._kind.trains:
+            return None
+        given = self.config.train_queries
+        return TrainingQueries(total, self._kind.training_queries(total) if given is None else given)
 
     def _training_queries(self, row: int, done: ExactPass) -> Tensor | None:
         module = None if self._owner is None else self._owner()

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.index import RoarGraphIndex
+from retrieval_attn.index.base import check_kind
 from retrieval_attn.layers import RetrievalLayer
 from retrieval_attn.training_queries import SPAN, TrainingQueries
 from tests.tiny_models import random_ids, tiny_model
@@ -60,6 +62,46 @@ def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:
     kept = whole.finish(model, attention, 1, valid)
     assert 0 < kept.shape[1] < 60
     assert whole.finish(model, attention, 1, torch.zeros_like(valid)).shape[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "count"),
+    [
+        ("roargraph", 4_096, 2048),
+        ("roargraph", 65_536, 4096),
+        ("roargraph", 131_072, 8192),
+        ("roargraph", 1_048_576, 8192),
+        ("sketch", 131_072, 2048),
+        ("auto", 131_072, 2048),
+        ("flat", 131_072, 0),
+    ],
+)
+def test_graphs_train_on_more_queries_of_longer_contexts(kind: str, tokens: int, count: int) -> None:
+    assert check_kind(kind, {}).training_queries(tokens) == count
+
+
+@pytest.mark.parametrize(("given", "count"), [(None, 250), (40, 40)])
+def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
+    given: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,000 tokens of which a graph gets one in 16, once 2,048 of them is no longer the least."""
+    monkeypatch.setattr("retrieval_attn.index.roargraph.TRAIN_QUERIES", 100)
+    model = tiny_model("llama")
+    trained: list[int] = []
+    build = RoarGraphIndex.build.__func__
+
+    def noted(cls: Any, keys: Any, fmt: Any, queries: Any, **options: Any) -> RoarGraphIndex:
+        trained.append(queries.shape[1])
+        return build(cls, keys, fmt, queries, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noted))
+    config = ra.Config(sink=8, window=64, spill=16, top_k=5, index="roargraph", index_options=GRAPH)
+    config = config.replace(train_queries=given)
+    with torch.no_grad():
+        ra.enable(model, config)
+        model(random_ids(1, 4_000), past_key_values=ra.RetrievalCache(model, config))
+    ra.disable(model)
+    assert trained and set(trained) == {count}
 
 
 def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:

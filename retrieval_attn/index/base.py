@@ -19,6 +19,8 @@ from retrieval_attn.index.formats import Format, check_queries
 
 MAX_KEYS = 2**31 - 1
 """ids are int32."""
+TRAIN_QUERIES = 2048
+"""Queries of each query head that a kind trains on, unless it says otherwise or is told."""
 
 StateValue = npt.NDArray[Any] | int | float | str
 
@@ -46,6 +48,11 @@ class KeyIndex(ABC):
     """Whether `build` learns from queries; callers then sample some while they read."""
     note: str = ""
     """Why this kind was chosen, where something chose it."""
+
+    @classmethod
+    def training_queries(cls, tokens: int) -> int:
+        """Queries of each query head to sample from a context of so many tokens, where the user named no number."""
+        return TRAIN_QUERIES if cls.trains else 0
 
     @classmethod
     @abstractmethod

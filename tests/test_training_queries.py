@@ -88,11 +88,11 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
     monkeypatch.setattr("retrieval_attn.index.roargraph.TRAIN_QUERIES", 100)
     model = tiny_model("llama")
     trained: list[int] = []
-    build = RoarGraphIndex.build.__func__
+    build = RoarGraphIndex.build.__func__  # type: ignore[attr-defined]
 
     def noted(cls: Any, keys: Any, fmt: Any, queries: Any, **options: Any) -> RoarGraphIndex:
         trained.append(queries.shape[1])
-        return build(cls, keys, fmt, queries, **options)  # type: ignore[no-any-return]
+        return build(cls, keys, fmt, queries, **options)
 
     monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noted))
     config = ra.Config(sink=8, window=64, spill=16, top_k=5, index="roargraph", index_options=GRAPH)

@@ -79,9 +79,7 @@ class HostSize:
         each = code_width(dim) + 4 * links + 8
         if kind not in ("auto", "roargraph") or not options.listed_only:
             return (_Held(each, None, f"code and {links} links per key at most"),)
-        queries = self.options.train_queries
-        if queries is None:
-            queries = check_kind(kind, dict(given)).training_queries(MAX_KEYS)
+        queries = check_kind(kind, dict(given)).training_queries(MAX_KEYS, self.options.train_queries)
         listed = queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
         nodes = listed + options.landmarks
         graph = _Held(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)

@@ -131,7 +131,8 @@ class RetrievalLayer(CacheLayer):
             return self._decode(query, key, value, spec, scale, softcap)
         if self._pass is None:
             self._pass = self._open_pass(total)
-            self._sample = self._new_sample(total)
+            count = self._kind.training_queries(total, self.config.train_queries)
+            self._sample = TrainingQueries(total, count) if self._kind.trains else None
         if self._sample is not None:
             self._sample.take(query, self._pass.filled)
         seen = join(self.valid, self.columns, self._pass.valid, self._pass.filled, key.shape[0])
@@ -229,12 +230,6 @@ class RetrievalLayer(CacheLayer):
                 host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM)
             work.append(row, host, None if valid is None else valid[row].numpy())
         return work
-
-    def _new_sample(self, total: int) -> TrainingQueries | None:
-        if not self._kind.trains:
-            return None
-        given = self.config.train_queries
-        return TrainingQueries(total, self._kind.training_queries(total) if given is None else given)
 
     def _training_queries(self, row: int, done: ExactPass) -> Tensor | None:
         module = None if self._owner is None else self._owner()

@@ -85,7 +85,7 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
     given: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4,000 tokens of which a graph gets one in 16, once 2,048 of them is no longer the least."""
-    monkeypatch.setattr("retrieval_attn.index.roargraph.TRAIN_QUERIES", 100)
+    monkeypatch.setattr("retrieval_attn.index.base.TRAIN_QUERIES", 100)
     model = tiny_model("llama")
     trained: list[int] = []
     build = RoarGraphIndex.build.__func__  # type: ignore[attr-defined]

@@ -20,7 +20,9 @@ from retrieval_attn.index.formats import Format, check_queries
 MAX_KEYS = 2**31 - 1
 """ids are int32."""
 TRAIN_QUERIES = 2048
-"""Queries of each query head that a kind trains on, unless it says otherwise or is told."""
+"""Queries of each query head that a kind trains on, unless it is told otherwise or asks for more."""
+TOKENS_PER_QUERY = 16
+"""A kind that asks for more gets one query of so many tokens."""
 
 StateValue = npt.NDArray[Any] | int | float | str
 
@@ -49,10 +51,15 @@ class KeyIndex(ABC):
     note: str = ""
     """Why this kind was chosen, where something chose it."""
 
+    most_queries: ClassVar[int] = TRAIN_QUERIES
+    """A kind that finds more in long contexts the more queries it saw asks for so many there."""
+
     @classmethod
-    def training_queries(cls, tokens: int) -> int:
-        """Queries of each query head to sample from a context of so many tokens, where the user named no number."""
-        return TRAIN_QUERIES if cls.trains else 0
+    def training_queries(cls, tokens: int, told: int | None = None) -> int:
+        """Queries of each query head to sample from a context of so many tokens; told: what the user asked for."""
+        if told is None:
+            told = max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, cls.most_queries))
+        return told if cls.trains else 0
 
     @classmethod
     @abstractmethod

@@ -19,15 +19,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import graph_head
-from retrieval_attn.index.base import (
-    MAX_KEYS,
-    TRAIN_QUERIES,
-    KeyIndex,
-    SearchResult,
-    check_search,
-    check_training,
-    register,
-)
+from retrieval_attn.index.base import MAX_KEYS, KeyIndex, SearchResult, check_search, check_training, register
 from retrieval_attn.index.codes import encode_keys, encode_query
 from retrieval_attn.index.flat import _joined, search_exact
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
@@ -41,11 +33,9 @@ from retrieval_attn.index.threads import kernel_threads
 SCAN_SHARE = 16
 """More than one key in so many wanted: a scan is faster than a graph."""
 SEEDS = 32
-TOKENS_PER_QUERY = 16
-"""A graph trains on one query of so many tokens: with 2,048 of 131,072, keys that hold nearly all of a query's weight
-had no edge that led there (docs/log.md)."""
 MOST_QUERIES = 8192
-"""More take memory and time that are not there beside a model which reads."""
+"""With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there (docs/log.md);
+more than this take memory and time that are not there beside a model which reads."""
 
 
 class SearchArguments(NamedTuple):
@@ -80,6 +70,7 @@ class RoarGraphIndex(KeyIndex):
 
     kind: ClassVar[str] = "roargraph"
     trains: ClassVar[bool] = True
+    most_queries: ClassVar[int] = MOST_QUERIES
     option_names: ClassVar[frozenset[str]] = frozenset({field.name for field in fields(GraphOptions)} | {"lists"})
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, heads: list[HeadGraph]) -> None:
@@ -120,11 +111,6 @@ class RoarGraphIndex(KeyIndex):
         heads, each, length = lists.shape
         groups = lists if chosen.per_query_head else lists.reshape(1, heads * each, length)
         return cls(keys, fmt, chosen, [graph_head.build_graph(keys, fmt, one, chosen) for one in groups])
-
-    @classmethod
-    def training_queries(cls, tokens: int) -> int:
-        """More for longer contexts; see KeyIndex.training_queries."""
-        return max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, MOST_QUERIES))
 
     @staticmethod
     def _lists(

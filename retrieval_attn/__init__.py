@@ -13,15 +13,15 @@ from retrieval_attn._register import register_with_transformers as _register_wit
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Answer, Sampling, Stats
-    from retrieval_attn.cache import RetrievalCache
+    from retrieval_attn.cache.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
-    from retrieval_attn.generation import generate
+    from retrieval_attn.engine.generate import generate
+    from retrieval_attn.engine.prefill import prefill_by_layer
+    from retrieval_attn.engine.switch import disable, enable
+    from retrieval_attn.engine.verify import Report, verify
     from retrieval_attn.llm import LLM
-    from retrieval_attn.memory_plan import Plan, plan
-    from retrieval_attn.prefill import prefill_by_layer
-    from retrieval_attn.switch import disable, enable
-    from retrieval_attn.verification import Report, verify
+    from retrieval_attn.memory.plan import Plan, plan
 
 __version__ = "0.1.0"
 
@@ -30,17 +30,17 @@ _HOME = {
     "Config": "config",
     "Context": "context",
     "LLM": "llm",
-    "Plan": "memory_plan",
-    "Report": "verification",
-    "RetrievalCache": "cache",
+    "Plan": "memory.plan",
+    "Report": "engine.verify",
+    "RetrievalCache": "cache.cache",
     "Sampling": "answer",
     "Stats": "answer",
-    "disable": "switch",
-    "enable": "switch",
-    "generate": "generation",
-    "plan": "memory_plan",
-    "prefill_by_layer": "prefill",
-    "verify": "verification",
+    "disable": "engine.switch",
+    "enable": "engine.switch",
+    "generate": "engine.generate",
+    "plan": "memory.plan",
+    "prefill_by_layer": "engine.prefill",
+    "verify": "engine.verify",
 }
 
 __all__ = [

@@ -24,7 +24,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    from retrieval_attn.hooks import register
+    from retrieval_attn.model.hooks import register
 
     register()
 

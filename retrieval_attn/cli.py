@@ -11,13 +11,13 @@ from retrieval_attn.errors import RetrievalAttentionError
 
 # subcommand -> (module with add_arguments and run, one-line help)
 COMMANDS = {
-    "needle": ("retrieval_attn.eval.needle", "find a needle in a long text: retrieval beside full attention"),
+    "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": (
-        "retrieval_attn.memory_plan",
+        "retrieval_attn.memory.plan",
         "what fits in how much GPU and host memory, before anything is loaded",
     ),
     "verify": (
-        "retrieval_attn.verify_command",
+        "retrieval_attn.engine.verify_command",
         "compare a model's retrieval attention with its eager attention",
     ),
     "ruler": ("retrieval_attn.eval.ruler.command", "the 13 RULER tasks at any length, full attention and others"),
@@ -26,10 +26,10 @@ COMMANDS = {
         "the 12 InfiniteBench tasks, from its files or generated",
     ),
     "reproduce": ("retrieval_attn.eval.reproduce.command", "a table or figure of the paper, ours beside its numbers"),
-    "lm-eval": ("retrieval_attn.eval.lm_eval_command", "lm-evaluation-harness with retrieval attention"),
+    "lm-eval": ("retrieval_attn.eval.lm_eval.command", "lm-evaluation-harness with retrieval attention"),
     "speed": ("retrieval_attn.eval.speed", "milliseconds per token and bytes touched, beside full attention"),
-    "record": ("retrieval_attn.eval.record_command", "write down a model's queries, keys and values over a text"),
-    "bench": ("retrieval_attn.eval.bench", "compare indexes on attention keys; the paper's studies of them"),
+    "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),
+    "bench": ("retrieval_attn.eval.bench.command", "compare indexes on attention keys; the paper's studies of them"),
 }
 
 

@@ -24,19 +24,19 @@ from transformers.generation import (
 )
 
 from retrieval_attn.answer import Answer, Sampling, Stats
-from retrieval_attn.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu import prepare
-from retrieval_attn.decode import Generated, forward, positions, run
-from retrieval_attn.device_room import chosen_index, free_device_bytes
+from retrieval_attn.engine.decode import Generated, forward, positions, run
+from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.engine.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.layers import RetrievalLayer
-from retrieval_attn.placement import input_device
-from retrieval_attn.prefill import finish_prefill
-from retrieval_attn.switch import enabled_config, using_retrieval
+from retrieval_attn.memory.device_room import chosen_index, free_device_bytes
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.template import PromptTemplate
-from retrieval_attn.transfer import host_format
 
 Append = Literal["exact", "retrieval"]
 

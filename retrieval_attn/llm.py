@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.context import Context
+from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
-from retrieval_attn.loading import choose_device, launched_processes, load, load_model
-from retrieval_attn.memory_plan import plan
-from retrieval_attn.placement import cuda_devices, input_device, offloads
-from retrieval_attn.sizes import parse_bytes, show_bytes
-from retrieval_attn.switch import enable
+from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.units import parse_bytes, show_bytes
+from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model
+from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 
 # Tokens planned for when a model does not say how many positions it has.
 DEFAULT_CONTEXT = 131072

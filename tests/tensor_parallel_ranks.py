@@ -89,7 +89,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     import retrieval_attn as ra
     from retrieval_attn.cpu.pool import default_pool
-    from retrieval_attn.placement import input_device, tensor_ranks
+    from retrieval_attn.model.placement import input_device, tensor_ranks
 
     if "command" in case:
         from retrieval_attn.cli import main as command
@@ -119,8 +119,8 @@ def answers_of(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import retrieval_attn as ra
-    from retrieval_attn.layers import RetrievalLayer
-    from retrieval_attn.placement import input_device
+    from retrieval_attn.cache.retrieval import RetrievalLayer
+    from retrieval_attn.model.placement import input_device
 
     ids = torch.tensor([case["ids"]], device=input_device(model))
     prompt = ids[:, : case["prompt"]]

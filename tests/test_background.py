@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from retrieval_attn.background import Crew
-from retrieval_attn.staging import Staging
+from retrieval_attn.offload.staging import Staging
+from retrieval_attn.offload.threads import Crew
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -54,7 +54,7 @@ def test_staging_brings_every_piece_once_and_in_order(device: str, caplog: pytes
 
 
 def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval_attn import staging
+    from retrieval_attn.offload import staging
 
     real = torch.empty
 

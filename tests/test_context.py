@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.gpu.merge import Partial, empty_partial
-from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.template import PromptTemplate
 from tests.tiny_models import build_model, random_ids, tiny_model
 
@@ -29,7 +29,7 @@ QUESTION = "What is the special magic Bergen number?"
 @pytest.fixture(scope="module")
 def text() -> str:
     """About 2,500 tokens of prose with the needle in the middle."""
-    from retrieval_attn.eval.prose import prose
+    from retrieval_attn.eval.text.prose import prose
 
     filler = prose(10_000, seed=5)
     middle = filler.index(". ", len(filler) // 2) + 2

@@ -11,10 +11,10 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
-from retrieval_attn.device_coder import DeviceCoder
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.gpu.device_codes import encoded
+from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.offload.codes import DeviceCoder
 from tests.tiny_models import build_model, random_ids
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_prefill_on_a_gpu_codes_the_keys_that_the_host_has(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crosses twice; the codes are those of the host's keys."""
-    monkeypatch.setattr("retrieval_attn.device_coder._Outbox.filled", lambda *given: pytest.fail("keys cross again"))
+    monkeypatch.setattr("retrieval_attn.offload.codes._Outbox.filled", lambda *given: pytest.fail("keys cross again"))
     model: Any = build_model("llama").to(torch.bfloat16).cuda()
     config = ra.Config(sink=4, window=16, top_k=8, index="device", prefill_chunk=256)
     ra.enable(model, config)

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn import placement
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.layers import RetrievalLayer
-from retrieval_attn.loading import load_model
-from retrieval_attn.rotation import Rotation
+from retrieval_attn.model import placement
+from retrieval_attn.model.loading import load_model
+from retrieval_attn.model.rotation import Rotation
 from tests.test_tensor_parallel import BUNDLED, QUESTION, TINY, check_logits, make_cases, run_both, text_with_needle
 from tests.tiny_models import build_model, random_ids, tiny_model
 
@@ -220,10 +220,14 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     def to_device(array: Any, fmt: object, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(array.shape, dtype=like.dtype, device=like.device)
 
-    monkeypatch.setattr("retrieval_attn.prefill.require_host_room", lambda *sizes: None)  # builds the model again
-    monkeypatch.setattr("retrieval_attn.host_work.to_host", to_host)
-    monkeypatch.setattr("retrieval_attn.layers.to_device", to_device)
-    monkeypatch.setattr("retrieval_attn.layers.to_queries", lambda query: np.ones(tuple(query.shape), np.float32))
+    monkeypatch.setattr(
+        "retrieval_attn.engine.prefill.require_host_room", lambda *sizes: None
+    )  # builds the model again
+    monkeypatch.setattr("retrieval_attn.offload.work.to_host", to_host)
+    monkeypatch.setattr("retrieval_attn.cache.retrieval.to_device", to_device)
+    monkeypatch.setattr(
+        "retrieval_attn.cache.retrieval.to_queries", lambda query: np.ones(tuple(query.shape), np.float32)
+    )
     config = ra.Config(**{**TINY, "index": "flat"})
     with FakeTensorMode(), torch.no_grad():
         model = spread_over_fakes(name)

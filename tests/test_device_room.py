@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn import device_room
-from retrieval_attn.device_room import chosen_index, free_device_bytes
-from retrieval_attn.memory_plan import GIB, plan
+from retrieval_attn.memory import device_room
+from retrieval_attn.memory.device_room import chosen_index, free_device_bytes
+from retrieval_attn.memory.plan import GIB, plan
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
-from retrieval_attn.device_size import DEVICE_RESERVE
-from retrieval_attn.device_split import part_of
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
-from retrieval_attn.memory_plan import HOST_RESERVE, plan
-from retrieval_attn.model_shape import ModelShape, model_shape
+from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.plan import HOST_RESERVE, plan
+from retrieval_attn.memory.shape import ModelShape, model_shape
+from retrieval_attn.memory.split import part_of
 from tests.tiny_models import build_model, config_of, tiny_model
 
 TABLE = 128256 * 4096 * 2

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn import graph_decode
-from retrieval_attn.decode import Steps
+from retrieval_attn.engine import graph as graph_decode
+from retrieval_attn.engine.decode import Steps
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.exchange import VARIABLE, Hop
+from retrieval_attn.gpu.capture.exchange import VARIABLE, Hop
 from tests.test_graph_decode import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model
 

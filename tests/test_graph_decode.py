@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import retrieval_attn as ra
-from retrieval_attn import graph_decode, graph_layers
 from retrieval_attn.config import GraphMode
 from retrieval_attn.cpu.serve import Server
-from retrieval_attn.decode import Steps, forward, positions, run
+from retrieval_attn.engine import graph as graph_decode
+from retrieval_attn.engine import graph_layer as graph_layers
+from retrieval_attn.engine.decode import Steps, forward, positions, run
+from retrieval_attn.engine.graph import GraphDecoder
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError, ContextLengthError
-from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.exchange import VARIABLE, Hop
-from retrieval_attn.graph_decode import GraphDecoder
+from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
+from retrieval_attn.gpu.capture.exchange import VARIABLE, Hop
 from tests.tiny_models import random_ids, tiny_model
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 12, "index": "flat"}

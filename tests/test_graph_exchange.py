@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn import graph_decode
 from retrieval_attn.cpu import serve
-from retrieval_attn.decode import Steps
+from retrieval_attn.engine import graph as graph_decode
+from retrieval_attn.engine.decode import Steps
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.exchange import VARIABLE
+from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
+from retrieval_attn.gpu.capture.exchange import VARIABLE
 from tests.gpu.test_push import Careless
 from tests.test_graph_cuda import on_device
 from tests.test_graph_decode import Decoded, enabled

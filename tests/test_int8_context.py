@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn import transfer
-from retrieval_attn.eval import bench_host_dtype
+from retrieval_attn.eval.bench import host_dtype as bench_host_dtype
 from retrieval_attn.index.formats import Format, from_float32, to_float32
+from retrieval_attn.offload import transfer
 from tests.tiny_models import random_ids, tiny_model
 
 INT8 = Format.INT8
@@ -23,7 +23,7 @@ QUESTION = "What is the special magic Bergen number?"
 @pytest.fixture(scope="module")
 def text() -> str:
     """About 1,500 tokens of prose with the needle in the middle."""
-    from retrieval_attn.eval.prose import prose
+    from retrieval_attn.eval.text.prose import prose
 
     filler = prose(6_000, seed=5)
     middle = filler.index(". ", len(filler) // 2) + 2

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MixtralConfig, T5Config
 
 from retrieval_attn.config import Config
-from retrieval_attn.device_size import DEVICE_RESERVE
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
-from retrieval_attn.memory_plan import HOST_RESERVE, Plan, add_arguments, plan, run
-from retrieval_attn.model_shape import model_shape
+from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.plan import HOST_RESERVE, Plan, add_arguments, plan, run
+from retrieval_attn.memory.shape import model_shape
 
 GIB = 2**30
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn import layers as layers_module
-from retrieval_attn.gpu.merge import Partial
+from retrieval_attn.cache import retrieval as layers_module
+from retrieval_attn.gpu.attention.merge import Partial
 from tests.tiny_models import CONFIGS, random_ids, tiny_model
 
 # One thread: for so few keys, waking a second one costs more than the work.

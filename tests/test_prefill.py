@@ -13,19 +13,21 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn import host_room, host_work, prefill
-from retrieval_attn.background import Crew
-from retrieval_attn.cache_layer import LayerStats
+from retrieval_attn.cache.layer import LayerStats
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.engine import prefill
+from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, ShapeError
 from retrieval_attn.gpu.knn import nearest_keys
-from retrieval_attn.hooks import MaskSpec
-from retrieval_attn.host_work import HostWork
-from retrieval_attn.index.roargraph import RoarGraphIndex
-from retrieval_attn.layers import RetrievalLayer
-from retrieval_attn.prefill import finish_prefill
-from retrieval_attn.staging import Staging
+from retrieval_attn.index.roargraph.index import RoarGraphIndex
+from retrieval_attn.memory import host_room
+from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.offload import work as host_work
+from retrieval_attn.offload.staging import Staging
+from retrieval_attn.offload.threads import Crew
+from retrieval_attn.offload.work import HostWork
 from tests.test_background import workers
 from tests.tiny_models import random_ids, tiny_model
 

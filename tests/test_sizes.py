@@ -7,7 +7,7 @@ import re
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.sizes import host_memory_bytes, parse_bytes, show_bytes
+from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(

@@ -25,29 +25,12 @@ ALLOWED: dict[str, set[str]] = {
     "index": {"errors", "index"},
     "cpu": {"errors", "index", "cpu"},
     "gpu": {"errors", "gpu"},
-    # loading: the one helper that a second, independent baseline shares with LLM
-    "eval": {"", "errors", "config", "eval", "loading"},
+    # model: loading, the one helper that a second, independent baseline shares with LLM
+    "eval": {"", "errors", "config", "eval", "model"},
 }
 # Parts of the evaluation that measure inside the machine, or put another method on the same hooks.
-INSTRUMENTS = ("record", "bench", "studies", "baselines")
-INSIDE = {
-    "index",
-    "cpu",
-    "gpu",
-    "cache",
-    "cache_layer",
-    "decode",
-    "exact_pass",
-    "graph_decode",
-    "hooks",
-    "layers",
-    "prefill",
-    "rotation",
-    "sizes",
-    "switch",
-    "training_queries",
-    "transfer",
-}
+INSTRUMENTS = ("recording", "bench", "baselines")
+INSIDE = {"index", "cpu", "gpu", "cache", "engine", "memory", "model", "offload"}
 LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
 # The command line is the one top module that reaches the evaluation commands.
 MAY_REACH_EVAL = {"cli"}

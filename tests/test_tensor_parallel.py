@@ -44,7 +44,7 @@ def start_ranks(folder: Path, launcher: list[str]) -> list[list[dict[str, Any]]]
 
 
 def text_with_needle(characters: int) -> str:
-    from retrieval_attn.eval.prose import prose
+    from retrieval_attn.eval.text.prose import prose
 
     filler = prose(characters, seed=5)
     middle = filler.index(". ", len(filler) // 2) + 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.base import check_kind
-from retrieval_attn.layers import RetrievalLayer
-from retrieval_attn.training_queries import SPAN, TrainingQueries
+from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from tests.tiny_models import random_ids, tiny_model
 
 TOTAL = 200
@@ -106,7 +106,7 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
 
 def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
     """A needle 1,200 tokens back, found by a graph that scores a part of the keys, the question retrieving as well."""
-    from retrieval_attn.eval.prose import prose
+    from retrieval_attn.eval.text.prose import prose
 
     filler = prose(16_000, seed=5)
     middle = filler.index(". ", len(filler) // 2) + 2

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from retrieval_attn.eval.plans import NOISE_LINE, Plan, Question, _city, _niah, _vt, make_plan, number, uuid4
-from retrieval_attn.eval.prose import prose
 from retrieval_attn.eval.tasks import split_sentences
+from retrieval_attn.eval.text.prose import prose
 
 IGNORE, EOS = -100, 1
 MAX_POSITION = 131072

@@ -20,8 +20,8 @@ from numba import njit, prange
 
 from retrieval_attn.cpu.gather import attend_ids_once, exp, exponentiate, scale_scores, total_of
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.dots import TILE_QUERIES, score_tile, weigh_tile
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
+from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile, weigh_tile
 from retrieval_attn.index.threads import kernel_threads
 
 Partial = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]

@@ -16,7 +16,8 @@ from numba import njit, types
 from numba.core import cgutils
 
 from retrieval_attn.cpu.atomics import intrinsic
-from retrieval_attn.index.dots import (
+from retrieval_attn.index.formats import SCALE_BYTES
+from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
     LANES,
     _is_float_rows,
@@ -34,7 +35,6 @@ from retrieval_attn.index.dots import (
     scale_of,
     widen,
 )
-from retrieval_attn.index.formats import SCALE_BYTES
 
 AHEAD = 16
 """Gathered rows that are prefetched before their turn."""

@@ -25,7 +25,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
 if TYPE_CHECKING:
-    from retrieval_attn.cpu.engine import LayerStep
+    from retrieval_attn.cpu.step.plan import LayerStep
     from retrieval_attn.cpu.store import HostPath
 
 MOST_STEP_QUERIES = 64

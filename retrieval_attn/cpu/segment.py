@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.engine import Piece, has_compiled_search
+from retrieval_attn.cpu.step.plan import Piece, has_compiled_search
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import FlatIndex, search_exact

@@ -22,12 +22,12 @@ from retrieval_attn.cpu.attend import (
     check_score_options,
     merge_partials,
 )
-from retrieval_attn.cpu.engine import LayerStep, Piece
-from retrieval_attn.cpu.given_task import given_task
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
-from retrieval_attn.cpu.search_tasks import coded_task, graph_task, sketch_task
 from retrieval_attn.cpu.segment import Each, Segment
+from retrieval_attn.cpu.step.given_task import given_task
+from retrieval_attn.cpu.step.plan import LayerStep, Piece
+from retrieval_attn.cpu.step.search_tasks import coded_task, graph_task, sketch_task
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index import base
 from retrieval_attn.index.formats import Format, check_queries, check_rows

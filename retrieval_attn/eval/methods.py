@@ -32,7 +32,7 @@ def load_model(name: str, device: str, dtype: str) -> Any:
     device: "auto", "cpu", "cuda" or "cuda:N".  dtype: "auto" is float32 on the CPU and the stored dtype elsewhere.
     Raises InputDataError if it cannot be loaded, ConfigError for a device that is not there.
     """
-    from retrieval_attn import loading
+    from retrieval_attn.model import loading
 
     spread = loading.launched_processes() > 1
     return loading.load_model(name, device=device, dtype=dtype, tensor_parallel=spread, attn_implementation="sdpa")

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from retrieval_attn.eval.words import ACTIVITIES, ADJECTIVES, CITIES, NOUNS, PLACES
+from retrieval_attn.eval.text.words import ACTIVITIES, ADJECTIVES, CITIES, NOUNS, PLACES
 
 __all__ = ["PLANNERS", "TASKS", "Plan", "Question", "make_plan"]
 

@@ -184,7 +184,7 @@ def _measure(args: argparse.Namespace, lengths: list[int]) -> tuple[list[Row], d
 
     import retrieval_attn as ra
     from retrieval_attn.eval.speed_decode import measure, read_prompt
-    from retrieval_attn.loading import choose_device
+    from retrieval_attn.model.loading import choose_device
 
     threads = args.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -235,7 +235,7 @@ def _load(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     from retrieval_attn.eval.methods import load_model
-    from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+    from retrieval_attn.eval.needle.options import BUNDLED_MODEL
 
     name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model
     model = load_model(name, device, args.dtype)
@@ -249,7 +249,7 @@ def _prompt(args: argparse.Namespace, tokenizer: Any, model: Any, tokens: int) -
     if tokenizer is None:
         generator = torch.Generator().manual_seed(args.seed)
         return torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
-    from retrieval_attn.eval.haystack import shipped_prose
+    from retrieval_attn.eval.text.haystack import shipped_prose
 
     ids = tokenizer(shipped_prose(tokens * 8, args.seed))["input_ids"][:tokens]
     assert len(ids) == tokens, f"the prose gave {len(ids)} tokens, {tokens} were needed"

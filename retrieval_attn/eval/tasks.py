@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrieval_attn.eval.plans import NOISE_LINE, TASKS, Plan, make_plan
-from retrieval_attn.eval.prose import prose
+from retrieval_attn.eval.text.prose import prose
 
 __all__ = ["TASKS", "Sample", "make_sample", "score", "split_sentences"]
 

@@ -11,8 +11,8 @@ from retrieval_attn.index.faiss_index import HnswIndex, IvfIndex
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.postings import PostingsIndex
-from retrieval_attn.index.roargraph import RoarGraphIndex
-from retrieval_attn.index.sketch import SketchIndex
+from retrieval_attn.index.roargraph.index import RoarGraphIndex
+from retrieval_attn.index.sketch.index import SketchIndex
 
 # The root also shows this folder as the link `index`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):

@@ -17,8 +17,8 @@ from retrieval_attn.index.base import KeyIndex, check_training, register
 from retrieval_attn.index.crossover import crossover
 from retrieval_attn.index.flat import FlatIndex, search_exact
 from retrieval_attn.index.formats import Format, check_rows
-from retrieval_attn.index.roargraph import RoarGraphIndex
-from retrieval_attn.index.sketch import SketchIndex
+from retrieval_attn.index.roargraph.index import RoarGraphIndex
+from retrieval_attn.index.sketch.index import SketchIndex
 
 EXACT_BELOW = 4096
 """So few keys are scanned as they are stored: codes would save nothing."""

@@ -17,10 +17,10 @@ from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.base import SearchResult, check_search, check_training, register
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.key_codes import CodeSpace, code_scores, encode, learn_space
-from retrieval_attn.index.packed import EMPTY
+from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space
+from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
-from retrieval_attn.index.sketch import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
+from retrieval_attn.index.sketch.index import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
 
 USUAL_LEAST = 16
 """Bytes per key that small heads get if nothing is said."""

@@ -20,8 +20,9 @@ from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, register
-from retrieval_attn.index.coded import best_codes
-from retrieval_attn.index.codes import (
+from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
+from retrieval_attn.index.kernels.coded import best_codes
+from retrieval_attn.index.kernels.codes import (
     Codes,
     check_finite,
     code_width,
@@ -30,12 +31,11 @@ from retrieval_attn.index.codes import (
     encode_query,
     extend_codes,
 )
-from retrieval_attn.index.dots import TILE_QUERIES
-from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
+from retrieval_attn.index.kernels.dots import TILE_QUERIES
+from retrieval_attn.index.kernels.packed import EMPTY
+from retrieval_attn.index.kernels.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.packed import EMPTY
 from retrieval_attn.index.pieces import KeyPieces, PiecesIndex, joined, stacked, unpack
-from retrieval_attn.index.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.threads import kernel_threads
 
 _joined = joined

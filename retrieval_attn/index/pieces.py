@@ -17,9 +17,9 @@ from numba import njit
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.base import MAX_KEYS, KeyIndex
 from retrieval_attn.index.formats import Format, check_rows, kernel_view
+from retrieval_attn.index.kernels.packed import EMPTY
+from retrieval_attn.index.kernels.scan import rescore
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.packed import EMPTY
-from retrieval_attn.index.scan import rescore
 
 
 class KeyPieces:

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import SearchResult, StateValue, check_search, check_training, register
-from retrieval_attn.index.codes import Codes, codes_from_state, encode_keys, encode_more, encode_query
 from retrieval_attn.index.flat import answer_lost, check_rescore, rescore_count, search_exact, search_pieces
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.knn import training_lists
+from retrieval_attn.index.kernels.codes import Codes, codes_from_state, encode_keys, encode_more, encode_query
+from retrieval_attn.index.kernels.knn import training_lists
 from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
 from retrieval_attn.index.probe import Lists, add_to_lists, drop_from_lists, lists_of_queries, scan_rows
 from retrieval_attn.index.query_clusters import cluster_queries, directions

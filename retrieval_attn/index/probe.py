@@ -12,10 +12,10 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.codes import Codes, dot_u8_one, encode_keys, prefetch_codes
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.knn import LOWEST_SUM, training_lists
-from retrieval_attn.index.packed import EMPTY, keep_best, pack_sum
+from retrieval_attn.index.kernels.codes import Codes, dot_u8_one, encode_keys, prefetch_codes
+from retrieval_attn.index.kernels.knn import LOWEST_SUM, training_lists
+from retrieval_attn.index.kernels.packed import EMPTY, keep_best, pack_sum
 
 AHEAD = 8
 BLOCK = 65536

@@ -12,16 +12,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from retrieval_attn.cpu import engine as engine_module
 from retrieval_attn.cpu import host_attend
-from retrieval_attn.cpu.engine import LayerStep, Piece
 from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
 from retrieval_attn.cpu.pool import Pool
+from retrieval_attn.cpu.step import plan as engine_module
+from retrieval_attn.cpu.step.plan import LayerStep, Piece
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
-from retrieval_attn.index import sketch as sketch_module
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
+from retrieval_attn.index.sketch import index as sketch_module
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
 from tests.cpu.test_pool import resident_bytes

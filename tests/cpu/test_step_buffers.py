@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from retrieval_attn.cpu import step as words
-from retrieval_attn.cpu.engine import LayerStep, StepBuffers
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
+from retrieval_attn.cpu.step import descriptor as words
+from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from retrieval_attn.cpu import attend
 from retrieval_attn.cpu import segment as segment_module
 from retrieval_attn.cpu import store as store_module
-from retrieval_attn.cpu.attend_task import attend_task
-from retrieval_attn.cpu.search_tasks import scan_task
+from retrieval_attn.cpu.step.attend_task import attend_task
+from retrieval_attn.cpu.step.search_tasks import scan_task
 from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieval_attn.errors import ConfigError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.eval.baselines import METHODS, budget_options, build_methods, make_method, option_names
 from retrieval_attn.eval.baselines.reader import ContextReader
-from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt
 from retrieval_attn.eval.tasks import make_sample
 from tests.tiny_models import config_of, tiny_model

@@ -14,18 +14,20 @@ import torch
 from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
-from retrieval_attn.eval import bench_decode, bench_keys, bench_quality
-from retrieval_attn.eval.bench_baselines import FullGraph
-from retrieval_attn.eval.bench_busy import busy_of
-from retrieval_attn.eval.bench_decode import Bench, lengths_of, with_room
-from retrieval_attn.eval.bench_keys import ReadSource, SyntheticSource, attentions, rotate
-from retrieval_attn.eval.bench_method import Retrieval, forward_logits
-from retrieval_attn.eval.bench_methods import make, parse
-from retrieval_attn.eval.bench_place import blocks
-from retrieval_attn.eval.bench_resident import ResidentLayer
-from retrieval_attn.eval.bench_rows import measure
+from retrieval_attn.eval.bench import decode as bench_decode
+from retrieval_attn.eval.bench import keys as bench_keys
+from retrieval_attn.eval.bench import quality as bench_quality
+from retrieval_attn.eval.bench.baselines import FullGraph
+from retrieval_attn.eval.bench.busy import busy_of
+from retrieval_attn.eval.bench.decode import Bench, lengths_of, with_room
+from retrieval_attn.eval.bench.keys import ReadSource, SyntheticSource, attentions, rotate
+from retrieval_attn.eval.bench.method import Retrieval, forward_logits
+from retrieval_attn.eval.bench.methods import make, parse
+from retrieval_attn.eval.bench.place import blocks
+from retrieval_attn.eval.bench.resident import ResidentLayer
+from retrieval_attn.eval.bench.rows import measure
 from retrieval_attn.eval.speed_decode import random_model
-from retrieval_attn.gpu.flash import attend
+from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.index import synthetic
 
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]

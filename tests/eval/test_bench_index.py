@@ -12,13 +12,14 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, RunFolderError
-from retrieval_attn.eval import bench, bench_variants
-from retrieval_attn.eval.bench_heads import Head, Source, from_recording
-from retrieval_attn.eval.bench_index import measure
-from retrieval_attn.eval.bench_measure import Oracle, Point, WrongAnswer, measure_head
-from retrieval_attn.eval.bench_report import mean, plots, summary, table, worst_decile
-from retrieval_attn.eval.bench_variants import VARIANTS, HnswlibIndex, Variant, choose, lists_of
-from retrieval_attn.eval.recording import HeadRecording, Recording
+from retrieval_attn.eval.bench import command as bench
+from retrieval_attn.eval.bench import variants as bench_variants
+from retrieval_attn.eval.bench.heads import Head, Source, from_recording
+from retrieval_attn.eval.bench.index import measure
+from retrieval_attn.eval.bench.measure import Oracle, Point, WrongAnswer, measure_head
+from retrieval_attn.eval.bench.report import mean, plots, summary, table, worst_decile
+from retrieval_attn.eval.bench.variants import VARIANTS, HnswlibIndex, Variant, choose, lists_of
+from retrieval_attn.eval.recording.files import HeadRecording, Recording
 from retrieval_attn.index import FlatIndex, SearchResult
 from retrieval_attn.index.formats import Format, from_float32
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn import exact_pass
+from retrieval_attn.cache import exact as exact_pass
 from retrieval_attn.cli import main
-from retrieval_attn.eval.bench_memory import SLACK, Row, verdict
-from retrieval_attn.gpu.merge import Partial
+from retrieval_attn.eval.bench.memory import SLACK, Row, verdict
+from retrieval_attn.gpu.attention.merge import Partial
 
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from retrieval_attn.errors import ConfigError, ContextLengthError
-from retrieval_attn.eval import lm_eval_command
-from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+from retrieval_attn.eval.lm_eval import command as lm_eval_command
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = find_spec("lm_eval") is None
@@ -64,7 +64,7 @@ def test_without_lm_eval_it_says_what_to_install() -> None:
 @pytest.fixture(scope="module")
 def lm() -> Any:
     """The bundled model as lm_eval makes it: by name, from an argument string."""
-    importlib.import_module("retrieval_attn.eval.lm_eval_model")
+    importlib.import_module("retrieval_attn.eval.lm_eval.model")
     registry = importlib.import_module("lm_eval.api.registry")
     made = registry.get_model("retrieval_attn").create_from_arg_string(
         f"pretrained={BUNDLED_MODEL},dtype=float32,top_k=all", {"batch_size": 1, "device": "cpu"}
@@ -131,7 +131,7 @@ def test_rolling_scores_every_token_once(lm: Any, monkeypatch: pytest.MonkeyPatc
 @needs_lm_eval
 def test_long_continuations_are_scored_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 8 tokens, each appended to the cache through retrieval, add up to the plain score."""
-    module = importlib.import_module("retrieval_attn.eval.lm_eval_model")
+    module = importlib.import_module("retrieval_attn.eval.lm_eval.model")
     monkeypatch.setattr(module, "_PIECE", 8)
     (found,) = lm.loglikelihood([request("loglikelihood", TEXT, TEXT + QUESTION)], True)
     before, after = lm._encode_pair(TEXT, TEXT + QUESTION)
@@ -199,7 +199,7 @@ def test_an_interrupted_run_resumes_from_lm_evals_cache(lm: Any, tmp_path: Path)
 @needs_lm_eval
 def test_unknown_options_are_refused() -> None:
     """A misspelt model argument must not be dropped."""
-    module = importlib.import_module("retrieval_attn.eval.lm_eval_model")
+    module = importlib.import_module("retrieval_attn.eval.lm_eval.model")
     with pytest.raises(ConfigError, match="topk"):
         module.RetrievalAttentionLM(pretrained=str(BUNDLED_MODEL), topk=5)
     with pytest.raises(ConfigError, match="batch_size=8"):

@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_model
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     from transformers import AutoTokenizer
 
-    from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+    from retrieval_attn.eval.needle.options import BUNDLED_MODEL
 
     return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 

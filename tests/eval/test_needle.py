@@ -26,10 +26,10 @@ from retrieval_attn.errors import (
     RetrievalAttentionError,
     RunFolderError,
 )
-from retrieval_attn.eval import needle
-from retrieval_attn.eval.needle_options import BUNDLED_MODEL, Options
-from retrieval_attn.eval.needle_report import comparison_line, score, summarise
-from retrieval_attn.eval.needle_text import NEEDLE
+from retrieval_attn.eval.needle import command as needle
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL, Options
+from retrieval_attn.eval.needle.report import comparison_line, score, summarise
+from retrieval_attn.eval.needle.text import NEEDLE
 from retrieval_attn.eval.prompts import PromptFormat
 from retrieval_attn.eval.runs import load_run
 

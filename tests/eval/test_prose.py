@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from retrieval_attn.eval.prose import prose, sentences
 from retrieval_attn.eval.tasks import split_sentences
-from retrieval_attn.eval.words import ADJECTIVES, CITIES, NOUNS, PLACES
+from retrieval_attn.eval.text.prose import prose, sentences
+from retrieval_attn.eval.text.words import ADJECTIVES, CITIES, NOUNS, PLACES
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 1000, 50_000])

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, UnsupportedModelError
-from retrieval_attn.eval import record_command
-from retrieval_attn.eval.record import record
-from retrieval_attn.eval.recording import Recording
+from retrieval_attn.eval.recording import command as record_command
+from retrieval_attn.eval.recording.files import Recording
+from retrieval_attn.eval.recording.record import record
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.rotation import Rotation
+from retrieval_attn.model.rotation import Rotation
 from tests.tiny_models import config_of, random_ids, tiny_model
 
 CONTEXT, AFTER = 70, 9

@@ -89,7 +89,8 @@ def parser() -> argparse.ArgumentParser:
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
     """A renamed flag, method or option would otherwise show after hours, on a GPU."""
-    from retrieval_attn.eval import bench_methods, needle_options
+    from retrieval_attn.eval.bench import methods as bench_methods
+    from retrieval_attn.eval.needle import options as needle_options
     from retrieval_attn.eval.suite.arguments import Options
     from retrieval_attn.eval.suite.runner import POSITIONS
     from tests.eval.toy_suite import ToySuite

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.eval.haystack import shipped_prose
-from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL
 from retrieval_attn.eval.plans import NOISE_LINE
 from retrieval_attn.eval.prompts import PromptFormat
 from retrieval_attn.eval.ruler import RulerSuite, command
@@ -24,6 +23,7 @@ from retrieval_attn.eval.ruler.specs import SPECS, TASKS
 from retrieval_attn.eval.ruler.tokens import TokenCounter
 from retrieval_attn.eval.suite.prompting import Prompts
 from retrieval_attn.eval.suite.sample import Row
+from retrieval_attn.eval.text.haystack import shipped_prose
 
 ESSAY = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 

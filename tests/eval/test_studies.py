@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval import bench
-from retrieval_attn.eval.bench_heads import Head
-from retrieval_attn.eval.studies import mahalanobis, recovery
+from retrieval_attn.eval.bench import command as bench
+from retrieval_attn.eval.bench.heads import Head
+from retrieval_attn.eval.bench.studies import mahalanobis, recovery
 from retrieval_attn.index.formats import Format
 
 

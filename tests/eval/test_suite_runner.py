@@ -15,7 +15,7 @@ import pytest
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, RunFolderError
 from retrieval_attn.eval.methods import Reply
-from retrieval_attn.eval.needle_options import BUNDLED_MODEL
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt, PromptFormat
 from retrieval_attn.eval.suite import Row, arguments
 from retrieval_attn.eval.suite.prompting import Prompts

@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.device_coder import HeadCodes
-from retrieval_attn.gpu import code_search, device_codes
-from retrieval_attn.gpu.code_search import CodeSearch, CodeShape, class_of, shared_scratch
-from retrieval_attn.gpu.device_codes import DeviceCodes, code_scores
+from retrieval_attn.gpu.codes import codes as device_codes
+from retrieval_attn.gpu.codes import search as code_search
+from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, class_of, shared_scratch
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.key_codes import CodeSpace, encode, learn_space
-from retrieval_attn.index.key_codes import code_scores as host_scores
-from retrieval_attn.index.sketch import learn_projection
+from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
+from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
+from retrieval_attn.index.sketch.index import learn_projection
+from retrieval_attn.offload.codes import HeadCodes
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 SIZES = [(64, 32), (128, 64), (16, 8), (80, 40), (64, 64), (128, 48)]
@@ -33,7 +34,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         for module in (code_search, device_codes):
             monkeypatch.setattr(module, "kernels_for", lambda tensor, name: None)
     elif INTERPRETED:
-        from retrieval_attn.gpu import code_search_triton, device_codes_triton
+        from retrieval_attn.gpu.codes import (
+            codes_triton as device_codes_triton,
+        )
+        from retrieval_attn.gpu.codes import (
+            search_triton as code_search_triton,
+        )
 
         monkeypatch.setattr(code_search, "kernels_for", lambda tensor, name: code_search_triton)
         monkeypatch.setattr(device_codes, "kernels_for", lambda tensor, name: device_codes_triton)

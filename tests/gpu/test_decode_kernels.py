@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.gpu import decode_kernels
-from retrieval_attn.gpu.decode_kernels import (
+from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
+from retrieval_attn.gpu.attention.reference import reference_attention
+from retrieval_attn.gpu.decode import kernels as decode_kernels
+from retrieval_attn.gpu.decode.kernels import (
     HostPart,
     Parts,
     WindowBuffers,
@@ -25,8 +27,6 @@ from retrieval_attn.gpu.decode_kernels import (
     stage_queries,
     window_partials,
 )
-from retrieval_attn.gpu.merge import Partial, merge, sink_logit_partial
-from retrieval_attn.gpu.reference import reference_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "torch":
         monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: None)
     elif INTERPRETED:
-        from retrieval_attn.gpu import decode_triton
+        from retrieval_attn.gpu.decode import kernels_triton as decode_triton
 
         monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: decode_triton)
     yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"

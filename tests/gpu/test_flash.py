@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
-from retrieval_attn.gpu import flash_math
-from retrieval_attn.gpu.flash import attend, reason_missing
-from retrieval_attn.gpu.flash_backends import BACKENDS
-from retrieval_attn.gpu.merge import Partial
-from retrieval_attn.gpu.reference import reference_attention
+from retrieval_attn.gpu.attention import plain as flash_math
+from retrieval_attn.gpu.attention.backends import BACKENDS
+from retrieval_attn.gpu.attention.flash import attend, reason_missing
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.reference import reference_attention
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

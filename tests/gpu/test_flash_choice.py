@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu import flash
-from retrieval_attn.gpu.flash import attend, reason_missing
-from retrieval_attn.gpu.flash_backends import BACKENDS, Call, _function
+from retrieval_attn.gpu.attention import flash
+from retrieval_attn.gpu.attention.backends import BACKENDS, Call, _function
+from retrieval_attn.gpu.attention.flash import attend, reason_missing
 
 GPU_NAMES = [name for name in BACKENDS if name not in ("torch-flash-cpu", "math")]
 
@@ -93,7 +93,7 @@ def test_operators_take_the_arguments_they_are_given(name: str, made: Call) -> N
 def test_the_choice_and_its_reasons_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     flash._log_choice.cache_clear()
     query, key = torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 4, 16)
-    with caplog.at_level(logging.INFO, logger="retrieval_attn.gpu.flash"):
+    with caplog.at_level(logging.INFO, logger="retrieval_attn.gpu.attention.flash"):
         for _ in range(3):
             attend(query, key, key, scale=1.0)
         assert len(caplog.records) == 1
@@ -125,7 +125,7 @@ def test_a_head_size_that_the_named_backend_refuses_is_an_error() -> None:
 def test_the_order_asked_for_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     flash._log_choice.cache_clear()
     query = torch.zeros(1, 2, 3, 16)
-    with caplog.at_level(logging.INFO, logger="retrieval_attn.gpu.flash"):
+    with caplog.at_level(logging.INFO, logger="retrieval_attn.gpu.attention.flash"):
         attend(query, query, query, scale=1.0, backends=["math", "torch-flash-cpu"])
     assert "backend math for cpu" in caplog.text and "first choice" in caplog.text
 

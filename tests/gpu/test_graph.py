@@ -12,12 +12,12 @@ from torch import Tensor
 
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu import libraries
-from retrieval_attn.gpu.decode_kernels import HostPart, Parts, merge_parts, stage_queries
-from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.exchange import Hop, HostCall
-from retrieval_attn.gpu.graph import CudaRuntime, Runtime, cuda_runtime
-from retrieval_attn.gpu.libraries import host_function_launcher
+from retrieval_attn.gpu.attention import libraries
+from retrieval_attn.gpu.attention.libraries import host_function_launcher
+from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
+from retrieval_attn.gpu.capture.exchange import Hop, HostCall
+from retrieval_attn.gpu.capture.runtime import CudaRuntime, Runtime, cuda_runtime
+from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
 
 AnyRuntime = EmulatedRuntime | CudaRuntime
 HOPS: tuple[Hop, ...] = ("push", "node")

@@ -9,10 +9,10 @@ import torch
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.gpu import knn
 from retrieval_attn.gpu.knn import nearest_keys, scratch_bytes
-from retrieval_attn.index.codes import encode_keys
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.knn import training_lists
+from retrieval_attn.index.kernels.codes import encode_keys
+from retrieval_attn.index.kernels.knn import training_lists
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.gpu.merge import Partial, empty_partial, merge, sink_logit_partial
-from retrieval_attn.gpu.reference import reference_attention
+from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge, sink_logit_partial
+from retrieval_attn.gpu.attention.reference import reference_attention
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Partial]:

@@ -14,10 +14,10 @@ import torch
 from retrieval_attn.cpu import serve
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError
-from retrieval_attn.gpu import push as push_module
-from retrieval_attn.gpu.emulate import EmulatedRuntime
-from retrieval_attn.gpu.exchange import VARIABLE, Replay, asked_hop
-from retrieval_attn.gpu.graph import CudaRuntime, Runtime, cuda_runtime
+from retrieval_attn.gpu.capture import polling as push_module
+from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
+from retrieval_attn.gpu.capture.exchange import VARIABLE, Replay, asked_hop
+from retrieval_attn.gpu.capture.runtime import CudaRuntime, Runtime, cuda_runtime
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_graph import Doubling, device_of
 
@@ -324,7 +324,7 @@ def test_a_graph_without_calls_is_served_without_waiting(cuda: CudaRuntime) -> N
 )
 def test_kernels_ask_and_wait_by_number() -> None:
     """Another replay's answer is none; the first call that was waited for in vain is reported, once."""
-    from retrieval_attn.gpu import flag_triton
+    from retrieval_attn.gpu.capture import flag_triton
 
     device = "cpu" if INTERPRETED else "cuda"
     words = torch.zeros(3, 32, dtype=torch.int32)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.gpu.window import WindowCache
+from retrieval_attn.gpu.attention.window import WindowCache
 
 
 def tokens(count: int, first: int = 0) -> Tensor:

@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.index import blocks as B
-from retrieval_attn.index.block_scan import SAMPLED, encode_block_queries, project_queries, value_of_rank
-from retrieval_attn.index.block_search import best_of_blocks
-from retrieval_attn.index.leaves import Leaves, code_means
-from retrieval_attn.index.packed import EMPTY
-from retrieval_attn.index.sketch import SketchArguments
+from retrieval_attn.index.kernels.packed import EMPTY
+from retrieval_attn.index.sketch import blocks as B
+from retrieval_attn.index.sketch.index import SketchArguments
+from retrieval_attn.index.sketch.leaves import Leaves, code_means
+from retrieval_attn.index.sketch.scan import SAMPLED, encode_block_queries, project_queries, value_of_rank
+from retrieval_attn.index.sketch.search import best_of_blocks
 
 RANK = 28  # 12 numbers of 8 bits, 16 of 4
 WIDE = 12

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from numba import njit
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index import codes as codes_module
-from retrieval_attn.index.codes import (
+from retrieval_attn.index.formats import Format, from_float32, to_float32
+from retrieval_attn.index.kernels import codes as codes_module
+from retrieval_attn.index.kernels.codes import (
     Codes,
     code_width,
     dot_u8,
@@ -25,8 +26,7 @@ from retrieval_attn.index.codes import (
     encode_query,
     prefetch_codes,
 )
-from retrieval_attn.index.dots import intrinsic
-from retrieval_attn.index.formats import Format, from_float32, to_float32
+from retrieval_attn.index.kernels.dots import intrinsic
 from tests.cpu.reference import strided
 
 DIMS = (64, 128, 80, 7, 256)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.index import graph_build
-from retrieval_attn.index.graph_build import Shape, channel_ratios, hot_first, list_counts, make_edges, near_of
+from retrieval_attn.index.roargraph import build as graph_build
+from retrieval_attn.index.roargraph.build import Shape, channel_ratios, hot_first, list_counts, make_edges, near_of
 from retrieval_attn.index.threads import kernel_threads
 
 SHAPE = Shape(degree=6, targets=3, fill=3, l2=True, candidates=40)

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.index.codes import CodedQueries, Codes, encode_keys, encode_query
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.graph_search import (
+from retrieval_attn.index.kernels.codes import CodedQueries, Codes, encode_keys, encode_query
+from retrieval_attn.index.roargraph.search import (
     CELL_KEYS,
     MOST_OUTSIDE,
     RANGE_BEAM,

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index import knn as knn_module
-from retrieval_attn.index.codes import encode_keys
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32, to_float32
-from retrieval_attn.index.knn import training_lists
-from retrieval_attn.index.packed import id_of, keep_best, pack_score, score_of, sort_best
+from retrieval_attn.index.kernels import knn as knn_module
+from retrieval_attn.index.kernels.codes import encode_keys
+from retrieval_attn.index.kernels.knn import training_lists
+from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score, score_of, sort_best
 from retrieval_attn.index.threads import kernel_threads
 from tests.cpu.reference import best_ids, strided
 

@@ -9,13 +9,13 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.index import Format
-from retrieval_attn.index.codes import encode_keys
 from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.flat import search_exact
-from retrieval_attn.index.graph_build import channel_ratios
-from retrieval_attn.index.graph_search import Cells
-from retrieval_attn.index.landmarks import Landmarks, choose_landmarks, make_cells, without_keys
-from retrieval_attn.index.roargraph import RoarGraphIndex
+from retrieval_attn.index.kernels.codes import encode_keys
+from retrieval_attn.index.roargraph.build import channel_ratios
+from retrieval_attn.index.roargraph.index import RoarGraphIndex
+from retrieval_attn.index.roargraph.landmarks import Landmarks, choose_landmarks, make_cells, without_keys
+from retrieval_attn.index.roargraph.search import Cells
 from retrieval_attn.index.threads import kernel_threads
 
 FMT = Format.FLOAT32

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
-from retrieval_attn.index import leaves as leaves_module
-from retrieval_attn.index.blocks import BLOCK, decoded
 from retrieval_attn.index.formats import from_float32
-from retrieval_attn.index.leaves import SHARES, code_means, leaf_order, needed_share
+from retrieval_attn.index.sketch import leaves as leaves_module
+from retrieval_attn.index.sketch.blocks import BLOCK, decoded
+from retrieval_attn.index.sketch.leaves import SHARES, code_means, leaf_order, needed_share
 
 N, DIM = 20_000, 32
 
@@ -114,7 +114,7 @@ def test_blocks_are_chosen_as_plain_arithmetic_does() -> None:
     index = SketchIndex.build(from_float32(keys, Format.BFLOAT16), Format.BFLOAT16, queries, share=0.05)
     search = index.search_arguments()
     held = np.ascontiguousarray(queries[:, 7])
-    from retrieval_attn.index.block_scan import encode_block_queries
+    from retrieval_attn.index.sketch.scan import encode_block_queries
 
     means = search.leaves.means
     rank = len(means.step)

@@ -11,8 +11,8 @@ import pytest
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index import FlatIndex, Format, create
 from retrieval_attn.index.formats import from_float32
-from retrieval_attn.index.graph_options import GraphOptions
-from retrieval_attn.index.roargraph import RoarGraphIndex
+from retrieval_attn.index.roargraph.index import RoarGraphIndex
+from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.synthetic import synthetic_head
 from retrieval_attn.index.threads import kernel_threads
 

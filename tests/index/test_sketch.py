@@ -9,7 +9,7 @@ import pytest
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
 from retrieval_attn.index.formats import from_float32, to_float32
-from retrieval_attn.index.sketch import learn_projection
+from retrieval_attn.index.sketch.index import learn_projection
 from tests.cpu.reference import strided
 
 N, DIM, RANK = 12000, 64, 16

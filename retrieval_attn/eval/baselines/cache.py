@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.cache import RetrievalCache
-from retrieval_attn.cache_layer import CacheLayer
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedMaskError, UnsupportedModelError
 from retrieval_attn.eval.baselines.policy import Meter, Policy, attend_all
 from retrieval_attn.eval.baselines.tokens import TokenBuffer
-from retrieval_attn.gpu.merge import Partial
-from retrieval_attn.hooks import MaskSpec
-from retrieval_attn.layers import RetrievalLayer
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.model.hooks import MaskSpec
 
 PolicyFactory = Callable[[int, int], Policy]
 """(layer, layers) -> the policy of that layer."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.eval.baselines.policy import Policy, attend_picked, distinct
 from retrieval_attn.eval.baselines.tokens import TokenBuffer
-from retrieval_attn.gpu.merge import Partial
+from retrieval_attn.gpu.attention.merge import Partial
 
 SAMPLE = 256
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.eval.baselines.policy import Policy
 from retrieval_attn.eval.baselines.tokens import pick
-from retrieval_attn.gpu.flash import attend
-from retrieval_attn.gpu.merge import Partial, merge
-from retrieval_attn.rotation import Rotation
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.model.rotation import Rotation
 
 
 class Blocks(Policy):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from retrieval_attn.decode import run
+from retrieval_attn.engine.decode import run
+from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory, attention_modules
 from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation, require_projection
 from retrieval_attn.eval.baselines.infllm import Blocks, require_rotation
@@ -22,7 +23,6 @@ from retrieval_attn.eval.baselines.reply import Reply, make_reply, stop_ids
 from retrieval_attn.eval.baselines.snapkv import Snap
 from retrieval_attn.eval.baselines.streaming import Streaming
 from retrieval_attn.eval.prompts import Prompt
-from retrieval_attn.switch import using_retrieval
 
 __all__ = ["PolicyMethod", "policies_of"]
 

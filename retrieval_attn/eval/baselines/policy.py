@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.eval.baselines.tokens import TokenBuffer, pick
-from retrieval_attn.gpu.flash import attend
-from retrieval_attn.gpu.merge import Partial, merge
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial, merge
 
 
 @dataclass

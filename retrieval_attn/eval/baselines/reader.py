@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval_attn.config import Config
-from retrieval_attn.decode import forward
+from retrieval_attn.engine.decode import forward
+from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory
-from retrieval_attn.switch import using_retrieval
 
 __all__ = ["ContextReader", "feed"]
 

@@ -118,7 +118,7 @@ def build_methods(
     memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
     A small model on the CPU is copied for `full`, so that nothing ever touches the baseline's.
     """
-    from retrieval_attn.loading import launched_processes
+    from retrieval_attn.model.loading import launched_processes
 
     given = {name: dict((options or {}).get(name, {})) for name in names}
     for name in (*names, *(options or {})):

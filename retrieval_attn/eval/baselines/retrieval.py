@@ -115,8 +115,8 @@ class RetrievalAttention:
 
 def _falling(context: Any, config: Any, beta: int) -> Any:
     """The context, its layers with budgets of their own.  Raises ConfigError if there is no number to divide."""
+    from retrieval_attn.cache.retrieval import RetrievalLayer
     from retrieval_attn.eval.baselines.options import pyramid
-    from retrieval_attn.layers import RetrievalLayer
 
     for name, value in (("top_k", config.top_k), ("beta", beta)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from retrieval_attn.eval.baselines.options import PyramidKV
 from retrieval_attn.eval.baselines.policy import Policy, attend_all
 from retrieval_attn.eval.baselines.tokens import TokenBuffer, pick
-from retrieval_attn.gpu.merge import Partial
+from retrieval_attn.gpu.attention.merge import Partial
 
 
 class Snap(Policy):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.eval.baselines.policy import Policy
-from retrieval_attn.gpu.flash import attend
-from retrieval_attn.gpu.merge import Partial
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial
 
 _ROWS = 512
 """Queries per block while the context is read through the window."""

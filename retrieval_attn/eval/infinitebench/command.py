@@ -11,7 +11,7 @@ from retrieval_attn.eval.infinitebench.catalogue import TASKS, check_tasks
 from retrieval_attn.eval.infinitebench.profiles import PROFILES
 from retrieval_attn.eval.infinitebench.scoring import SCORERS
 from retrieval_attn.eval.infinitebench.suite import InfiniteBench
-from retrieval_attn.eval.needle_options import _flag
+from retrieval_attn.eval.needle.options import _flag
 from retrieval_attn.eval.suite import arguments
 
 __all__ = ["add_arguments", "run"]

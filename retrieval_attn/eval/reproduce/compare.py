@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.heatmap import length_label
+from retrieval_attn.eval.needle.heatmap import length_label
 from retrieval_attn.eval.reproduce.experiments import Experiment, Step
 from retrieval_attn.eval.reproduce.paper import CLAIMS, SLIPS, TABLES, Cell, PaperTable
 from retrieval_attn.eval.suite.report import percent, table
@@ -175,7 +175,7 @@ def _decoded(folder: Path, step: Step) -> dict[tuple[str, int], tuple[float | No
 
 def _asked(step: Step, context: int) -> int:
     """The length that was asked for: at the end of a model's positions the context is a little shorter."""
-    from retrieval_attn.eval.bench_decode import lengths_of
+    from retrieval_attn.eval.bench.decode import lengths_of
 
     asked = lengths_of(step.words[step.words.index("--lengths") + 1])
     return next((length for length in asked if 0 <= length - context <= length // 100), context)
@@ -255,7 +255,7 @@ def _study(folder: Path, steps: Sequence[Step]) -> str:
 
 def _needle(folder: Path, steps: Sequence[Step]) -> str:
     """The panels as text, means first; the heatmap lies in the step's folder."""
-    from retrieval_attn.eval.heatmap import Panel, text_table
+    from retrieval_attn.eval.needle.heatmap import Panel, text_table
 
     found = _json(folder / steps[0].folder / "summary.json")["panels"]
     panels = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from retrieval_attn.eval.infinitebench.catalogue import PAPER_TASKS
-from retrieval_attn.eval.needle_presets import PRESETS
+from retrieval_attn.eval.needle.presets import PRESETS
 
 __all__ = ["EXPERIMENTS", "Experiment", "Size", "Step"]
 

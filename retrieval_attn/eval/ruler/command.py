@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrieval_attn.eval.needle_options import _flag
+from retrieval_attn.eval.needle.options import _flag
 from retrieval_attn.eval.ruler.specs import SPECS
 from retrieval_attn.eval.ruler.suite import RulerSuite
 from retrieval_attn.eval.suite import arguments

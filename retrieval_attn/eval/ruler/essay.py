@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval_attn.eval.haystack import sentence_ends
 from retrieval_attn.eval.ruler.tokens import TokenCounter
+from retrieval_attn.eval.text.haystack import sentence_ends
 
 __all__ = ["Essay", "EssaySource"]
 
@@ -32,7 +32,7 @@ class EssaySource:
     @classmethod
     def shipped(cls, seed: int) -> EssaySource:
         """The built-in prose of a seed."""
-        from retrieval_attn.eval.haystack import shipped_prose
+        from retrieval_attn.eval.text.haystack import shipped_prose
 
         return cls(lambda chars: shipped_prose(max(chars, 4000), seed), "built-in prose", "built-in prose")
 

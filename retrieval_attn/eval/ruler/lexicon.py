@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.words import ADJECTIVES, NOUNS
+from retrieval_attn.eval.text.words import ADJECTIVES, NOUNS
 
 __all__ = ["Lexicon", "pseudo_words"]
 

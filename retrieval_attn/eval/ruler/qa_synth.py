@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from retrieval_attn.eval.prose import sentences
 from retrieval_attn.eval.ruler.qa_files import Question
-from retrieval_attn.eval.words import CITIES, MATERIALS, NOUNS, PEOPLE
+from retrieval_attn.eval.text.prose import sentences
+from retrieval_attn.eval.text.words import CITIES, MATERIALS, NOUNS, PEOPLE
 
 __all__ = ["SyntheticSource"]
 

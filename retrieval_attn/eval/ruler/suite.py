@@ -53,7 +53,7 @@ class RulerSuite:
         legacy_typo: bool = False,
         reserve_tokens: int = 0,
     ) -> None:
-        from retrieval_attn.eval.haystack import read_haystack
+        from retrieval_attn.eval.text.haystack import read_haystack
 
         if reserve_tokens < 0:
             raise ConfigError(f"reserve_tokens={reserve_tokens} is negative; give the tokens to leave free, 0 for none")

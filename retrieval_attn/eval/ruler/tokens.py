@@ -84,7 +84,7 @@ class TokenCounter:
     @cached_property
     def _local(self) -> bool:
         """Whether counting in pieces gives what counting at once gives."""
-        from retrieval_attn.eval.haystack import shipped_prose
+        from retrieval_attn.eval.text.haystack import shipped_prose
 
         rng = random.Random("ruler/check")
         lines = [f"One of the special magic uuids for {uuid4(rng)} is: {uuid4(rng)}." for _ in range(200)]

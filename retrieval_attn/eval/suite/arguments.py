@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.needle_options import BUNDLED_MODEL, _at_least, _choices, _flag, _length, _top_k
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL, _at_least, _choices, _flag, _length, _top_k
 from retrieval_attn.eval.suite.suite import TaskSuite
 
 __all__ = ["Options", "add_arguments", "run"]
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
     if args.score_only:
         return scoring.score_again(Path(args.score_only).expanduser(), suite, plot=not args.no_plot)
     options = Options.of(args, suite)
-    from retrieval_attn.eval.needle import _load_description
+    from retrieval_attn.eval.needle.command import _load_description
     from retrieval_attn.eval.suite.prompting import frame
     from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 
@@ -272,7 +272,7 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
 def _settings(test: Any, options: Options, model_config: Any) -> dict[str, Any]:
     """What decides the meaning of a row; tasks, lengths and methods are in its id, so that a folder can grow."""
     from retrieval_attn.eval.methods import model_digest
-    from retrieval_attn.loading import choose_device
+    from retrieval_attn.model.loading import choose_device
 
     return {
         "suite": test.suite.name,

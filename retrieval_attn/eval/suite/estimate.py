@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from retrieval_attn.eval.needle import _bytes, _costs, _minutes
+from retrieval_attn.eval.needle.command import _bytes, _costs, _minutes
 from retrieval_attn.eval.suite.runner import SuiteRun
 
 __all__ = ["overview"]

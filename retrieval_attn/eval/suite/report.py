@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.heatmap import length_label
+from retrieval_attn.eval.needle.heatmap import length_label
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.eval.suite import statistics, tables
 from retrieval_attn.eval.suite.answerers import known_methods

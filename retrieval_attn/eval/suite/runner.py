@@ -242,7 +242,7 @@ class SuiteRun:
         self, block: Block, index: int, row: Row, name: str, method: Any, positions: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Predictions of one row and method.  What goes wrong inside the method becomes rows with an error."""
-        from retrieval_attn.loading import launched_processes
+        from retrieval_attn.model.loading import launched_processes
 
         begin = time.perf_counter()
         replies: dict[str, Any] = {}

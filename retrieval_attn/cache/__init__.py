@@ -1,0 +1,1 @@
+"""The cache that transformers sees, and its layers."""

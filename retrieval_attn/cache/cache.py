@@ -1,0 +1,186 @@
+"""RetrievalCache: the `past_key_values` object that makes a transformers model run retrieval attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+
+from retrieval_attn.cache.layer import CacheLayer, LayerStats
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sliding import SlidingLayer
+from retrieval_attn.config import Config, resolve
+from retrieval_attn.engine.support import require_supported
+from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
+from retrieval_attn.index.base import check_kind
+
+
+class RetrievalCache(Cache):
+    """Keys and values of one batch: a constant part on the device, the rest on the host behind indexes.
+
+    Use it as `past_key_values=` of `model(...)` or `model.generate(...)`, with a model loaded or switched to
+    `attn_implementation="retrieval"`. Full-attention layers retrieve, sliding layers keep their window,
+    linear-attention layers keep transformers' own state.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: Config | None = None, *, check: bool = True, **overrides: Any
+    ) -> None:
+        """An empty cache for `model`. Raises UnsupportedModelError with the reason, ConfigError for options.
+
+        check=False skips the support check (and its one-time verification of untested model types).
+        """
+        self.config = resolve(config, overrides)
+        check_kind(self.config.index, dict(self.config.index_options))
+        if check:
+            require_supported(model)
+        text_config = model.config.get_text_config(decoder=True)
+        super().__init__(layers=_make_layers(model, text_config, self.config))
+        self.model_type = text_config.model_type
+        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        # Ids of the cached tokens, where the caller says them (Context, generate): (batch, columns) on the CPU.
+        self.token_ids: Tensor | None = None
+        # Called after each decoder layer of a forward (progress of a long prefill), or None.
+        self.on_layer: Callable[[], object] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """See `CacheLayer.update`. Raises ContextLengthError past the model's positions."""
+        if layer_idx >= len(self.layers):
+            raise CacheMismatchError(
+                f"This cache was made for a {self.model_type} model of {len(self.layers)} layers; the model stores "
+                f"keys for layer {layer_idx}. Make a RetrievalCache for this model."
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, CacheLayer):
+            raise CacheMismatchError(
+                f"Layer {layer_idx} of this {self.model_type} cache keeps no keys, but the model stores some; make a "
+                "RetrievalCache for this model."
+            )
+        self.require_room(key_states.shape[2], layer.get_seq_length())
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def require_room(self, new_tokens: int, cached: int | None = None) -> None:
+        """Raise ContextLengthError when `new_tokens` more would pass the model's positions."""
+        cached = self.get_seq_length() if cached is None else cached
+        if self.max_positions is not None and cached + new_tokens > self.max_positions:
+            raise ContextLengthError(
+                f"{cached} cached and {new_tokens} new tokens are more than the model's {self.max_positions} "
+                "positions (config.max_position_embeddings). Shorten the context, or load the model with a config "
+                "whose rope scaling and max_position_embeddings cover it."
+            )
+
+    def fork(self) -> RetrievalCache:
+        """An independent continuation. Host memory and indexes are shared, the device window is copied."""
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, RetrievalLayer | SlidingLayer):
+                raise UnsupportedModelError(
+                    f"Layer {index} is a {type(layer).__name__}; its state cannot be forked. Read the context again."
+                )
+        other = object.__new__(RetrievalCache)
+        other.__dict__.update(self.__dict__)
+        other.layers = [layer.fork() for layer in self._own_layers()]
+        other.on_layer = None
+        return other
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest -`tokens_to_remove` tokens (transformers 5.17: negative counts)."""
+        super().crop(tokens_to_remove)
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[:, : self.get_seq_length()]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times; the host part is shared, not copied."""
+        super().batch_repeat_interleave(repeats)
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences."""
+        super().batch_select_indices(indices)
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[indices.cpu()]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue from these sequences (beam search). The host part is shared, not copied."""
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)  # type: ignore[arg-type]  # transformers says LongTensor for any int64
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[beam_idx.cpu()]
+
+    def reset(self) -> None:
+        """Forget everything; the cache can be filled again."""
+        super().reset()
+        self.token_ids = None
+
+    def stats(self) -> LayerStats:
+        """Sum over layers of what happened since the cache (or its fork) was made."""
+        total = LayerStats()
+        for layer in self._own_layers():
+            layer.settle()
+            if isinstance(layer, RetrievalLayer):
+                layer.finish_index()
+            total.add(layer.stats)
+        return total
+
+    def index_kinds(self) -> dict[str, int]:
+        """Kinds of the indexes over the host's keys, and how many heads (of all layers) have each."""
+        kinds: Counter[str] = Counter()
+        for layer in self._own_layers():
+            if isinstance(layer, RetrievalLayer):
+                kinds.update(layer.index_kinds())
+        return dict(kinds)
+
+    def index_notes(self) -> list[str]:
+        """Why each head has the index it has, one line per head, where something chose it."""
+        return [
+            f"layer {number}: {note}"
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, RetrievalLayer)
+            for note in layer.index_notes()
+        ]
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory held by keys, values and indexes."""
+        return sum(layer.host_nbytes for layer in self._own_layers())
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of device memory held by sinks and windows, which does not grow with the context, and by codes of keys,
+        which an index of kind "device" keeps there.
+        """
+        windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
+        return windows + sum(layer.coded_nbytes for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
+
+    def _own_layers(self) -> list[RetrievalLayer | SlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer | SlidingLayer)]
+
+
+def _make_layers(model: PreTrainedModel, text_config: Any, config: Config) -> list[Any]:
+    layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
+    layers: list[Any] = []
+    for index, layer_type in enumerate(layer_types):
+        if layer_type == "full_attention":
+            layers.append(RetrievalLayer(config, model, index))
+        elif layer_type == "sliding_attention":
+            layers.append(SlidingLayer(config, layer_kwargs["sliding_window"]))
+        elif layer_type in ("linear_attention", "conv", "mlp", "moe"):
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_kwargs))
+        else:
+            raise UnsupportedModelError(
+                f"Layer {index} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "
+                "full_attention, sliding_attention and linear_attention layers."
+            )
+    return layers
+
+
+def is_empty(cache: object) -> bool:
+    """Whether a transformers cache holds no tokens (None counts as empty)."""
+    return cache is None or (isinstance(cache, Cache) and int(torch.as_tensor(cache.get_seq_length())) == 0)

@@ -1,0 +1,118 @@
+"""Exact attention of new tokens over one layer: prefill, and turns that are appended exactly.
+
+A pass holds one layer's past and new keys on the device. Chunk by chunk, the queries attend to the past (all
+visible) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import CacheMismatchError
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.model.padding import join
+
+
+class ExactPass:
+    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk.
+
+    past: per row, keys and values of its real tokens so far, (1, kv_heads, tokens, dim) on the device.
+    """
+
+    def __init__(self, total: int, past: list[tuple[Tensor, Tensor] | None]) -> None:
+        self.total = total
+        self.filled = 0
+        self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
+        self.key: Tensor | None = None  # (batch, kv_heads, total, head_dim)
+        self.value: Tensor | None = None
+        self._past = past
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Partial:
+        """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
+        batch, count = key.shape[0], key.shape[2]
+        start = self.filled
+        self._store(key, value, start)
+        self.valid = join(self.valid, start, valid, count, batch)
+        self.filled += count
+        assert self.key is not None and self.value is not None
+        key, value = self.key[:, :, : self.filled], self.value[:, :, : self.filled]
+        if self.valid is None and all(past is None for past in self._past):
+            return _causal(query, [], (key, value), scale, softcap)
+        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        for row in range(batch):
+            here, real = self._real(row, start, self.filled), self._real(row, 0, self.filled)
+            one = slice(row, row + 1)
+            past = self._past[row]
+            own = (key[one][:, :, real], value[one][:, :, real])
+            part = _causal(query[one][:, :, here], [past] if past else [], own, scale, softcap)
+            out[one, :, here] = part.out
+            lse[one, :, here] = part.lse
+        return Partial(out, lse)
+
+    def keys_of(self, row: int) -> Tensor:
+        """All real keys of a row, past and new: (kv_heads, tokens, head_dim) on the device. May be a view."""
+        assert self.key is not None
+        new = self.key[row][:, self._real(row, 0, self.filled)]
+        past = self._past[row]
+        return new if past is None else torch.cat([past[0][0].to(new.dtype), new], dim=1)
+
+    def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` real new tokens of a row: keys and values (kv_heads, count, dim)."""
+        assert self.key is not None and self.value is not None
+        if self.valid is None:
+            return self.key[row, :, :count], self.value[row, :, :count]
+        first = self.valid[row].nonzero().squeeze(1)[:count].to(self.key.device)
+        return self.key[row][:, first], self.value[row][:, first]
+
+    def mark(self) -> object:
+        """What `restore` needs to forget the chunks that follow."""
+        return self.filled, self.valid
+
+    def restore(self, mark: object) -> None:
+        """As it was when `mark` was made: rows beyond it are written again by the next chunk."""
+        assert isinstance(mark, tuple)
+        self.filled, self.valid = mark
+
+    def _store(self, key: Tensor, value: Tensor, start: int) -> None:
+        count = key.shape[2]
+        if start == 0 and count == self.total:
+            self.key, self.value = key, value
+            return
+        if self.key is None or self.value is None:
+            self.key = key.new_empty(*key.shape[:2], self.total, key.shape[3])
+            self.value = value.new_empty(*value.shape[:2], self.total, value.shape[3])
+        if start + count > self.total:
+            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
+        self.key[:, :, start : start + count] = key
+        self.value[:, :, start : start + count] = value
+
+    def _real(self, row: int, start: int, stop: int) -> Tensor | slice:
+        """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
+        if self.valid is None:
+            return slice(None)
+        assert self.key is not None
+        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.key.device)
+
+
+def _causal(
+    query: Tensor,
+    earlier: list[tuple[Tensor, Tensor]],
+    own: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None,
+) -> Partial:
+    """Queries over earlier keys (all visible) and over keys whose last are their own (causal), merged."""
+    parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
+    parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
+    return merge(parts)

@@ -1,0 +1,297 @@
+"""The token loop: one forward for what is new, then one forward per generated token.
+
+Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions
+explicitly, so that padded rows and rows whose padding lies in the middle continue where they stopped.
+On a GPU the forwards of generated tokens are replays of one graph (`engine/graph.py`), where the model allows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.config import GraphMode
+from retrieval_attn.engine.lookahead import Follower, Teller
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.model.placement import agreed, input_device
+
+if TYPE_CHECKING:
+    from retrieval_attn.engine.graph import GraphDecoder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Generated:
+    """What a token loop produced.
+
+    sequences: (batch, prompt + new) ids; rows that stopped early are filled with the pad id.
+    how: "graph" where every forward after the prompt's was a replay, "eager", or "eager: " and why there was no graph.
+    """
+
+    sequences: Tensor
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    how: str = "eager"
+
+
+def positions(valid: Tensor) -> Tensor:
+    """Position of every column of a (batch, columns) mask: real tokens count 0, 1, ...; padding gets 1.
+
+    transformers gives padded columns position 1; nothing attends to them.
+    """
+    counted = valid.long().cumsum(dim=1) - 1
+    return counted.masked_fill(~valid.bool(), 1)
+
+
+def forward(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    ids: Tensor | None,
+    *,
+    mask: Tensor | None,
+    position_ids: Tensor,
+    inputs_embeds: Tensor | None = None,
+) -> Tensor:
+    """Run `model` on new tokens and return the last column's logits, (batch, vocabulary) float32.
+
+    mask: (batch, all columns) bool or None without padding; position_ids: (batch, new).
+    """
+    arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:
+        arguments["position_ids"] = position_ids
+    if "logits_to_keep" in parameters:
+        arguments["logits_to_keep"] = 1
+    if inputs_embeds is not None:
+        arguments["inputs_embeds"] = inputs_embeds
+    else:
+        arguments["input_ids"] = ids
+    logits: Tensor = model(**arguments, return_dict=True).logits
+    return logits[:, -1].float()
+
+
+def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a module's forward hook as nothing but operations on tensors, in place or not: a graph may record it.
+
+    Other hooks keep a model from being captured, for replays would not call them. Returns the hook.
+    """
+    setattr(hook, CAPTURABLE, True)
+    return hook
+
+
+CAPTURABLE = "_retrieval_attn_capturable"
+
+
+def forget_graphs(model: PreTrainedModel) -> None:
+    """Free what the model keeps for decoding its next cache as a graph: buffers on the device, and captured graphs."""
+    from retrieval_attn.engine.graph import forget
+
+    forget(model)
+
+
+class Steps:
+    """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
+
+    replays: how many were. reason: why there was no graph, or "".
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, graph: GraphMode | None = None) -> None:
+        """graph: as `Config.graph`; None: what the cache's options say. Nothing is captured before the first step."""
+        self._model, self._cache = model, cache
+        self._wanted = cache.config.graph if graph is None else graph
+        self._decoder: GraphDecoder | None = None
+        self._open = self._wanted is not False
+        self.replays = 0
+        self.reason = ""
+
+    def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (batch, vocabulary) float32 after token (batch,) at position (batch,). mask: as `forward` takes it.
+
+        They may be overwritten by the next step, before which the caller reads something that was computed from them,
+        and calls `confirm`. Raises CaptureError if a graph was demanded and cannot be.
+        """
+        if self._open and self._decoder is None:
+            self._acquire()
+        if self._decoder is not None:
+            try:
+                logits = self._decoder.step(token, position)
+            except CaptureError as error:
+                self._fail(str(error))
+            else:
+                self.replays += 1
+                return logits
+        return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=position[:, None])
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """The likeliest token (batch,) after the last step, the same memory at every step; None after an eager one."""
+        return None if self._decoder is None else self._decoder.chosen
+
+    def ahead(self) -> bool:
+        """As `step` for `chosen`, before that is read and confirmed; False where that cannot be. One step goes ahead.
+
+        `confirm` then confirms one after the other. Raises BackendError as `step` does.
+        """
+        gone = self._decoder is not None and self._decoder.ahead()
+        self.replays += gone
+        return gone
+
+    def take_back(self) -> None:
+        """What is not confirmed did not happen."""
+        if self._decoder is not None:
+            self._decoder.take_back()
+
+    def confirm(self) -> None:
+        """The first step that is not confirmed is over. Raises BackendError if a host search in it failed, the layer
+        named.
+        """
+        if self._decoder is not None:
+            self._decoder.confirm()
+
+    def close(self) -> None:
+        """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
+        if self._decoder is not None:
+            from retrieval_attn.engine.graph import give_back
+
+            decoder, self._decoder = self._decoder, None
+            give_back(self._model, decoder)
+
+    def _acquire(self) -> None:
+        from retrieval_attn.engine.graph import acquire, runtime_for
+
+        try:
+            runtime = runtime_for(self._model, emulate=self._wanted == "emulate")
+            if runtime is None:
+                if self._wanted == "auto":
+                    self._open = False  # on a CPU a graph gains nothing: nothing to tell
+                    return
+                raise CaptureError(f"the model runs on {input_device(self._model)}, a graph needs a CUDA device")
+            self._decoder = acquire(self._model, self._cache, runtime)
+        except (CaptureError, BackendError) as error:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        """Go on eagerly, said once for a model and reason; or raise, where a graph was demanded."""
+        self._open, self.reason = False, reason
+        if self._decoder is not None:
+            from retrieval_attn.engine.graph import give_back
+
+            decoder, self._decoder = self._decoder, None
+            give_back(self._model, decoder)
+        if self._wanted in (True, "emulate"):
+            raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
+        told = _told.setdefault(self._model, set())
+        if reason not in told:
+            told.add(reason)
+            logger.warning("decoding eagerly, without a CUDA graph: %s", reason)
+
+
+_told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def run(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    sequences: Tensor,
+    logits: Tensor,
+    *,
+    mask: Tensor | None,
+    position: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    do_sample: bool,
+    pad_id: int,
+    on_token: Callable[[list[int]], None] | None = None,
+    generator: torch.Generator | None = None,
+    keep_scores: bool = False,
+    keep_logits: bool = False,
+    graph: GraphMode | None = None,
+) -> Generated:
+    """Generate until every row meets a criterion.
+
+    sequences: (batch, columns) ids so far (what processors and criteria see). logits: (batch, vocabulary) of
+    the next token. mask: (batch, cached columns) bool or None. position: (batch,) of the last real token.
+    on_token gets the new id of every row, pad for rows that stopped. The last token is not fed back: the
+    cache then holds one column less than `sequences`, as transformers leaves it. graph: see `Config.graph`; None: what
+    the cache's options say. Raises BackendError if the host's search failed, CaptureError for graph=True without one.
+    """
+    started = time.perf_counter()
+    batch = sequences.shape[0]
+    running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
+    result = Generated(sequences, 0, 0.0, 0.0)
+    steps, teller = Steps(model, cache, graph), Teller(sequences.device)
+    plain = not (processors or do_sample or keep_scores or keep_logits) and Follower.serves(criteria)
+    follower = Follower(steps, teller, criteria, sequences) if plain else None
+
+    def tell(token: list[int]) -> None:
+        result.new_tokens += 1
+        if on_token is not None:
+            on_token(token)
+
+    try:
+        while True:
+            # processors may return, or write to, what they are given, which the next replay overwrites
+            own = logits.clone() if processors or keep_scores or keep_logits else logits
+            scores: Tensor = processors(sequences, own)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
+            if keep_scores:
+                result.scores.append(scores)
+            if keep_logits:
+                result.logits.append(logits.clone() if processors else own)
+            if do_sample:
+                probabilities = torch.softmax(scores, dim=-1)
+                chosen = agreed(torch.multinomial(probabilities, 1, generator=generator).squeeze(1), model)
+            else:
+                chosen = scores.argmax(dim=-1)
+            chosen = torch.where(running, chosen, pad_id)
+            sequences = torch.cat([sequences, chosen[:, None]], dim=1)
+            running = running & ~criteria(sequences, None)
+            # here, and where the follower reads a token, the CPU waits for the device
+            teller.send(torch.cat([chosen, running.to(chosen.dtype)]))
+            numbers = teller.read()
+            steps.confirm()
+            tell(numbers[:batch])
+            if not any(numbers[batch:]):
+                break
+            position = position + 1
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+            logits = steps.step(chosen, position, mask)
+            if follower is None:
+                continue
+            follower.note(numbers[:batch])
+            while steps.chosen is not None and all(numbers[batch:]) and not follower.stopped.any():
+                told = follower.follow(tell).to(sequences.device)
+                sequences = torch.cat([sequences, told], dim=1)
+                if follower.stopped.all():
+                    break
+                running, position = ~follower.stopped.to(sequences.device), position + told.shape[1]
+                if mask is not None:
+                    mask = torch.cat([mask, mask.new_ones(told.shape)], dim=1)
+                logits = steps.step(sequences[:, -1], position, mask)
+            if follower.stopped.all():
+                break
+    finally:
+        steps.close()
+    if steps.reason:
+        result.how = f"eager: {steps.reason}"
+    elif steps.replays:
+        result.how = "graph"
+    result.sequences = sequences
+    result.decode_seconds = time.perf_counter() - started
+    return result

@@ -1,0 +1,178 @@
+"""The host's part of a captured layer's attention, for some rows of the batch: what it is asked, and what it plans.
+
+A batch whose keys are named by the device has two of them: while the host works on the first rows, the device searches
+the codes of the others. Nothing here is bound to a cache but by `plan`, until `forget`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.host_attend import plan_paths
+from retrieval_attn.cpu.pool import Pool
+from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
+from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.capture.exchange import HostCall
+from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.codes.search import Aim, CodeSearch, Scratch, class_of, shared_scratch
+from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
+from retrieval_attn.index.device import DeviceIndex
+
+MOST_TURNS = 2
+"""Parts of a batch that take turns at most."""
+
+
+class Owner(Protocol):
+    """What a part asks of its decoder. scratch: for searches of codes, which take turns with it."""
+
+    runtime: Runtime
+    pool: Pool
+    scratch: dict[Any, Scratch]
+
+    @property
+    def most_coded(self) -> int:
+        """The largest of all layers, see `HostRows`."""
+
+
+def turns_of(layer: RetrievalLayer, batch: int, head_dim: int) -> list[slice]:
+    """The rows of each part, in order: one part, or two where the device has codes to search meanwhile."""
+    if batch < MOST_TURNS or layer.code_shape(head_dim) is None:
+        return [slice(0, batch)]
+    return [slice(0, batch // 2), slice(batch // 2, batch)]
+
+
+class HostRows:
+    """See the module. part: the results as the device reads them, after the call that `ask` began has joined."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        number: int,
+        layer: RetrievalLayer,
+        rows: slice,
+        sizes: tuple[int, int, int, int],
+        memory: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]],
+        device: torch.device,
+    ) -> None:
+        """For rows `rows` of layer `number`. sizes: q_heads, kv_heads, head_dim, value_dim; memory: meters and
+        descriptor as in StepBuffers.
+        """
+        self._owner, self._number, self.rows = owner, number, rows
+        self._q_heads, kv_heads, dim, value_dim = sizes
+        batch, runtime = rows.stop - rows.start, owner.runtime
+        count = batch * self._q_heads
+        lse_at = -(-count * value_dim // 16) * 16  # on a cache line
+        shape = layer.code_shape(dim)
+        room = 0 if shape is None else shape.room
+        queries, results = runtime.queries(count * (dim + room)), runtime.results(lse_at + count)
+        places = None if batch == 1 else torch.arange(count, device=device)
+        self.part = HostPart(
+            results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], places
+        )
+        out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
+        given = queries.host.numpy()
+        candidates = None if shape is None else given[count * dim :].view(np.int32).reshape(count, room)
+        self._buffers = StepBuffers(given[: count * dim], out, lse, *memory, candidates)
+        self._staged = queries.device[: count * dim].view(count, dim)
+        self._search = None if shape is None else CodeSearch(batch, self._q_heads, kv_heads, shape, device)
+        self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
+        self._step = LayerStep(owner.pool, layer.fmt, layer=number, buffers=self._buffers)
+        self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
+
+    @property
+    def most_coded(self) -> int:
+        """Keys that a search of codes on the device is recorded for; 0: none is searched."""
+        return class_of(self._search.most) if self._search is not None and self._search.most else 0
+
+    def plan(self, layer: RetrievalLayer, top_k: int, scale: float, softcap: float | None) -> None:
+        """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
+        hosts, ranges = layer.hosts[self.rows], layer.ranges[self.rows]
+        if not any(stop > start for start, stop in ranges):
+            self._answer_nothing()
+            return
+        for rows_of in _layouts(hosts):
+            paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
+            own = [ranges[rows[0]] for rows in rows_of]
+            if plan_paths(self._step, paths, own, self._q_heads, n, top_k, scale=scale, softcap=softcap):
+                if self.part.rows is not None:
+                    self.part.rows.copy_(_places(rows_of, self._q_heads))
+                if self._search is not None:
+                    self._search.aim(_aims(self._step, rows_of, top_k))
+                return
+        raise CaptureError(
+            f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
+        )
+
+    def _answer_nothing(self) -> None:
+        self._step.forget()
+        self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
+        if self._search is not None:
+            self._search.aim([None] * len(self._search.entries))
+
+    def ask(self, query: Tensor) -> Any:
+        """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call."""
+        owner, own = self._owner, query[self.rows]
+        stage_queries(own, self._staged, self.part.rows)
+        if self._search is not None and owner.most_coded:
+            sizes = len(own) * self._q_heads, owner.most_coded, self._search.shape.room, query.device
+            scratch = shared_scratch(owner.scratch, *sizes)
+            self._search.run(own, self._ids, self.part.rows, scratch, owner.runtime.opaque)
+        return owner.runtime.begin(self._call)
+
+    def raise_error(self) -> None:
+        """Raise what the last replay left as the step's status; BackendError names the layer."""
+        self._step.raise_error()
+
+    def forget(self) -> None:
+        """Drop what the step and the search hold of a cache."""
+        self._step.forget()
+        if self._search is not None:
+            self._search.forget()
+
+
+def _layouts(hosts: list[HostPath]) -> list[list[list[int]]]:
+    """Ways to put a batch's rows into a step, best first: rows that share a path together, then each on its own.
+
+    Each is a list of the step's rows, which are lists of the batch's rows, all equally long.
+    """
+    shared: dict[int, list[int]] = {}
+    for row, host in enumerate(hosts):
+        shared.setdefault(id(host), []).append(row)
+    together = list(shared.values())
+    apart = [[row] for row in range(len(hosts))]
+    equal = len({len(rows) for rows in together}) == 1
+    return [together, apart] if equal and len(together) < len(hosts) else [apart]
+
+
+def _aims(step: LayerStep, rows_of: list[list[int]], top_k: int) -> list[Aim | None]:
+    """The codes behind a planned step, for each key-value head of each row of the batch. Raises CaptureError."""
+    heads = next(len(piece.keys) for pieces in step.rows for piece in pieces)
+    aims: list[Aim | None] = [None] * (heads * sum(map(len, rows_of)))
+    for members, pieces in zip(rows_of, step.rows, strict=True):
+        coded = [piece for piece in pieces if piece.indexes and isinstance(piece.indexes[0], DeviceIndex)]
+        if len(coded) > 1:
+            raise CaptureError("a sequence has codes of several segments on the device")
+        for piece in coded:
+            stop = piece.high - piece.index_first
+            for head, index in enumerate(piece.indexes or ()):
+                if isinstance(index, DeviceIndex) and index.serves(top_k, stop) and piece.low == piece.index_first:
+                    for row in members:
+                        aims[row * heads + head] = index.codes.device, stop  # type: ignore[attr-defined]
+    return aims
+
+
+def _places(rows_of: list[list[int]], q_heads: int) -> Tensor:
+    """int64 (batch * q_heads,): where a step (rows, q_heads, n) has the query head h of the batch's row b."""
+    n = len(rows_of[0])
+    places = torch.empty(len(rows_of) * n, q_heads, dtype=torch.int64)
+    heads = torch.arange(q_heads)
+    for row, members in enumerate(rows_of):
+        for i, member in enumerate(members):
+            places[member] = (row * q_heads + heads) * n + i
+    return places.flatten()

@@ -1,0 +1,389 @@
+"""Layer-major prefill: each decoder layer walks the prompt in chunks, one layer after the other.
+
+One ordinary forward of an unmodified model then needs one layer's keys and one chunk's activations on the
+device, and layer l is complete (and can be indexed) after l/L of the work. Exact: a chunk attends to the
+layer's past and to itself. transformers' own `prefill_chunk_size` is chunk-major and, in 5.17, wrong with a
+non-empty cache; it is not used.
+
+Where a chunk does not fit the device's memory its layer is put back to where it was, and it and all that follow are
+halved. Keys leave for the host while later layers compute (`offload/work.py`); `finish_prefill` waits for the last
+index.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
+from retrieval_attn.memory.host_room import require_host_room
+from retrieval_attn.memory.units import host_memory_bytes
+from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.offload.work import drain
+
+log = logging.getLogger(__name__)
+
+LEAST_CHUNK = 256
+"""Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
+_ORIGINAL = "_retrieval_attn_original_forward"
+
+
+def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The model's decoder layers with their cache layer index, in order.
+
+    A decoder layer is a member of a ModuleList that has a direct child with an integer `layer_idx`.
+    """
+    found = []
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        for member in module:
+            index = _layer_index(member)
+            if index is not None:
+                found.append((member, index))
+    return found
+
+
+def _layer_index(layer: nn.Module) -> int | None:
+    for child in layer.children():
+        index = getattr(child, "layer_idx", None)
+        if isinstance(index, int) and not isinstance(index, bool):
+            return index
+    return None
+
+
+def final_norms(model: nn.Module) -> list[nn.Module]:
+    """Normalisations beside the decoder layers; over a whole prompt they are prefill's hidden memory peak."""
+    found = []
+    for module in model.modules():
+        holds_layers = any(
+            isinstance(child, nn.ModuleList) and any(_layer_index(member) is not None for member in child)
+            for child in module.children()
+        )
+        if holds_layers:
+            found += [
+                child for child in module.children() if "Norm" in type(child).__name__ and not list(child.children())
+            ]
+    return found
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    """The model's token embedding, where it says which that is."""
+    found = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    return [found] if isinstance(found, nn.Embedding) else []
+
+
+def wrap_layers(model: nn.Module, chunk: int) -> None:
+    """Make every decoder layer walk long inputs in chunks of `chunk` tokens. Undone by `unwrap_layers`.
+
+    Raises ConfigError for a chunk below 1. Layers that are wrapped already get the new chunk size.
+    """
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ConfigError(f"chunk must be an integer >= 1 token, got {chunk!r}; 8192 is a good start.")
+    unwrap_layers(model)
+    stream = _Stream(model, chunk)
+    for layer, index in decoder_layers(model):
+        _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
+    for norm in final_norms(model):
+        _wrap(norm, _ChunkedNorm(norm, chunk, stream))
+    for embedding in _embeddings(model):
+        _wrap(embedding, _NotedEmbedding(embedding, stream))
+
+
+def unwrap_layers(model: nn.Module) -> None:
+    """Give the decoder layers their own forward back. Nothing happens when they are not wrapped."""
+    for module in [*(layer for layer, _ in decoder_layers(model)), *final_norms(model), *_embeddings(model)]:
+        if _ORIGINAL in module.__dict__:
+            del module.forward  # the instance attribute; the class's forward shows again
+            if (before := module.__dict__.pop(_ORIGINAL)) is not None:
+                module.forward = before  # accelerate's hooks (device_map) are instance attributes too
+
+
+def _wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.__dict__[_ORIGINAL] = module.__dict__.get("forward")
+    module.forward = functools.wraps(module.forward)(forward)
+
+
+@contextmanager
+def prefill_by_layer(model: PreTrainedModel, chunk: int = 8192) -> Iterator[PreTrainedModel]:
+    """Within this context, forwards with a RetrievalCache go layer by layer in chunks of `chunk` tokens."""
+    before = wrapped_chunk(model)
+    wrap_layers(model, chunk)
+    try:
+        yield model
+    finally:
+        unwrap_layers(model)
+        if before is not None:
+            wrap_layers(model, before)
+
+
+def wrapped_chunk(model: nn.Module) -> int | None:
+    """The chunk size the decoder layers are wrapped with, or None."""
+    for layer, _ in decoder_layers(model):
+        forward = layer.__dict__.get("forward")
+        if forward is not None and _ORIGINAL in layer.__dict__:
+            return forward.chunk
+    return None
+
+
+class _Stream:
+    """The hidden states on their way through the layers of one model.
+
+    A wrapped layer may write its output over its input, but only when the input is the output of the layer before it,
+    or of the model's own embedding (models keep that until they return, and look at it no more), and nobody else holds
+    it: not the caller's embeddings, and not what a forward hook recorded.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        self.chunk = chunk  # tokens; halved where memory does not suffice
+        self._model = weakref.ref(model)
+        self._latest: weakref.ref[Tensor] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model whose layers are wrapped."""
+        return self._model()
+
+    def shrink(self, size: int, layer: int) -> bool:
+        """A chunk of `size` tokens did not fit: go on with half of it. False if it was as small as it gets.
+
+        Also False where ranks share the model's heads: the others are in the middle of the same chunk.
+        """
+        from retrieval_attn.model.placement import tensor_ranks  # which finds layers through this module
+
+        if size <= LEAST_CHUNK or tensor_ranks(self.model) > 1:
+            return False
+        self.chunk = max(LEAST_CHUNK, size // 2)
+        log.warning(
+            "layer %d: out of device memory with a chunk of %d tokens; prefill goes on with chunks of %d",
+            layer,
+            size,
+            self.chunk,
+        )
+        return True
+
+    def shortage(self, cache: Any, layer: int, tokens: int, batch: int, device: torch.device) -> str:
+        """The arithmetic of what a pass over `tokens` tokens needs, as far as it is known for this model."""
+        from retrieval_attn.memory.plan import plan
+
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
+        config = cache.config.replace(prefill_chunk=min(self.chunk, tokens))
+        context = cache.layers[layer].get_seq_length() + tokens
+        try:
+            return str(plan(self.model.config, context=context, gpu_memory=total, batch=batch, config=config))
+        except RetrievalAttentionError as error:
+            return f"(no arithmetic for this model: {error})"
+
+    def may_overwrite(self, hidden_states: Tensor) -> bool:
+        """Whether `hidden_states` is dead once it has been read."""
+        return not torch.is_grad_enabled() and self._latest is not None and self._latest() is hidden_states
+
+    def passed(self, out: Tensor, module: nn.Module, seen: bool) -> None:
+        """`out` leaves `module`. seen: somebody else may keep it (forward hooks, output_hidden_states)."""
+        self._latest = None if seen or module._forward_hooks else weakref.ref(out)
+
+
+class _NotedEmbedding:
+    """A token embedding's forward whose output the first layer may overwrite."""
+
+    def __init__(self, embedding: nn.Module, stream: _Stream) -> None:
+        self._embedding, self._original, self._stream = embedding, embedding.forward, stream
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._original(*args, **kwargs)
+        self._stream.passed(out, self._embedding, seen=False)
+        return out
+
+
+class _ChunkedLayer:
+    """A decoder layer's forward that splits the token axis when a retrieval cache is in use."""
+
+    def __init__(self, layer: nn.Module, index: int, chunk: int, stream: _Stream) -> None:
+        self._layer, self._original = layer, layer.forward
+        self._index, self._stream = index, stream
+        self.chunk = chunk
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        from retrieval_attn.cache.cache import RetrievalCache  # cache imports models, which verifies through here
+
+        cache = next((item for item in (*args, *kwargs.values()) if isinstance(item, RetrievalCache)), None)
+        if cache is None:
+            return self._original(hidden_states, *args, **kwargs)
+        layer = cache.layers[self._index] if self._index < len(cache.layers) else None
+        tokens = hidden_states.shape[1]
+        # Linear-attention layers carry state from token to token in their own way: never split those.
+        if tokens <= min(self._stream.chunk, LEAST_CHUNK) or not isinstance(layer, CacheLayer):
+            result = self._original(hidden_states, *args, **kwargs)
+        else:
+            result = self._read(cache, layer, hidden_states, args, kwargs)
+        if cache.on_layer is not None:
+            cache.on_layer()
+        return result
+
+    def _read(
+        self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if layer is next(item for item in cache.layers if isinstance(item, CacheLayer)):
+            model = self._stream.model
+            require_host_room(model.config, cache.config, hidden_states.shape[1], hidden_states.shape[0])
+        for other in cache.layers:
+            if isinstance(other, CacheLayer):
+                other.check_index()  # an index that failed five layers ago need not wait for the last layer
+        try:
+            layer.begin_pass(hidden_states.shape[1])
+            result = self._walk(cache, layer, hidden_states, args, kwargs)
+            layer.end_pass()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            tokens = hidden_states.shape[1]
+            raise MemoryPlanError(
+                f"Layer {self._index}: out of device memory after {tokens:,} tokens were read, when the window and the "
+                "sample of queries were put away. Read with a smaller prefill_chunk; this cache cannot be used any "
+                f"more.\n{self._stream.shortage(cache, self._index, tokens, len(hidden_states), hidden_states.device)}"
+            ) from error
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: leave no threads behind that build what nobody will ask
+            abandon(cache)
+            raise
+        return result
+
+    def _walk(
+        self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tokens = hidden_states.shape[1]
+        seen = bool(kwargs.get("output_hidden_states")) or bool(self._layer._forward_hooks)
+        whole = hidden_states if not seen and self._stream.may_overwrite(hidden_states) else None
+        rest: tuple[Any, ...] | None = None
+        start = 0
+        while start < tokens:
+            stop = min(start + self._stream.chunk, tokens)
+            mark = layer.mark()
+            part = self._fitting(hidden_states, start, stop, whole, args, kwargs)
+            if part is None:
+                self._step_back(cache, layer, mark, hidden_states, stop - start)
+                continue
+            whole, rest = part
+            start = stop
+        assert whole is not None
+        self._stream.passed(whole, self._layer, seen=seen)
+        return whole if rest is None else (whole, *rest)
+
+    def _fitting(
+        self,
+        hidden_states: Tensor,
+        start: int,
+        stop: int,
+        whole: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, tuple[Any, ...] | None] | None:
+        """The output with tokens [start, stop) filled in, and what else the layer returned; None: out of memory.
+
+        Nothing is written to `whole`, which may be the input, before all of the chunk is there.
+        """
+        tokens = hidden_states.shape[1]
+        try:
+            part = self._original(
+                hidden_states[:, start:stop],
+                *(_cut(item, start, stop, tokens) for item in args),
+                **{name: _cut(item, start, stop, tokens) for name, item in kwargs.items()},
+            )
+            out = part[0] if isinstance(part, tuple) else part
+            rest = part[1:] if isinstance(part, tuple) else None
+            if stop - start == tokens:
+                return out, rest
+            if whole is None or out.dtype != whole.dtype or out.device != whole.device:
+                whole = out.new_empty(out.shape[0], tokens, *out.shape[2:])
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return None  # the error, and with it what the layer had in its hands, is gone once this returns
+        whole[:, start:stop] = out
+        return whole, rest
+
+    def _step_back(self, cache: Any, layer: CacheLayer, mark: object, hidden_states: Tensor, size: int) -> None:
+        """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
+        tokens, device = hidden_states.shape[1], hidden_states.device
+        needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"
+        drain(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if mark is None or not layer.restore(mark):
+            cure = "this layer cannot repeat a chunk. Make a new cache and read with a smaller prefill_chunk"
+        elif self._stream.shrink(size, self._index):
+            return
+        else:
+            cure = "chunks do not get smaller. Read less at once, quantise the weights or take a larger GPU"
+        arithmetic = self._stream.shortage(cache, self._index, tokens, hidden_states.shape[0], device)
+        raise MemoryPlanError(f"{needed}, and {cure}; this cache cannot be used any more.\n{arithmetic}")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device ran out of memory, in torch's allocator or in a library that asked for a workspace."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+
+
+def finish_prefill(cache: Any, on_layer: Callable[[], object] | None = None) -> None:
+    """Wait until the keys of all layers of a RetrievalCache are on the host and indexed; on_layer after each.
+
+    Reading returns before the last indexes are built, and the first question waits for them: call this to wait now.
+    Raises what went wrong, with the layer named. Interrupted (Ctrl-C), it leaves no threads behind.
+    """
+    try:
+        for layer in cache.layers:
+            if isinstance(layer, CacheLayer):
+                layer.finish_index()
+            if on_layer is not None:
+                on_layer()
+    except Exception:
+        raise
+    except BaseException:
+        abandon(cache)
+        raise
+
+
+def abandon(cache: Any) -> None:
+    """Stop copying and indexing for this cache soon, without waiting. It cannot be used any more."""
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayer):
+            layer.abandon()
+
+
+class _ChunkedNorm:
+    """The final normalisation in chunks of tokens: the same rows, without a float32 copy of the whole prompt."""
+
+    def __init__(self, norm: nn.Module, chunk: int, stream: _Stream) -> None:
+        self._original, self._stream, self.chunk = norm.forward, stream, chunk
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else 0
+        chunk = min(self.chunk, self._stream.chunk)
+        if tokens <= chunk or torch.is_grad_enabled():
+            return self._original(hidden_states, *args, **kwargs)
+        whole = hidden_states if self._stream.may_overwrite(hidden_states) else torch.empty_like(hidden_states)
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
+            whole[:, start:stop] = self._original(hidden_states[:, start:stop], *args, **kwargs)
+        return whole
+
+
+def _cut(item: Any, start: int, stop: int, tokens: int) -> Any:
+    """The part of a layer argument that belongs to tokens [start, stop); things without a token axis pass."""
+    if isinstance(item, MaskSpec):
+        return item.part(start, stop)
+    if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[1] == tokens:
+        return item[:, start:stop]
+    if isinstance(item, tuple):
+        return tuple(_cut(member, start, stop, tokens) for member in item)
+    return item

@@ -1,0 +1,1 @@
+"""Benchmarks: `retrieval-attn bench`."""

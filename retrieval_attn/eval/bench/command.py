@@ -1,0 +1,31 @@
+"""`retrieval-attn bench`: indexes and studies on attention keys; decode, prefill and memory of whole models."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+__all__ = ["add_arguments", "run"]
+
+_WHAT = {
+    "decode": ("retrieval_attn.eval.bench.decode", "milliseconds per token of every method at every context length"),
+    "index": ("retrieval_attn.eval.bench.index", "recall, work, time and memory of every index on attention keys"),
+    "memory": ("retrieval_attn.eval.bench.memory", "device and host memory over context lengths, beside the plan"),
+    "prefill": ("retrieval_attn.eval.bench.prefill", "a plain prefill beside ours with every index ready, and peaks"),
+    "study": (
+        "retrieval_attn.eval.bench.studies",
+        "figures 2, 3a, 3b and 6 of the RetrievalAttention paper, on your heads",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Subcommands of `retrieval-attn bench`."""
+    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, (module, text) in _WHAT.items():
+        importlib.import_module(module).add_arguments(commands.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen one; see its module."""
+    return int(importlib.import_module(_WHAT[args.what][0]).run(args))

@@ -1,0 +1,74 @@
+"""The decode methods that are compared, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retrieval_attn.config import Config
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.bench.baselines import FullEager, FullGraph, FullResident, Offloaded, Quantized
+from retrieval_attn.eval.bench.method import Method, MethodSpec, Retrieval, Static
+from retrieval_attn.eval.bench.policies import ByPolicy
+from retrieval_attn.index.base import check_kind
+
+METHODS: dict[str, type[Method]] = {
+    "static": Static,
+    "full-resident": FullResident,
+    "full-graph": FullGraph,
+    "full-eager": FullEager,
+    "offloaded": Offloaded,
+    "quantized": Quantized,
+    "snapkv": ByPolicy,
+    "infllm": ByPolicy,
+}
+DEFAULT = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
+SHORT = {"flat-int8": ("flat", {"codes": "int8"})}
+
+
+def parse(text: str) -> list[MethodSpec]:
+    """Methods of a comma list such as "roargraph:beam=250,static". Raises ConfigError for names not known."""
+    specs = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, *pairs = item.split(":")
+        options: dict[str, Any] = {}
+        for pair in pairs:
+            key, sign, value = pair.partition("=")
+            if not sign:
+                raise ConfigError(f"--methods {item}: options are written name=value, got {pair!r}")
+            options[key] = _value(value)
+        if name not in METHODS:
+            kind, given = SHORT.get(name, (name, {}))
+            try:
+                check_kind(kind, {**given, **options})
+            except ConfigError as error:
+                raise ConfigError(f"--methods {item}: {error}, or a method: {', '.join(METHODS)}") from error
+        elif options and name != "quantized":
+            raise ConfigError(f"--methods {item}: {name} takes no options")
+        specs.append(MethodSpec(name, options))
+    if not specs:
+        raise ConfigError(f"--methods names none; the default is {DEFAULT}")
+    return specs
+
+
+def kind_of(spec: MethodSpec) -> type[Method]:
+    """The class of a spec's method; an index kind is retrieval with that index."""
+    return METHODS.get(spec.name, Retrieval)
+
+
+def make(spec: MethodSpec, model: Any, config: Config) -> Method:
+    """The method of a spec."""
+    if spec.name in METHODS:
+        return METHODS[spec.name](spec, model, config)
+    kind, given = SHORT.get(spec.name, (spec.name, {}))
+    return Retrieval(spec, model, config.replace(index=kind, index_options={**given, **spec.options}))
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,139 @@
+"""Fill caches with given keys and values, as a prefill would leave them, without computing attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from retrieval_attn.cache import exact as exact_pass
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.gpu.attention.merge import Partial, empty_partial
+from retrieval_attn.model.hooks import MaskSpec
+
+if TYPE_CHECKING:
+    from retrieval_attn.eval.bench.keys import Source
+
+BLOCK = 8192
+"""Tokens that are put into a cache at once."""
+
+Span = tuple[int, int]
+"""Tokens [start, stop) of a context."""
+
+
+def blocks(spans: Sequence[Span]) -> Iterator[Span]:
+    """The spans, cut at multiples of BLOCK."""
+    for start, stop in spans:
+        while start < stop:
+            end = min(stop, (start // BLOCK + 1) * BLOCK)
+            yield start, end
+            start = end
+
+
+def tokens_of(spans: Sequence[Span]) -> int:
+    """Tokens in all spans together."""
+    return sum(stop - start for start, stop in spans)
+
+
+@torch.no_grad()
+def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Span]) -> RetrievalCache:
+    """Give the empty `cache` the spans of `source` as one prefill, layer by layer; its indexes are ready then.
+
+    What the layers do with keys, values and queries is their own code: only exact attention over them is left out,
+    which no cache needs.
+    """
+    from retrieval_attn.eval.bench.keys import attentions
+
+    total = tokens_of(spans)
+    modules = attentions(model)
+    with _without_attention():
+        for number, module in enumerate(modules[: source.distinct]):
+            layer: Any = cache.layers[number]
+            scale = float(getattr(module, "scaling", source.head_dim**-0.5))
+            layer.begin_pass(total)
+            filled = 0
+            for start, stop in blocks(spans):
+                layer.update(*source.block(number, start, stop))
+                query = source.queries(number, start, stop)
+                spec = MaskSpec(q_offset=filled, q_length=stop - start)
+                layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
+                filled += stop - start
+            layer.end_pass()
+    for number in range(source.distinct, len(modules)):
+        cache.layers[number] = _adopted(cache.layers[number % source.distinct], number)
+    finish_prefill(cache)
+    return cache
+
+
+@torch.no_grad()
+def fill_watching(cache: Any, source: Source) -> None:
+    """Give the empty cache of a baseline the whole of `source`, its policies watching the queries."""
+    from retrieval_attn.eval.bench.keys import attentions
+
+    for number, module in enumerate(attentions(source.model)):
+        layer = cache.layers[number]
+        scale = float(getattr(module, "scaling", source.head_dim**-0.5))
+        layer.begin_pass(source.tokens)
+        for start, stop in blocks([(0, source.tokens)]):
+            layer.update(*source.block(number, start, stop))
+            query = source.queries(number, start, stop)
+            spec = MaskSpec(q_offset=start, q_length=stop - start)
+            layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
+        layer.end_pass()
+
+
+def _adopted(layer: Any, number: int) -> Any:
+    """Another layer that shares the host keys and indexes of `layer`."""
+    other = layer.fork()
+    other._owner = None  # belongs to the module that uses it first
+    other._number = number
+    return other
+
+
+@contextmanager
+def _without_attention() -> Iterator[None]:
+    """Exact passes store what they are given and answer nothing."""
+
+    def nothing(query: Tensor, earlier: Any, own: tuple[Tensor, Tensor], *rest: Any, **more: Any) -> Partial:
+        return empty_partial(query, own[1].shape[3])
+
+    attend = exact_pass._causal
+    exact_pass._causal = nothing
+    try:
+        yield
+    finally:
+        exact_pass._causal = attend
+
+
+@torch.no_grad()
+def fill(cache: Any, source: Source, spans: Sequence[Span]) -> Any:
+    """Give transformers' own cache (dynamic, offloaded or quantized) the spans of `source`."""
+    for number in range(source.num_layers):
+        parts = [source.block(number, start, stop) for start, stop in blocks(spans)]
+        keys, values = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        del parts
+        cache.update(keys, values, number)
+    return cache
+
+
+@torch.no_grad()
+def fill_static(cache: StaticCache, source: Source, spans: Sequence[Span]) -> StaticCache:
+    """Give transformers' StaticCache the spans of `source`, in place."""
+    total = tokens_of(spans)
+    for number in range(source.num_layers):
+        layer: Any = cache.layers[number]
+        filled = 0
+        for start, stop in blocks(spans):
+            keys, values = source.block(number, start, stop)
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            layer.keys[:, :, filled : filled + stop - start] = keys
+            layer.values[:, :, filled : filled + stop - start] = values
+            filled += stop - start
+        layer.cumulative_length.fill_(total)
+    return cache

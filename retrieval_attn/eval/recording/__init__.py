@@ -1,0 +1,1 @@
+"""A model's queries, keys and values, written down."""

@@ -1,0 +1,1 @@
+"""Texts to hide needles in: prose, words, files."""

@@ -1,0 +1,1 @@
+"""Attention kernels behind one signature, the window, and the merge of partials."""

@@ -1,0 +1,210 @@
+"""The static part of a sequence on the device: attention sinks and the recent window (section 3.3).
+
+One buffer per layer, `[free | sinks | tail | free]` along the token axis, batched over the rows of a cache. The tail
+begins at a fixed slot and grows to the right; when it is full the owner moves its oldest tokens to the host and calls
+`drop_oldest`. A per-row validity mask exists only when some row is padded; without padding no mask is ever built.
+A captured graph reads and writes the same buffer (`use`), so nothing here moves it unless it must grow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import ShapeError
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial
+
+
+class WindowCache:
+    """Sink and tail keys and values of one layer on one device.
+
+    Layout (batch, kv_heads, tokens, dim) in the model's dtype. `valid` is (batch, tokens) bool or None when
+    every token of every row is real; it covers the used slots. Memory is constant: sinks + tail capacity, whatever the
+    context length.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, capacity: int, sinks: int = 0) -> None:
+        """Empty cache shaped after `key` (batch, kv_heads, *, head_dim) and `value`, for `capacity` tail tokens.
+
+        sinks: room for so many sink tokens; more make the buffer grow.
+        """
+        self.sink_len = 0
+        self.tail_len = 0
+        self.valid: Tensor | None = None
+        self._capacity = capacity
+        self._tail = sinks  # slot of the tail's first token
+        self._key = self._allocate(key, sinks + capacity)
+        self._value = self._allocate(value, sinks + capacity)
+
+    @staticmethod
+    def _allocate(like: Tensor, tokens: int) -> Tensor:
+        shape = (like.shape[0], like.shape[1], tokens, like.shape[3])
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    @property
+    def batch(self) -> int:
+        return self._key.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory reserved."""
+        return self._key.nbytes + self._value.nbytes
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still be appended."""
+        return self._capacity - self.tail_len
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The used slots [low, high) of `buffers`: sinks, then the tail; the next token goes to slot `high`."""
+        return self._tail - self.sink_len, self._tail + self.tail_len
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with all their slots, (batch, kv_heads, slots, dim)."""
+        return self._key, self._value
+
+    def use(self, key: Tensor, value: Tensor) -> None:
+        """Move into these buffers, of the same shapes but for the slots, which must be enough: what is used is copied.
+
+        The tail keeps its first slot. Raises ShapeError for buffers that cannot hold it.
+        """
+        low, high = self.span
+        for mine, given in ((self._key, key), (self._value, value)):
+            same = (mine.shape[:2], mine.shape[3], mine.dtype) == (given.shape[:2], given.shape[3], given.dtype)
+            if not same or given.shape[2] < high:
+                raise ShapeError(
+                    f"a window of {tuple(mine.shape)}, {high} slots used, cannot use {tuple(given.shape)}."
+                )
+            given[:, :, low:high] = mine[:, :, low:high]
+        self._key, self._value = key, value
+        self._capacity = key.shape[2] - self._tail
+
+    def own(self) -> None:
+        """Move into memory of its own again: somebody else's buffers get other tokens."""
+        self._key, self._value = self._key.clone(), self._value.clone()
+
+    def note_appended(self, count: int) -> None:
+        """`count` real tokens were written behind the tail by somebody else, who knew `span` and `buffers`."""
+        if self.valid is not None:
+            self.valid = torch.cat([self.valid, self._all_valid(count)], dim=1)
+        self.tail_len += count
+
+    def tail(self) -> tuple[Tensor, Tensor]:
+        """Views of the tail's keys and values, (batch, kv_heads, tail_len, dim)."""
+        span = slice(self._tail, self._tail + self.tail_len)
+        return self._key[:, :, span], self._value[:, :, span]
+
+    def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Append tokens to the tail. valid: (batch, tokens) bool or None for all real."""
+        count = key.shape[2]
+        if count > self.room:
+            self._grow(count - self.room)
+        low, high = self.span
+        self._key[:, :, high : high + count] = key
+        self._value[:, :, high : high + count] = value
+        if valid is not None or self.valid is not None:
+            new = valid if valid is not None else self._all_valid(count)
+            old = self.valid if self.valid is not None else self._all_valid(high - low)
+            self.valid = torch.cat([old, new], dim=1)
+        self.tail_len += count
+
+    def drop_oldest(self, count: int) -> None:
+        """Forget the `count` oldest tokens of the tail (they are on the host by now)."""
+        if count < 0 or count > self.tail_len:
+            raise ShapeError(f"cannot drop {count} of {self.tail_len} tail tokens.")
+        if count == 0:
+            return
+        high = self.span[1]
+        keep, target = slice(self._tail + count, high), slice(self._tail, high - count)
+        # clone: source and target overlap
+        self._key[:, :, target] = self._key[:, :, keep].clone()
+        self._value[:, :, target] = self._value[:, :, keep].clone()
+        if self.valid is not None:
+            self.valid = torch.cat([self.valid[:, : self.sink_len], self.valid[:, self.sink_len + count :]], dim=1)
+        self.tail_len -= count
+
+    def truncate(self, count: int) -> None:
+        """Forget the `count` newest tokens of the tail."""
+        if count < 0 or count > self.tail_len:
+            raise ShapeError(f"cannot remove {count} of {self.tail_len} tail tokens.")
+        self.tail_len -= count
+        if self.valid is not None:
+            self.valid = self.valid[:, : self.sink_len + self.tail_len]
+
+    def set_sinks(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Replace the sinks by (batch, kv_heads, sinks, dim) tensors; the tail stays."""
+        tail_valid = None if self.valid is None else self.valid[:, self.sink_len :]
+        self.sink_len = key.shape[2]
+        if self.sink_len > self._tail:
+            tail_key, tail_value = self.tail()
+            self._tail = self.sink_len
+            self._key = self._allocate(key, self._tail + self._capacity)
+            self._value = self._allocate(value, self._tail + self._capacity)
+            span = slice(self._tail, self._tail + self.tail_len)
+            self._key[:, :, span] = tail_key
+            self._value[:, :, span] = tail_value
+        low = self.span[0]
+        self._key[:, :, low : self._tail] = key
+        self._value[:, :, low : self._tail] = value
+        if valid is None and tail_valid is None:
+            self.valid = None
+            return
+        sink_valid = valid if valid is not None else self._all_valid(self.sink_len)
+        rest = tail_valid if tail_valid is not None else self._all_valid(self.tail_len)
+        self.valid = torch.cat([sink_valid, rest], dim=1)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep `rows` (int64 indices, repeats allowed) of the batch, in that order."""
+        rows = rows.to(self._key.device)
+        self._key = self._key.index_select(0, rows)
+        self._value = self._value.index_select(0, rows)
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, rows)
+
+    def attend(self, query: Tensor, *, scale: float, softcap: float | None, reach: int | None = None) -> Partial:
+        """Attention over sinks and tail. The last query.shape[2] tail tokens are the queries' own, causally.
+
+        query: (batch, q_heads, queries, head_dim). reach: a query sees only keys less than `reach` tokens
+        behind it (sliding-window layers, which have no sinks). No valid key for a query: out 0, lse -inf.
+        """
+        used = slice(*self.span)
+        key, value = self._key[:, :, used], self._value[:, :, used]
+        mask = self._mask(query.shape[2], reach)
+        return attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
+
+    def _mask(self, queries: int, reach: int | None) -> Tensor | None:
+        """(1 or batch, 1, queries, tokens) bool, or None when every query sees every token."""
+        mask: Tensor | None = None
+        end = self.sink_len + self.tail_len
+        if queries > 1 or (reach is not None and end > reach):
+            # Token t is visible to query i when t <= position of i; sinks lie before every query.
+            position = torch.arange(end - queries, end, device=self._key.device)[:, None]
+            token = torch.arange(end, device=self._key.device)
+            mask = token <= position
+            if reach is not None:
+                mask = mask & (token > position - reach)
+            mask = mask[None, None]
+        if self.valid is not None:
+            row = self.valid[:, None, None, :]
+            mask = row if mask is None else mask & row
+        return mask
+
+    def clone(self) -> WindowCache:
+        """An independent copy; used by forks."""
+        other = object.__new__(WindowCache)
+        other.__dict__.update(self.__dict__)
+        other._key = self._key.clone()
+        other._value = self._value.clone()
+        return other
+
+    def _all_valid(self, tokens: int) -> Tensor:
+        return torch.ones(self.batch, tokens, dtype=torch.bool, device=self._key.device)
+
+    def _grow(self, tokens: int) -> None:
+        extra_key = self._allocate(self._key, tokens)
+        self._key = torch.cat([self._key, extra_key], dim=2)
+        self._value = torch.cat([self._value, self._allocate(self._value, tokens)], dim=2)
+        self._capacity += tokens

@@ -1,0 +1,206 @@
+"""A captured graph where there is no device that could: recorded operations, run again into the same memory.
+
+Every operation that PyTorch dispatches while a step is recorded is kept with its arguments; a replay runs each again
+and writes what it returns into the tensors that it returned first, as a CUDA graph writes to the same addresses. So
+what a real graph would get wrong goes wrong here too: a number that Python computed stays what it was, and a tensor
+that was made anew for a step is not seen. Reading a tensor's value while recording is refused, as a capture refuses
+it. What one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
+meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
+
+Both exchanges are there. "node": the host function is called from another thread. "push": the recorded operations run
+on another thread, the caller's serves them by the same compiled function as on a device (`emulate_push.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.capture.emulate_polling import EmulatedPush
+from retrieval_attn.gpu.capture.exchange import Hop, HostCall, PlainReplay, Replay, Shared
+from retrieval_attn.gpu.capture.polling import Numbers, ServerOf
+
+# Operations whose result's shape, or whose result, has to be known on the CPU: a capture ends with an error there.
+READS_VALUES = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+    "item",
+}
+
+
+class EmulatedRuntime:
+    """See the module. `calls` counts calls of host functions, by replays under "push" those that were answered.
+
+    patience: seconds that an emulated device waits for an answer, and its host for a request. latency: seconds from a
+    launch to its beginning, under "push".
+    """
+
+    processors = 2
+
+    def __init__(self, server_of: ServerOf, hop: Hop = "push") -> None:
+        self._thread = ThreadPoolExecutor(1, "retrieval_attn-emulated")
+        self._recorder: _Recorder | None = None
+        self._push: EmulatedPush | None = None
+        self.server_of, self.hop = server_of, hop
+        self.numbers = Numbers()
+        self.patience, self.latency = 60.0, 0.0
+        self.calls = 0
+
+    def queries(self, count: int) -> Shared:
+        host = torch.zeros(count, dtype=torch.float32)
+        return Shared(host if self.hop == "push" else torch.zeros_like(host), host)
+
+    def results(self, count: int) -> Shared:
+        return Shared(torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float32))
+
+    def begin(self, call: HostCall) -> Any:
+        call.results.device.fill_(torch.nan)
+        if self.hop == "push":
+            call_here(call)
+            self.calls += 1
+            number = None
+            if self._push is not None and self._recorder is not None:
+                number = self._push.add(call)
+                self._recorder.nodes.append(lambda push=self._push: push.ask(number))  # type: ignore[misc]
+            return call, number
+        call.queries.host.copy_(call.queries.device)
+        pending = _Pending(self, call)
+        self._do(pending.start)
+        return pending
+
+    def join(self, begun: Any) -> None:
+        if self.hop == "push":
+            call, number = begun
+            if self._push is not None and self._recorder is not None:
+                self._recorder.nodes.append(lambda push=self._push: push.wait(number))  # type: ignore[misc]
+            call.results.device.numpy()[:] = call.results.host.numpy()  # not recorded: in a replay `wait` does it
+            return
+        self._do(begun.wait)
+        begun.call.results.device.copy_(begun.call.results.host)
+
+    def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
+        def action() -> None:
+            with _disable_current_modes(), torch.no_grad():
+                function(*arguments)
+
+        self._do(action)
+
+    def warm_up(self, record: Callable[[], None]) -> None:
+        record()
+
+    def capture(self, record: Callable[[], None]) -> Replay:
+        recorder = self._recorder = _Recorder()
+        push = self._push = EmulatedPush(self) if self.hop == "push" else None
+        try:
+            with recorder:
+                record()
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._recorder = self._push = None
+        if push is None or not push.calls:
+            return PlainReplay(recorder.replay)
+        push.work = recorder.replay
+        return push
+
+    def synchronize(self) -> None:
+        self._thread.submit(int).result()
+
+    def submit(self, action: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run it on the other thread."""
+        return self._thread.submit(action, *arguments)
+
+    def _do(self, action: Callable[[], None]) -> None:
+        action()
+        if self._recorder is not None:
+            self._recorder.nodes.append(action)
+
+
+def call_here(call: HostCall) -> None:
+    """Call the host function on this thread."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
+
+
+class _Pending:
+    """A host call that has begun."""
+
+    def __init__(self, runtime: EmulatedRuntime, call: HostCall) -> None:
+        self._runtime, self.call = runtime, call
+        self._running: Future[None] | None = None
+        # bits, without PyTorch: a look at values would be recorded
+        self._taken, self._given = (part.numpy().view(np.int32) for part in (call.queries.host, call.queries.device))
+
+    def start(self) -> None:
+        self._runtime.calls += 1
+        self._running = self._runtime.submit(call_here, self.call)
+
+    def wait(self) -> None:
+        assert self._running is not None
+        self._running.result()
+        if not np.array_equal(self._taken, self._given):
+            raise CaptureError("queries were written while the host could read them")
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps what is dispatched as functions that do it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        mask = any(isinstance(item, Tensor) and item.dtype == torch.bool for item in tree_leaves(args[1:2]))
+        if name in READS_VALUES or (name in ("index", "index_put_", "_index_put_impl_") and mask):
+            raise CaptureError(f"the step reads a tensor's values on the CPU (aten::{name})")
+        result = function(*args, **kwargs)
+        inputs = {_memory(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        outputs = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        fresh = [item for item in outputs if _memory(item) not in inputs]
+        if fresh or function._schema.is_mutable:
+            self.nodes.append(_Node(function, args, kwargs, [_memory(item) not in inputs for item in outputs], outputs))
+        return result  # a view of an input: it shows what a replay writes there
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for node in self.nodes:
+                node()
+
+
+class _Node:
+    """One operation, to be run again into the memory of its first results."""
+
+    def __init__(self, function: Any, args: Any, kwargs: Any, fresh: list[bool], outputs: list[Tensor]) -> None:
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._fresh, self._outputs = fresh, outputs
+
+    def __call__(self) -> None:
+        result = self._function(*self._args, **self._kwargs)
+        again = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        for fresh, old, new in zip(self._fresh, self._outputs, again, strict=True):
+            if fresh:
+                old.copy_(new)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

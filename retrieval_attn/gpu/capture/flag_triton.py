@@ -1,0 +1,52 @@
+"""Two Triton kernels by which a graph asks the host and waits for its answer. Imported only where there is Triton.
+
+A replay's number is its flag: nothing has to be reset, and a flag that an earlier replay left is no flag of this one.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT
+
+
+@triton.jit
+def _ask_kernel(request, head):
+    tl.atomic_xchg(request, tl.load(head).to(tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_kernel(line, head, report, SHIFT: tl.constexpr):
+    generation = tl.load(head)
+    failed = tl.load(head + 1)
+    polls = tl.load(head + 2)
+    number = tl.load(line + 1).to(tl.int64)
+    seen = tl.load(line, volatile=True)
+    count = tl.where(failed == generation, polls, 0)  # one that gave up is enough: the others look once
+    while (seen != generation) & (count < polls):
+        seen = tl.load(line, volatile=True)
+        count += 1
+    late = seen != generation
+    tl.store(head + 1, generation, mask=late)
+    tl.store(report, generation.to(tl.int64) * SHIFT + number, mask=late & (failed != generation))
+
+
+def ask(request: Tensor, head: Tensor) -> None:
+    """Write the replay's number to `request`, int64 in page-locked host memory, after all that was written before.
+
+    head: int32 on the device: the replay's number, that of the last one in which a wait gave up, how often to look.
+    """
+    _ask_kernel[(1,)](request, head, num_warps=1)
+
+
+def wait(line: Tensor, head: Tensor, report: Tensor) -> None:
+    """What follows waits until line[0] is the replay's number, or until it was looked at too often.
+
+    line: int32 (2,) on the device, the answer and the number of the call. report: int64 in page-locked host memory,
+    gets the replay's number * REPORT_SHIFT + the call's, of the first call that was waited for in vain.
+    """
+    _wait_kernel[(1,)](line, head, report, SHIFT=REPORT_SHIFT, num_warps=1)

@@ -1,0 +1,291 @@
+"""Exchange without host nodes: a kernel asks, the thread that launched the replay answers call after call.
+
+A layer's queries are written by a kernel to page-locked memory where they lie, then the replay's number to the call's
+request word there. The thread runs the search and lets the device copy the results to its memory, by a stream of their
+own, in which the replay's number follows them into the call's answer word. A kernel waits for that before the merge: in
+the device's own memory, where looking is quick. It gives up after a while and reports the call; so does the thread,
+which then answers all that is left. Neither waits for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.gpu.attention.libraries import DriverFunctions
+from retrieval_attn.gpu.capture.exchange import (
+    REPORT_SHIFT,
+    VARIABLE,
+    HostCall,
+    Replay,
+    Shared,
+    no_collection,
+    page_locked,
+)
+
+MOST_CALLS = 512
+"""Of one graph."""
+POLLS = 20_000_000
+"""How often a kernel looks for an answer, about half a microsecond each: ten seconds. A host may be busy elsewhere."""
+LIMIT_SECONDS = 10.0
+"""How long the thread waits for a request."""
+HOST_LINE, DEVICE_LINE = 8, 32  # words of 64 and 32 bits: flags lie on cache lines of their own
+HINT = f"The model decodes without this exchange by {VARIABLE}=node"
+
+
+class Functions(NamedTuple):
+    """Addresses of C functions that return int32, 0 if all is well: the driver's, or an emulation's."""
+
+    copy: int
+    """cuMemcpyHtoDAsync(target, source, bytes, stream)"""
+    write: int
+    """cuStreamWriteValue32(stream, address, value, 0)"""
+    query_stream: int
+    query_event: int
+
+
+class Server(Protocol):
+    """What answers one graph's calls: `cpu/serve.py` has it."""
+
+    table: int
+
+    @property
+    def run(self) -> Callable[[int], int]: ...
+
+    def add(
+        self, *, request: int, function: int, argument: int, target: int, source: int, size: int, answer: int
+    ) -> None: ...
+
+    def prepare(self, generation: int, stream: int, event: int) -> None: ...
+
+    @property
+    def served(self) -> int: ...
+
+
+ServerOf = Callable[[tuple[int, int, int, int], int, float], Server]
+"""Makes one of Functions, the stream that answers, and the longest wait for a request in seconds."""
+
+
+def serve(server: Server, launch: Callable[[], None], calls: Sequence[HostCall], limit_seconds: float) -> None:
+    """Launch a replay whose server is prepared, and serve it. Raises BackendError that names the call.
+
+    An interrupt that comes before the launched work is served waits until it is.
+    """
+    run, table = server.run, server.table
+    interrupt = None
+    try:
+        launch()
+    except KeyboardInterrupt as error:  # before or after the launch: `run` finds out
+        interrupt = error
+    code = run(table)
+    if interrupt is not None:
+        raise interrupt
+    if code:
+        reasons = {-1: f"the device did not ask within {limit_seconds:g} s", -2: "the device ended without asking"}
+        reason = reasons.get(code, f"CUDA error {code}")
+        raise BackendError(f"{calls[server.served].name}: {reason} while its queries were awaited. {HINT}.")
+
+
+def failure_of(report: int, generation: int, calls: Sequence[HostCall]) -> str | None:
+    """What a device's report says about the replay `generation`."""
+    if report // REPORT_SHIFT != generation:
+        return None
+    name = calls[report % REPORT_SHIFT].name
+    return f"{name}: the device gave up waiting for the host's answer, so this token is lost. {HINT}."
+
+
+class Numbers:
+    """Numbers of replays, 1 .. 2**31 - 1, none twice in a life: graphs of one decoder share nothing but these."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def next(self) -> int:
+        """Another one. Safe from any thread."""
+        return next(self._count) % (2**31 - 1) + 1
+
+
+class PushExchange:
+    """See the module. polls, limit_seconds: POLLS and LIMIT_SECONDS of graphs that are captured from now on."""
+
+    def __init__(self, device: torch.device, server_of: ServerOf) -> None:
+        """Raises BackendError, ImportError or what Triton raises where a part of it is missing."""
+        from retrieval_attn.gpu.capture import flag_triton
+
+        self.kernels = flag_triton
+        self.device, self._server_of = device, server_of
+        self.polls, self.limit_seconds = POLLS, LIMIT_SECONDS
+        self.numbers, self.turn = Numbers(), threading.Lock()
+        driver = DriverFunctions()
+        names = "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamQuery", "cuEventQuery"
+        self._functions = Functions(*[driver.address(name) for name in names])
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # there is a context
+            self._answers_by = driver.new_stream()
+            self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """Compile and load: loading may wait for a device, which must not wait for us then."""
+        words = torch.zeros(2 * DEVICE_LINE, dtype=torch.int32, device=self.device)
+        host = page_locked(2 * HOST_LINE, torch.int64)
+        self.kernels.ask(host[HOST_LINE:], words)
+        self.kernels.wait(words[DEVICE_LINE:], words, host)
+        torch.cuda.synchronize()
+
+    def server(self) -> Server:
+        """A new one, without calls."""
+        return self._server_of(self._functions, self._answers_by, self.limit_seconds)
+
+    def renew(self) -> None:
+        """See `Exchange`: the stream of answers is in no capture."""
+
+    def queries(self, count: int) -> Shared:
+        """See `Exchange`: one memory, the host's."""
+        host = page_locked(count)
+        return Shared(host, host)
+
+    def results(self, count: int) -> Shared:
+        """See `Exchange`."""
+        return Shared(torch.zeros(count, dtype=torch.float32, device=self.device), page_locked(count))
+
+    def open(self) -> PushCalls:
+        """See `Exchange`."""
+        return PushCalls(self)
+
+    def begin(self, call: HostCall) -> None:
+        """See `Runtime`. Nothing is captured: the call is over when this returns."""
+        torch.cuda.current_stream(self.device).synchronize()
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
+        call.results.device.copy_(call.results.host)
+
+    def join(self, begun: None) -> None:
+        """See `Runtime`."""
+
+    def replay(self, launch: Callable[[], None]) -> Replay:
+        """See `Calls`."""
+        raise NotImplementedError("what is replayed is captured by `open`")
+
+
+class PushCalls:
+    """The calls of one graph, and its replay."""
+
+    serves = True
+
+    def __init__(self, exchange: PushExchange) -> None:
+        self._exchange = exchange
+        self.server = exchange.server()
+        self.calls: list[HostCall] = []
+        self._host = page_locked((MOST_CALLS + 1) * HOST_LINE, torch.int64)  # the report, then requests
+        words = torch.zeros(MOST_CALLS + 1, DEVICE_LINE, dtype=torch.int32)  # see flag_triton: the head, then lines
+        words[0, 2] = exchange.polls
+        words[1:, 1] = torch.arange(MOST_CALLS)
+        self._device = words.to(exchange.device)
+        self._number = self._device[0, 0]
+        self._report = self._host.numpy()[:1]
+        self.generation = 0
+        self._begun = torch.cuda.Event()
+        self._launch: Callable[[], None] | None = None
+
+    def begin(self, call: HostCall) -> int:
+        """See `Runtime`."""
+        number = len(self.calls)
+        if number == MOST_CALLS:
+            raise CaptureError(f"a step has more than {MOST_CALLS} layers that search")
+        self.calls.append(call)
+        request = self._host[(number + 1) * HOST_LINE :]
+        self.server.add(
+            request=request.data_ptr(),
+            function=call.function,
+            argument=call.argument,
+            target=call.results.device.data_ptr(),
+            source=call.results.host.data_ptr(),
+            size=call.results.host.nbytes,
+            answer=self._device[number + 1].data_ptr(),
+        )
+        self._exchange.kernels.ask(request, self._device[0])
+        return number
+
+    def join(self, begun: int) -> None:
+        """See `Runtime`."""
+        self._exchange.kernels.wait(self._device[begun + 1], self._device[0], self._host)
+
+    def replay(self, launch: Callable[[], None]) -> Replay:
+        """See `Calls`."""
+        self._launch = launch
+        return self
+
+    def __call__(self) -> None:
+        """See `Replay`."""
+        assert self._launch is not None
+        # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
+        with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
+            stream = torch.cuda.current_stream()
+            self.generation = self._exchange.numbers.next()
+            self._number.fill_(self.generation)
+            self._begun.record(stream)
+            self.server.prepare(self.generation, stream.cuda_stream, self._begun.cuda_event)
+            serve(self.server, self._launch, self.calls, self._exchange.limit_seconds)
+
+    def failure(self, generation: int | None = None) -> str | None:
+        """See `Replay`."""
+        return failure_of(int(self._report[0]), generation or self.generation, self.calls)
+
+
+class Prober(Protocol):
+    """What `probe` asks of a runtime."""
+
+    def queries(self, count: int) -> Shared: ...
+
+    def results(self, count: int) -> Shared: ...
+
+    def begin(self, call: HostCall) -> object: ...
+
+    def join(self, begun: object) -> None: ...
+
+    def warm_up(self, record: Callable[[], None]) -> None: ...
+
+    def capture(self, record: Callable[[], None]) -> Replay: ...
+
+    def synchronize(self) -> None: ...
+
+
+def probe(runtime: Prober, device: torch.device) -> None:
+    """One call in a graph, replayed twice. Raises BackendError if other numbers come back than should."""
+    from retrieval_attn.gpu.decode.kernels import stage_queries
+
+    count = 64
+    queries, results = runtime.queries(count), runtime.results(count)
+    taken, given = queries.host.numpy(), results.host.numpy()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def double(argument: int) -> None:
+        given[:] = 2 * taken
+
+    address = ctypes.cast(double, ctypes.c_void_p).value
+    assert address is not None
+    call = HostCall(queries, results, address, 0, "the probe")
+    numbers = torch.arange(count, dtype=torch.float32, device=device)
+    out = torch.zeros_like(numbers)
+
+    def record() -> None:
+        numbers.add_(1)
+        stage_queries(numbers.view(1, 1, 1, count), queries.device.view(1, count), None)
+        runtime.join(runtime.begin(call))
+        out.copy_(results.device)
+
+    runtime.warm_up(record)
+    replay = runtime.capture(record)
+    for step in (2, 3):
+        replay()
+        runtime.synchronize()
+        failure, seen = replay.failure(), out.tolist()
+        if failure is not None:
+            raise BackendError(failure)
+        if seen != [2.0 * (i + step) for i in range(count)]:
+            raise BackendError(f"of {count} numbers other ones came back, {seen[:2]} first")

@@ -1,0 +1,209 @@
+"""Capturing one decode step as a CUDA graph, with calls to host code inside it.
+
+`CudaRuntime` records on a stream of its own. How a layer's queries reach the host and results come back while the
+device goes on is its exchange's matter (`exchange.py`, `push.py`), chosen once: "push" where a trial of it works.
+
+`Runtime` says what a graph needs; `emulate.py` has the one that runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.gpu.capture.exchange import (
+    Calls,
+    Exchange,
+    Hop,
+    HostCall,
+    NodeExchange,
+    Replay,
+    Shared,
+    first_line,
+    no_collection,
+)
+from retrieval_attn.gpu.capture.polling import PushExchange, ServerOf, probe
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime(Protocol):
+    """Where a step is recorded and replayed."""
+
+    processors: int
+    """Multiprocessors, for choosing how many parts to cut work into."""
+
+    def queries(self, count: int) -> Shared:
+        """Memory that the device writes and the host reads, zeros. Raises CaptureError if it cannot be had."""
+
+    def results(self, count: int) -> Shared:
+        """The same for the other direction."""
+
+    def begin(self, call: HostCall) -> object:
+        """Call with the queries that were written; what follows does not wait for it. Returns what `join` takes."""
+
+    def join(self, begun: Any) -> None:
+        """What follows waits for the call and sees its results."""
+
+    def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run, and at every replay, a function that looks up in memory what it works on."""
+
+    def warm_up(self, record: Callable[[], None]) -> None:
+        """Run what is to be recorded, as it will be recorded, and wait for it."""
+
+    def capture(self, record: Callable[[], None]) -> Replay:
+        """The recorded work as a function that replays it. Raises CaptureError with the reason."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
+
+
+class CudaRuntime:
+    """See the module. One per device and exchange (`cuda_runtime`): all its graphs take their memory from one pool.
+
+    hop: the exchange it uses.
+    """
+
+    def __init__(self, device: torch.device, server_of: ServerOf, hop: Hop | None = None) -> None:
+        """hop: the only exchange to use; None: "push" if it works. Raises BackendError where no exchange can be had."""
+        self._device = device
+        self._lock = threading.RLock()
+        self._calls: Calls | None = None
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        with torch.cuda.device(device):
+            self.hop: Hop = self._choose(server_of, hop)
+
+    def _choose(self, server_of: ServerOf, hop: Hop | None) -> Hop:
+        reason = "as asked for"
+        if hop != "node":
+            try:
+                self._try_push(server_of)
+            except Exception as error:
+                reason = f"push does not work here: {first_line(error)}"
+                if hop == "push":
+                    raise BackendError(f"{reason}. Any device takes the exchange by host nodes.") from error
+            else:
+                logger.info(
+                    "graphs ask and the host pushes what it found: %s", reason if hop else "a trial of it worked"
+                )
+                return "push"
+        self._use(NodeExchange(self._device))
+        logger.log(logging.INFO if hop else logging.WARNING, "graphs exchange with the host by host nodes: %s", reason)
+        return "node"
+
+    def _try_push(self, server_of: ServerOf) -> None:
+        exchange = PushExchange(self._device, server_of)
+        patience = exchange.polls, exchange.limit_seconds
+        exchange.polls, exchange.limit_seconds = patience[0] // 8, patience[1] / 8
+        self._use(exchange)
+        probe(self, self._device)
+        exchange.polls, exchange.limit_seconds = patience
+
+    def _use(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._open_pool()
+
+    def queries(self, count: int) -> Shared:
+        return self.exchange.queries(count)
+
+    def results(self, count: int) -> Shared:
+        return self.exchange.results(count)
+
+    def begin(self, call: HostCall) -> object:
+        return (self._calls or self.exchange).begin(call)
+
+    def join(self, begun: Any) -> None:
+        (self._calls or self.exchange).join(begun)
+
+    def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
+
+    def warm_up(self, record: Callable[[], None]) -> None:
+        with self._lock, self._on_main():
+            record()
+        self.synchronize()
+
+    def capture(self, record: Callable[[], None]) -> Replay:
+        with self._lock:
+            calls, graph = self.exchange.open(), torch.cuda.CUDAGraph()
+            gc.collect()
+            self.synchronize()
+            self._calls = calls
+            try:
+                self._capture(graph, record)
+            finally:
+                self._calls = None
+        return calls.replay(graph.replay)
+
+    def synchronize(self) -> None:
+        with self.exchange.turn:  # while another thread answers a graph, waiting for the device could hold it up
+            torch.cuda.synchronize(self._device)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, record: Callable[[], None]) -> None:
+        with self._on_main(), no_collection():
+            # other threads (Numba's, index builds) may call CUDA meanwhile: only this one is held to the rules
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                record()
+            except BaseException as error:
+                self._give_up(graph)
+                if isinstance(error, Exception):
+                    raise CaptureError(first_line(error)) from error
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                self._give_up(graph)
+                raise CaptureError(first_line(error)) from error
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed. The pool may be left half-taken, so the next capture gets a new one."""
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # it failed at its beginning
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+            # where ending failed, the allocator still believes that a capture is under way
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        with contextlib.suppress(RuntimeError):
+            # and the random number generator would refuse to work outside one, until a capture ends well: this one
+            self._open_pool()
+            self.exchange.renew()
+
+    def _open_pool(self) -> None:
+        """A new stream and a new pool with a graph in it that is never replayed.
+
+        A pool whose last graph is gone is dead: PyTorch refuses its handle with a failed assertion. This graph keeps
+        the pool while decoders come and go.
+        """
+        self._main = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._main):
+            scratch, keeper = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+            self._main.synchronize()
+            keeper.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            scratch.add_(1)
+            keeper.capture_end()
+        self._keeper = keeper, scratch
+
+    @contextlib.contextmanager
+    def _on_main(self) -> Iterator[None]:
+        outer, main = torch.cuda.current_stream(self._device), self._main
+        main.wait_stream(outer)
+        with torch.cuda.device(self._device), torch.cuda.stream(main):
+            yield
+        outer.wait_stream(main)
+
+
+@functools.cache
+def cuda_runtime(index: int, server_of: ServerOf, hop: Hop | None = None) -> CudaRuntime:
+    """The runtime of CUDA device `index`, see `CudaRuntime`. Raises BackendError where there cannot be one."""
+    return CudaRuntime(torch.device("cuda", index), server_of, hop)

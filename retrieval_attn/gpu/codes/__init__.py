@@ -1,0 +1,1 @@
+"""Codes of keys on the device, and their search."""

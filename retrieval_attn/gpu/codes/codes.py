@@ -1,0 +1,97 @@
+"""Codes of one head's keys in a device's memory: written from keys as they come, scanned as a whole.
+
+What a code is, `index/kernels/key_codes.py` says; the numbers here are the same. `gpu/codes/search.py` scans
+the codes of all heads of a step; `DeviceCodes.find` is the plain PyTorch way, where Triton does not run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.gpu.decode.kernels import kernels_for
+
+ROWS_AT_ONCE = 1 << 15
+"""Keys that PyTorch codes, or scans, at once: their float32 numbers must not show beside a layer's keys."""
+ALIGNED = 16
+"""Bytes that a kernel loads at once: codes of a head begin on a multiple, and capacities are multiples."""
+
+
+class DeviceSpace(NamedTuple):
+    """`CodeSpace` on the device: query_side, key_side (rank, head_dim), shift (rank,), float32."""
+
+    query_side: Tensor
+    key_side: Tensor
+    shift: Tensor
+    wide: int
+    narrow: int
+
+
+class DeviceCodes:
+    """See the module. codes: (capacity, key_bytes) uint8, of which the first `length` are written."""
+
+    def __init__(self, space: DeviceSpace, codes: Tensor) -> None:
+        """codes: memory to begin with, any contents; more is taken when keys outgrow it."""
+        self.space, self.codes, self.length = space, codes, 0
+
+    def add(self, keys: Tensor) -> bool:
+        """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
+        stop = self.length + len(keys)
+        if stop > len(self.codes):
+            codes = self.codes.new_empty(capacity_for(stop + stop // 16), self.codes.shape[1])
+            codes[: self.length] = self.codes[: self.length]
+            self.codes = codes
+        if len(keys) and not encode(self.space, keys, self.codes[self.length : stop]):
+            return False
+        self.length = stop
+        return True
+
+    def find(self, queries: Tensor, count: int, stop: int) -> Tensor:
+        """int32 (m, count): the ids below `stop` whose codes promise queries (m, head_dim) float32 most.
+
+        All -1 for a query whose scores are not finite. count <= stop <= length.
+        """
+        scores = torch.cat(
+            [code_scores(self.space, some, queries) for some in self.codes[:stop].split(ROWS_AT_ONCE)], 1
+        )
+        ids = scores.nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
+        return torch.where(scores.isfinite().all(dim=1, keepdim=True), ids, -1)
+
+
+def capacity_for(tokens: int) -> int:
+    """At least so many: what lies behind codes of so many keys is aligned."""
+    return -(-tokens // ALIGNED) * ALIGNED
+
+
+def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
+    """Write the codes (n, key_bytes) of keys (n, head_dim); False, with any codes, if one is not finite."""
+    kernels = kernels_for(keys, "device_codes_triton")
+    if kernels is not None:
+        bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        kernels.encode(keys, space.key_side, space.shift, space.wide, codes, bad)
+        return not bool(bad)
+    finite = True
+    for some, into in zip(keys.split(ROWS_AT_ONCE), codes.split(ROWS_AT_ONCE), strict=True):
+        finite = finite and bool(some.isfinite().all())
+        into.copy_(encoded(space, some.float()))
+    return finite
+
+
+def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
+    """Codes (n, key_bytes) uint8 of keys (n, head_dim) float32."""
+    numbers = torch.floor(keys @ space.key_side.T - space.shift)
+    half, wide = space.narrow // 2, space.wide
+    low, high = ((numbers[:, at : at + half] + 8).clamp(0, 15).to(torch.uint8) for at in (wide, wide + half))
+    eights = numbers[:, :wide].clamp(-128, 127).to(torch.int8).view(torch.uint8)
+    return torch.cat([eights, low | high << 4], dim=1)
+
+
+def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
+    """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
+    half, wide = space.narrow // 2, space.wide
+    sides = (queries @ space.query_side.T).split([wide, half, half], dim=1)
+    packed = codes[:, wide:]
+    eights, low, high = codes[:, :wide].view(torch.int8).float(), (packed & 15).float(), (packed >> 4).float()
+    return sides[0] @ eights.T + sides[1] @ low.T + sides[2] @ high.T

@@ -1,0 +1,163 @@
+"""The scan of a layer's codes inside a captured step: which keys the host should score for each query.
+
+Where the codes lie and how many there are is read from a table in device memory, so one graph serves whatever context
+is bound. Two kernels (`code_search_triton.py`): all codes are scored, and the best score of every group of neighbours
+is kept; the groups that may hold one of the best keys are found; of those, the keys. A threshold is found by cutting
+its range, so a few more keys than were wanted are named, `room` at most, and the same ones at every run.
+
+Where Triton does not run, plain PyTorch does the same: what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
+from retrieval_attn.gpu.decode.kernels import kernels_for
+
+TABLE_WORDS = 4
+"""Words of a row of the table: bytes from the table itself to the codes, address of query_side, how many codes count;
+one is not used.
+
+Not the codes' address: a kernel that adds a multiple of 16 to a pointer it was given loads 16 bytes at once.
+"""
+LEAST_GROUP, LEAST_CLASS = 16, 4096
+LEAST_SIDE = 32
+"""Numbers that a matrix instruction of bytes takes at a time."""
+
+Aim = tuple[DeviceCodes, int]
+"""Codes and how many of them count."""
+
+
+class CodeShape(NamedTuple):
+    """What kernels are compiled for: numbers of 8 and of 4 bits per key, keys wanted per query."""
+
+    wide: int
+    narrow: int
+    wanted: int
+
+    @property
+    def room(self) -> int:
+        """Most keys named per query: an eighth more than wanted, for a threshold need not be found to the key."""
+        return -(-(self.wanted + self.wanted // 8 + 8) // 32) * 32
+
+
+class Scratch:
+    """What the kernels of one layer leave for the next of them; layers take turns.
+
+    scores (queries, most) float32; best (queries, most / group) float32, of every group; groups (queries, picked) and
+    found (queries, room) int32.
+    """
+
+    def __init__(self, queries: int, most: int, room: int, device: torch.device) -> None:
+        """most: keys, a power of 2 as `class_of` gives it. room: as in `CodeShape`."""
+        self.most = most
+        self.picked = _power(room)
+        self.group = LEAST_GROUP
+        while self.group**2 * self.picked < most // 2:  # both the groups and the keys of those picked fit a tile
+            self.group *= 2
+        self.scores = torch.empty(queries, most, dtype=torch.float32, device=device)
+        self.best = torch.empty(queries, most // self.group, dtype=torch.float32, device=device)
+        self.groups = torch.empty(queries, self.picked, dtype=torch.int32, device=device)
+        self.found = torch.empty(queries, room, dtype=torch.int32, device=device)
+
+
+def class_of(keys: int) -> int:
+    """Keys that scratch memory and kernels for `keys` are made for: a power of 2."""
+    return max(LEAST_CLASS, _power(keys))
+
+
+class CodeSearch:
+    """The search of one layer: `aim` says in what, `run` is recorded, or called outside a capture."""
+
+    def __init__(self, batch: int, q_heads: int, kv_heads: int, shape: CodeShape, device: torch.device) -> None:
+        self.shape, self.kv_heads = shape, kv_heads
+        self.entries: list[Aim | None] = [None] * (batch * kv_heads)
+        self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
+        # as `code_search_triton._side_kernel` writes them; zeros where it does not
+        width = max(LEAST_SIDE, _power(shape.wide + shape.narrow // 2))
+        self.sides = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
+        self.sound = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
+
+    def aim(self, entries: Sequence[Aim | None]) -> None:
+        """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""
+        self.entries = list(entries)
+        here = self.table.data_ptr()
+        rows = [
+            [0] * TABLE_WORDS
+            if entry is None
+            else [entry[0].codes.data_ptr() - here, entry[0].space.query_side.data_ptr(), entry[1], 0]
+            for entry in entries
+        ]
+        if any(row[0] % ALIGNED for row in rows):
+            raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
+        self.table.copy_(torch.tensor(rows, dtype=torch.int64))
+
+    def forget(self) -> None:
+        """Let the codes go; `aim` names others before the next `run`."""
+        self.entries = [None] * len(self.entries)
+
+    @property
+    def most(self) -> int:
+        """Most keys of a head."""
+        return max((entry[1] for entry in self.entries if entry is not None), default=0)
+
+    def run(
+        self, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch, opaque: Callable[..., None]
+    ) -> None:
+        """Name keys for query (batch, q_heads, 1, head_dim) in ids (batch * q_heads, room) int32; -1: no more.
+
+        places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
+        function that finds its arguments anew at every replay.
+        """
+        kernels = kernels_for(query, "code_search_triton")
+        if kernels is not None:
+            kernels.search(self, query, ids, places, scratch)
+        else:
+            opaque(self._run_plainly, query, ids, places)
+
+    def _run_plainly(self, query: Tensor, ids: Tensor, places: Tensor | None) -> None:
+        batch, q_heads, _, dim = query.shape
+        group = q_heads // self.kv_heads
+        ids.fill_(-1)
+        rows = range(batch * q_heads) if places is None else places.tolist()
+        flat = query.reshape(-1, group, dim).float()
+        for number, entry in enumerate(self.entries):
+            if entry is None or not entry[1]:
+                continue
+            codes, stop = entry
+            found = codes.find(flat[number], min(self.shape.wanted, stop), stop)
+            for i in range(group):
+                ids[rows[number * group + i], : found.shape[1]] = found[i]
+
+
+def _power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def name_keys(codes: DeviceCodes, queries: Tensor, wanted: int, stop: int) -> Tensor:
+    """Outside a captured step: what `CodeSearch` names for queries (m, head_dim) of one head, int32 (m, room).
+
+    The ids below `stop` whose codes promise most, at least `wanted` <= stop of them, -1 behind the last; none for a
+    query whose scores are not finite.
+    """
+    shape = CodeShape(codes.space.wide, codes.space.narrow, wanted)
+    ids = torch.full((len(queries), shape.room), -1, dtype=torch.int32, device=queries.device)
+    search = CodeSearch(1, len(queries), 1, shape, queries.device)
+    search.aim([(codes, stop)])
+    scratch = Scratch(len(queries), class_of(stop), shape.room, queries.device)
+    search.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
+    return ids
+
+
+def shared_scratch(kept: dict[Any, Scratch], queries: int, most: int, room: int, device: torch.device) -> Scratch:
+    """The scratch memory of these sizes out of `kept`, or new."""
+    key = queries, most, room
+    if key not in kept:
+        kept[key] = Scratch(queries, most, room, device)
+    return kept[key]

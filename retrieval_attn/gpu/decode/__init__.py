@@ -1,0 +1,1 @@
+"""Kernels of a captured decode step over buffers that keep their place."""

@@ -1,0 +1,303 @@
+"""The Triton kernels behind `decode_kernels.py`, which says what they compute. Imported only where there is Triton.
+
+Sixteen-bit models: scores are exact products summed in float32; probabilities are rounded to two 16-bit terms, not to
+one, before they meet the values, so that a part keeps the precision that its float32 merge promises.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.decode.kernels import BLOCK_TOKENS, HostPart, Parts, WindowBuffers
+
+LEAST_ROWS = 16
+"""Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
+
+
+@triton.jit
+def _stage_kernel(
+    query, rows, target, batch_stride, head_stride, q_heads, dim, HAS_ROWS: tl.constexpr, D: tl.constexpr
+):
+    i = tl.program_id(0)
+    at = i.to(tl.int64)
+    if HAS_ROWS:
+        at = tl.load(rows + i).to(tl.int64)
+    column = tl.arange(0, D)
+    inside = column < dim
+    source = query + (i // q_heads).to(tl.int64) * batch_stride + (i % q_heads) * head_stride
+    tl.store(target + at * dim + column, tl.load(source + column, mask=inside).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """softcap * tanh(scores / softcap); the exponential may overflow to inf, which gives 1."""
+    return softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+
+
+@triton.jit
+def _window_kernel(
+    query,
+    new_key,
+    new_value,
+    key,
+    value,
+    valid,
+    span,
+    out,
+    lse,
+    scale,
+    softcap,
+    reach,
+    query_b,
+    query_h,
+    new_key_b,
+    new_key_h,
+    new_value_b,
+    new_value_h,
+    key_b,
+    key_h,
+    key_t,
+    value_b,
+    value_h,
+    value_t,
+    valid_b,
+    kv_heads,
+    group,
+    dim,
+    value_dim,
+    splits,
+    HAS_VALID: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_REACH: tl.constexpr,
+    EXACT: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+):
+    entry, split = tl.program_id(0), tl.program_id(1)
+    row, head = (entry // kv_heads).to(tl.int64), entry % kv_heads
+    low, high = tl.load(span), tl.load(span + 1)
+    member, column, value_column = tl.arange(0, G), tl.arange(0, D), tl.arange(0, V)
+    in_group, in_dim, in_value = member < group, column < dim, value_column < value_dim
+    at = row * query_b + (head * group + member)[:, None] * query_h + column[None, :]
+    queries = tl.load(query + at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
+    key_at, value_at = key + row * key_b + head * key_h, value + row * value_b + head * value_h
+
+    # the new token is stored, and attended to, by the first program; nobody reads its slot
+    first = split == 0
+    fresh_key = tl.load(new_key + row * new_key_b + head * new_key_h + column, mask=in_dim, other=0.0)
+    fresh_value = tl.load(new_value + row * new_value_b + head * new_value_h + value_column, mask=in_value, other=0.0)
+    tl.store(key_at + high.to(tl.int64) * key_t + column, fresh_key, mask=in_dim & first)
+    tl.store(value_at + high.to(tl.int64) * value_t + value_column, fresh_value, mask=in_value & first)
+    own = tl.sum(queries.to(tl.float32) * fresh_key.to(tl.float32)[None, :], axis=1) * scale
+    if HAS_SOFTCAP:
+        own = _capped(own, softcap)
+    top = tl.where(first, own, -float("inf"))
+    total = tl.where(first, tl.full((G,), 1.0, tl.float32), tl.zeros((G,), tl.float32))
+    mixed = tl.where(first, fresh_value.to(tl.float32)[None, :] + tl.zeros((G, V), tl.float32), 0.0)
+
+    if HAS_REACH:
+        low = tl.maximum(low, high + 1 - reach)
+    share = tl.cdiv(tl.cdiv(high - low, splits), N) * N
+    begin = low + split * share
+    end = tl.minimum(begin + share, high)
+    for start in range(begin, end, N):
+        slot = start + tl.arange(0, N)
+        inside = slot < end
+        if HAS_VALID:
+            inside = inside & (tl.load(valid + row * valid_b + slot, mask=inside, other=0) != 0)
+        keys = tl.load(
+            key_at + slot[None, :].to(tl.int64) * key_t + column[:, None],
+            mask=inside[None, :] & in_dim[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = _capped(scores, softcap)
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # no key yet: -inf - -inf would be NaN
+        decay = tl.exp(top - shift)
+        weights = tl.exp(scores - shift[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        values = tl.load(
+            value_at + slot[:, None].to(tl.int64) * value_t + value_column[None, :],
+            mask=inside[:, None] & in_value[None, :],
+            other=0.0,
+        )
+        if EXACT:
+            mixed = mixed * decay[:, None] + tl.dot(weights, values, input_precision="ieee")
+        else:
+            coarse = weights.to(values.dtype)
+            fine = (weights - coarse.to(tl.float32)).to(values.dtype)
+            mixed = mixed * decay[:, None] + tl.dot(coarse, values) + tl.dot(fine, values)
+        top = higher
+
+    some = total > 0
+    mixed = mixed / tl.where(some, total, 1.0)[:, None]
+    place = ((row * kv_heads + head) * group + member) * splits + split
+    tl.store(
+        out + place[:, None] * value_dim + value_column[None, :], mixed, mask=in_group[:, None] & in_value[None, :]
+    )
+    tl.store(lse + place, tl.where(some, top + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=in_group)
+
+
+@triton.jit
+def _merge_kernel(
+    out,
+    lse,
+    host_out,
+    host_lse,
+    rows,
+    sinks,
+    target,
+    q_heads,
+    splits,
+    value_dim,
+    HAS_HOST: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    S: tl.constexpr,
+    V: tl.constexpr,
+):
+    i = tl.program_id(0)
+    at = i.to(tl.int64)
+    part, column = tl.arange(0, S), tl.arange(0, V)
+    is_part, in_value = part < splits, column < value_dim
+    scores = tl.load(lse + at * splits + part, mask=is_part, other=-float("inf"))
+    top = tl.max(scores, axis=0)
+    row = at
+    if HAS_ROWS:
+        row = tl.load(rows + i).to(tl.int64)
+    if HAS_HOST:
+        host_score = tl.load(host_lse + row)
+        top = tl.maximum(top, host_score)
+    if HAS_SINKS:
+        sink_score = tl.load(sinks + i % q_heads).to(tl.float32)
+        top = tl.maximum(top, sink_score)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    weights = tl.exp(scores - top)
+    total = tl.sum(weights, axis=0)
+    tile = tl.load(
+        out + (at * splits + part)[:, None] * value_dim + column[None, :],
+        mask=is_part[:, None] & in_value[None, :],
+        other=0.0,
+    )
+    mixed = tl.sum(weights[:, None] * tile, axis=0)
+    if HAS_HOST:
+        weight = tl.exp(host_score - top)
+        total += weight
+        mixed += weight * tl.load(host_out + row * value_dim + column, mask=in_value, other=0.0)
+    if HAS_SINKS:
+        total += tl.exp(sink_score - top)
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    tl.store(target + at * value_dim + column, mixed.to(target.dtype.element_ty), mask=in_value)
+
+
+def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
+    """See `decode_kernels.stage_queries`."""
+    query = _dense_rows(query)
+    batch, q_heads, _, dim = query.shape
+    _stage_kernel[(batch * q_heads,)](
+        query,
+        target if rows is None else rows,
+        target,
+        query.stride(0),
+        query.stride(1),
+        q_heads,
+        dim,
+        HAS_ROWS=rows is not None,
+        D=triton.next_power_of_2(dim),
+    )
+
+
+def window_partials(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: WindowBuffers,
+    scale: float,
+    softcap: float | None,
+    reach: int | None,
+    splits: int,
+) -> Parts:
+    """See `decode_kernels.window_partials`."""
+    query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
+    batch, q_heads, _, dim = query.shape
+    kv_heads, value_dim = window.key.shape[1], window.value.shape[3]
+    group = q_heads // kv_heads
+    out = torch.empty(batch, q_heads, splits, value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=query.device)
+    valid = None if window.valid is None else window.valid.view(torch.uint8)
+    _window_kernel[(batch * kv_heads, splits)](
+        query,
+        key,
+        value,
+        window.key,
+        window.value,
+        window.span if valid is None else valid,
+        window.span,
+        out,
+        lse,
+        scale,
+        0.0 if softcap is None else softcap,
+        0 if reach is None else reach,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *window.key.stride()[:3],
+        *window.value.stride()[:3],
+        0 if valid is None else valid.stride(0),
+        kv_heads,
+        group,
+        dim,
+        value_dim,
+        splits,
+        HAS_VALID=valid is not None,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_REACH=reach is not None,
+        EXACT=query.dtype == torch.float32,
+        G=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        N=BLOCK_TOKENS,
+        D=max(LEAST_ROWS, triton.next_power_of_2(dim)),
+        V=max(LEAST_ROWS, triton.next_power_of_2(value_dim)),
+        num_warps=4,
+        num_stages=2,
+    )
+    return Parts(out, lse)
+
+
+def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `decode_kernels.merge_parts`."""
+    batch, q_heads, splits, value_dim = parts.out.shape
+    target = torch.empty(batch, q_heads, 1, value_dim, dtype=dtype, device=parts.out.device)
+    rows = None if host is None else host.rows
+    _merge_kernel[(batch * q_heads,)](
+        parts.out,
+        parts.lse,
+        parts.out if host is None else host.out,
+        parts.lse if host is None else host.lse,
+        parts.lse if rows is None else rows,
+        parts.lse if sink_logits is None else sink_logits.contiguous(),
+        target,
+        q_heads,
+        splits,
+        value_dim,
+        HAS_HOST=host is not None,
+        HAS_ROWS=rows is not None,
+        HAS_SINKS=sink_logits is not None,
+        S=triton.next_power_of_2(splits),
+        V=triton.next_power_of_2(value_dim),
+        num_warps=4,
+    )
+    return target
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,1 @@
+"""Compiled kernels that several kinds of index share."""

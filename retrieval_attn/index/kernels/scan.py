@@ -1,0 +1,301 @@
+"""Scans of all keys of one head for all queries of its group: exact ones, and ones of coded keys with exact re-scoring.
+
+Keys are read once, in order. Per query a pool takes what beats its bound and is cut to its best k when it is full.
+Work arrays are the caller's: nothing is allocated, nothing is checked, and the GIL is not needed.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import overload
+
+from retrieval_attn.index.kernels.codes import HAS_VNNI, ZERO_CODE, _plane_address, _products, prefetch_codes
+from retrieval_attn.index.kernels.dots import (
+    LANES,
+    TILE_QUERIES,
+    _row_address,
+    _scale_lanes,
+    candidates,
+    dot,
+    intrinsic,
+    lowest_bit,
+    prefetch_row,
+    score_tile,
+)
+from retrieval_attn.index.kernels.packed import EMPTY, id_of, keep_best, pack_score, pack_sum, score_of
+
+TILE_KEYS = 64
+"""Keys scored before their scores are filtered: 16 KiB of 128 bfloat16 stay in L1 for all query tiles."""
+TILE_CODES = 16
+"""Coded keys whose sums with 4 queries are compared with the bounds at once: one bit of an int64 for each."""
+CODES_AHEAD = 64
+"""Coded keys that are asked for ahead of a scan: the processor does so itself, but not across pages."""
+SAMPLE_STEP = 32
+"""One key in so many is scored first, for a bound that few others pass."""
+BOUND_WORDS = 32
+"""int32 that a tile of 4 queries has among the bounds of a coded scan: a bound for each lane of sums, and a zero."""
+AHEAD = 32
+"""Rows asked for ahead of the one that is scored again."""
+
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+_SUMS = ir.VectorType(_INT32, LANES)
+
+
+@njit(nogil=True, cache=True)
+def scan_exact(keys, queries, num_queries, start, stop, k, pool, counts, floors, bounds, scores):
+    """Score keys[start:stop] for all queries; leave the k best of each, unordered, in pool[query, :k].
+
+    keys (n, d) stored format; queries (multiple of 4, d) float32; pool (num_queries, capacity) int64 of packed
+    candidates, capacity > k or more than stop - start; unused entries become EMPTY. floors (num_queries,) int64: a
+    candidate that a key must beat to be kept (EMPTY: none), raised as better ones are known. Scratch: counts
+    (num_queries,) int64, bounds (num_queries,) float32, scores (4, 64) float32.
+    """
+    capacity = pool.shape[1]
+    for query in range(num_queries):
+        counts[query] = 0
+        bounds[query] = -np.inf if floors[query] == EMPTY else score_of(floors[query])
+    for tile in range(start, stop, TILE_KEYS):
+        size = min(TILE_KEYS, stop - tile)
+        for first in range(0, num_queries, TILE_QUERIES):
+            score_tile(queries, first, keys, tile, size, scores)
+            for query in range(first, min(first + TILE_QUERIES, num_queries)):
+                for column in range(0, size, LANES):
+                    # few scores pass once the pool has filled: look at them sixteen at a time
+                    left = candidates(scores, query - first, column, bounds[query])
+                    if size - column < LANES:
+                        left &= (1 << (size - column)) - 1
+                    while left:
+                        i = column + lowest_bit(left)
+                        left &= left - 1
+                        packed = pack_score(scores[query - first, i], tile + i)
+                        if packed <= floors[query]:
+                            continue
+                        pool[query, counts[query]] = packed
+                        counts[query] += 1
+                        if counts[query] == capacity:
+                            keep_best(pool[query], capacity, k)
+                            counts[query] = k
+                            floors[query] = pool[query, k - 1]
+                            bounds[query] = score_of(floors[query])
+    _pad(pool, counts, num_queries, k)
+
+
+@njit(nogil=True, cache=True)
+def _pad(pool, counts, num_queries, k):
+    """Cut each pool to its best k; where it has fewer, EMPTY follows."""
+    for query in range(num_queries):
+        count = counts[query]
+        if count > k:
+            keep_best(pool[query], count, k)
+            count = k
+        for i in range(count, k):
+            pool[query, i] = EMPTY
+
+
+def _codes_codegen(num_keys: int) -> Any:
+    def codegen(context, builder, signature, args):
+        planes, first, codes, row, stride, width, bounds, sums, step = args
+        planes_type, _, codes_type, _, _, _, bounds_type, sums_type, _ = signature.args
+        numbers = [builder.add(first, ir.Constant(_INT64, i)) for i in range(TILE_QUERIES)]
+        queries = [_plane_address(context, builder, planes_type, planes, number, 0) for number in numbers]
+        keys = [builder.add(row, builder.mul(stride, ir.Constant(_INT64, i))) for i in range(num_keys)]
+        rows = [_row_address(context, builder, codes_type, codes, key) for key in keys]
+        while len(rows) < 4:
+            rows.append(rows[-1])  # sums of keys that are not there: the caller leaves their bits out
+        stored = codes_type.dtype == types.int8
+        result = _products(builder, queries, rows, width, HAS_VNNI, signed=stored)
+        group = builder.udiv(first, ir.Constant(_INT64, TILE_QUERIES))
+        bounds_at = _row_address(context, builder, bounds_type, bounds, group)
+        bound = builder.load(builder.inttoptr(bounds_at, _SUMS.as_pointer()), align=4)
+        if stored:
+            zero_at = builder.add(bounds_at, ir.Constant(_INT64, 4 * LANES))
+            zero = builder.load(builder.inttoptr(zero_at, _SUMS.as_pointer()), align=4)
+            scales = _scale_lanes(builder, rows, codes_type.dtype, width)
+            result = _ordered(builder, builder.fmul(builder.sitofp(builder.sub(result, zero), scales.type), scales))
+        sums_at = _row_address(context, builder, sums_type, sums, step)
+        builder.store(result, builder.inttoptr(sums_at, _SUMS.as_pointer()), align=4)
+        above = builder.icmp_signed(">", result, bound)
+        return builder.zext(builder.bitcast(above, ir.IntType(LANES)), _INT64)
+
+    return codegen
+
+
+def _ordered(builder: Any, scores: Any) -> Any:
+    """Emit int32 that order as the float32 in the lanes do, as `packed.pack_score` has it."""
+    bits = builder.bitcast(scores, _SUMS)
+    low = ir.Constant(_SUMS, [0x7FFFFFFF] * LANES)
+    return builder.xor(bits, builder.and_(builder.ashr(bits, ir.Constant(_SUMS, [31] * LANES)), low))
+
+
+def _codes_signature(planes: Any, codes: Any, bounds: Any, sums: Any) -> Any:
+    return types.int64(planes, types.int64, codes, types.int64, types.int64, types.int64, bounds, sums, types.int64)
+
+
+@intrinsic
+def _sums_4x4(typingctx, planes, first, codes, row, stride, width, bounds, sums, step):
+    """sums[step, 4 * i + j] = codes[row + j * stride] . planes[first + i, 0] for i, j < 4, int32.
+
+    int8 keys: times the key's step, as int32 that order like it. `width`: of the rows of codes or keys.
+    Bit 4 * i + j of the result: it is above bounds[first // 4, 4 * i + j].
+    """
+    return _codes_signature(planes, codes, bounds, sums), _codes_codegen(4)
+
+
+@intrinsic
+def _sums_4x1(typingctx, planes, first, codes, row, stride, width, bounds, sums, step):
+    """`_sums_4x4` where only the first key is there: all four columns are its sums."""
+    return _codes_signature(planes, codes, bounds, sums), _codes_codegen(1)
+
+
+@njit(nogil=True, cache=True)
+def scan_codes(codes, planes, num_queries, start, stop, kept, pool, counts, bounds, sums):
+    """Sums of codes[start:stop] for all queries; leave the `kept` best of each, unordered, in pool[query, :kept].
+
+    codes (n, width) uint8, or int8 keys (n, head_dim) as stored, all finite; planes (multiple of 4, 1, width) int8, of
+    which num_queries are real, zero beyond head_dim; pool (num_queries, capacity) int64 of candidates packed by their
+    int32 sum, capacity > kept or more than stop - start; unused entries become EMPTY. Of equal sums the lower id is
+    kept. Scratch: counts (num_queries,) int64, bounds (queries / 4, BOUND_WORDS) int32, sums (4, 16) int32.
+    """
+    _set_zeros(codes, planes, bounds)
+    _sample_bounds(codes, planes, num_queries, start, stop, kept, pool, counts, bounds, sums)
+    _scan_range(codes, planes, num_queries, start, stop, kept, pool.shape[1], pool, counts, bounds, sums)
+    misled = False  # a bound from the sample that too few keys are above
+    for query in range(num_queries):
+        enough = counts[query] >= min(kept, stop - start)
+        misled = misled or not enough
+        if not enough:
+            counts[query] = 0
+        _set_bound(bounds, query, np.iinfo(np.int32).max if enough else np.iinfo(np.int32).min)
+    if misled:
+        _scan_range(codes, planes, num_queries, start, stop, kept, pool.shape[1], pool, counts, bounds, sums)
+    _pad(pool, counts, num_queries, kept)
+
+
+def _set_zeros(codes, planes, bounds):
+    """Note the sums that int8 keys of zeros would have, which are to be taken off: 128 is added to their numbers."""
+
+
+@overload(_set_zeros)
+def _choose_zeros(codes, planes, bounds):
+    if codes.dtype != types.int8:
+        return lambda codes, planes, bounds: None
+
+    def note(codes, planes, bounds):
+        for query in range(planes.shape[0]):
+            total = 0
+            for j in range(codes.shape[1]):
+                total += planes[query, 0, j]
+            for j in range(4):
+                bounds[query // 4, LANES + query % 4 * 4 + j] = ZERO_CODE * total
+
+    return note
+
+
+@njit(nogil=True, cache=True)
+def _sample_bounds(codes, planes, num_queries, start, stop, kept, pool, counts, bounds, sums):
+    """Empty the pools, and set bounds that very likely a little more than `kept` keys of the range are above.
+
+    One key in 32 is scored for it: without, some thousand keys would pass through a pool before its bound is tight.
+    """
+    for query in range(planes.shape[0]):
+        _set_bound(bounds, query, np.iinfo(np.int32).min if query < num_queries else np.iinfo(np.int32).max)
+    for query in range(num_queries):
+        counts[query] = 0
+    share = kept / SAMPLE_STEP
+    ranked = int(share + 4.0 * np.sqrt(share) + 4.0)
+    capacity = min(pool.shape[1], 2 * ranked + 32)
+    if stop - start < 8 * SAMPLE_STEP * ranked or capacity <= ranked:
+        return
+    width = codes.shape[1]
+    ahead = 4 * AHEAD * SAMPLE_STEP
+    for row in range(start, stop - 3 * SAMPLE_STEP, 4 * SAMPLE_STEP):
+        if row + ahead + 3 * SAMPLE_STEP < stop:
+            for j in range(4):
+                prefetch_codes(codes, row + ahead + j * SAMPLE_STEP)
+        for first in range(0, num_queries, TILE_QUERIES):
+            found = _sums_4x4(planes, first, codes, row, SAMPLE_STEP, width, bounds, sums, 0)
+            while found:
+                bit = lowest_bit(found)
+                found &= found - 1
+                key_id = row + (bit & 3) * SAMPLE_STEP
+                _offer(pool, counts, bounds, first + (bit >> 2), sums[0, bit], key_id, ranked, capacity)
+    for query in range(num_queries):
+        keep_best(pool[query], counts[query], ranked)
+        # one less: where many keys tie at the bound, they must pass
+        _set_bound(bounds, query, np.int32(pool[query, ranked - 1] >> 32) - np.int32(1))
+        counts[query] = 0
+
+
+@njit(nogil=True, cache=True)
+def _scan_range(codes, planes, num_queries, start, stop, kept, capacity, pool, counts, bounds, sums):
+    """Add the keys of [start, stop) that are above their query's bound to its pool."""
+    width = codes.shape[1]
+    for tile in range(start, stop, TILE_CODES):
+        size = min(TILE_CODES, stop - tile)
+        for j in range(TILE_CODES):
+            prefetch_codes(codes, tile + CODES_AHEAD + j)
+        for first in range(0, num_queries, TILE_QUERIES):
+            found = np.int64(0)
+            for step in range(size >> 2):
+                found |= _sums_4x4(planes, first, codes, tile + 4 * step, 1, width, bounds, sums, step) << (16 * step)
+            while found:
+                bit = lowest_bit(found)
+                found &= found - 1
+                key_id = tile + (bit >> 4) * 4 + (bit & 3)
+                query = first + (bit >> 2 & 3)
+                _offer(pool, counts, bounds, query, sums[bit >> 4, bit & 15], key_id, kept, capacity)
+            for t in range(size & ~3, size):
+                found = _sums_4x1(planes, first, codes, tile + t, 1, width, bounds, sums, 0)
+                for i in range(min(TILE_QUERIES, num_queries - first)):
+                    if found >> (4 * i) & 1:
+                        _offer(pool, counts, bounds, first + i, sums[0, 4 * i], tile + t, kept, capacity)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _set_bound(bounds, query, bound):
+    for j in range(4):
+        bounds[query // 4, query % 4 * 4 + j] = bound
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _offer(pool, counts, bounds, query, total, key_id, kept, capacity):
+    """Add a key to a query's pool; a full pool is cut to its best, whose last becomes the bound."""
+    pool[query, counts[query]] = pack_sum(total, key_id)
+    counts[query] += 1
+    if counts[query] == capacity:
+        keep_best(pool[query], capacity, kept)
+        counts[query] = kept
+        _set_bound(bounds, query, np.int32(pool[query, kept - 1] >> 32))
+
+
+@njit(nogil=True, cache=True)
+def rescore(keys, length, queries, query, coded, count, base, exact):
+    """exact[i] = the candidate coded[i] packed by its inner product with the stored key, for i < count.
+
+    keys (at least length, d) stored format, key i < length of them having id base + i; candidates of other ids are
+    left alone, so that keys may lie in several arrays. queries (at least query + 1, d) float32. coded and exact (at
+    least count) int64 may be one array only if all ids are in these keys.
+    """
+    stop = base + length
+    for i in range(min(AHEAD, count)):
+        _prefetch_within(keys, coded[i], base, stop)
+    for i in range(count):
+        if i + AHEAD < count:
+            _prefetch_within(keys, coded[i + AHEAD], base, stop)
+        key_id = id_of(coded[i])
+        if coded[i] != EMPTY and base <= key_id < stop:
+            exact[i] = pack_score(dot(queries, query, keys, key_id - base), key_id)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _prefetch_within(keys, candidate, base, stop):
+    key_id = id_of(candidate)
+    if candidate != EMPTY and base <= key_id < stop:
+        prefetch_row(keys, key_id - base)

@@ -1,0 +1,367 @@
+"""RoarGraph for attention keys: a graph trained by the exact lists of real queries, searched by beam over codes.
+
+One graph per key-value head serves all query heads of its group (or one graph per query head, as the paper has it).
+Keys that no training list names are left out unless told otherwise, and found by the landmark that they lie near
+(see `landmarks`); inserted keys are scanned one by one until
+there are enough to link them in one go. What the graph cannot answer is answered exactly by a scan: few keys, a
+query that is not finite, k of a size that a scan is faster for, a limit far below the end, or too few keys found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.index.base import MAX_KEYS, KeyIndex, SearchResult, check_search, check_training, register
+from retrieval_attn.index.flat import _joined, search_exact
+from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
+from retrieval_attn.index.kernels.codes import encode_keys, encode_query
+from retrieval_attn.index.kernels.knn import training_lists
+from retrieval_attn.index.memory import aligned_empty, one_layout
+from retrieval_attn.index.roargraph import graph as graph_head
+from retrieval_attn.index.roargraph.graph import HeadGraph
+from retrieval_attn.index.roargraph.options import GraphOptions
+from retrieval_attn.index.roargraph.search import CELL_KEYS, SPARE, Graph, make_scratch, search_rows
+from retrieval_attn.index.threads import kernel_threads
+
+SCAN_SHARE = 16
+"""More than one key in so many wanted: a scan is faster than a graph."""
+SEEDS = 32
+MOST_QUERIES = 8192
+"""With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there (docs/log.md);
+more than this take memory and time that are not there beside a model which reads."""
+
+
+class SearchArguments(NamedTuple):
+    """What `graph_search.search_graph` takes for one graph, for callers that search without this class.
+
+    mean, scale: for `codes.encode_query_rows` (planes of width graph.codes.shape[1]). keys: (n, head_dim) stored, as
+    the kernels take it. beta: < 0 without a range. room: pool for k, see `room_for`.
+    """
+
+    graph: Graph
+    mean: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+    keys: npt.NDArray[Any]
+    planes: int
+    beam: int
+    patience: int
+    beta: float
+
+
+def room_for(k: int, beam: int) -> int:
+    """Pool length for the best k."""
+    return max(beam, k + max(8, k // SPARE))
+
+
+@register
+class RoarGraphIndex(KeyIndex):
+    """Approximate best keys from a query-aware graph. Options: see GraphOptions, and `lists`.
+
+    lists: int32 (query heads, m, kk), exact best keys of training queries, best first, -1 where there are none.
+    Without them they are computed from `queries`.
+    """
+
+    kind: ClassVar[str] = "roargraph"
+    trains: ClassVar[bool] = True
+    most_queries: ClassVar[int] = MOST_QUERIES
+    option_names: ClassVar[frozenset[str]] = frozenset({field.name for field in fields(GraphOptions)} | {"lists"})
+
+    def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, heads: list[HeadGraph]) -> None:
+        """Over keys that `heads` were built from; no heads: every search scans. Callers use `build`."""
+        self._keys = keys
+        self._room = keys[:0]  # keys that had to be copied, with room for more
+        self._fmt = fmt
+        self._heads = heads
+        self._length = len(keys)
+        self._last: list[npt.NDArray[np.int32]] = []
+        self.options = options
+
+    @classmethod
+    def build(
+        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
+    ) -> RoarGraphIndex:
+        """Build from keys (n, head_dim) and training queries (query heads, m, head_dim) or their `lists`.
+
+        Fewer than `exact_below` keys make no graph and need no training. Raises ShapeError for arrays that do not
+        fit or keys that are not finite, ConfigError for options out of range or where nothing was given to train on.
+        """
+        lists = options.pop("lists", None)
+        chosen = GraphOptions(**options)
+        check_rows("keys", keys, fmt, 2)
+        if len(keys) > MAX_KEYS:
+            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; use two")
+        queries, lists = check_training(queries, lists, fmt.dim_of(keys), len(keys))
+        _check_finite(keys, fmt, 0)
+        if len(keys) < chosen.exact_below or not len(keys):
+            return cls(keys, fmt, chosen, [])
+        if queries is None and lists is None:
+            raise ConfigError(
+                f"roargraph needs training queries or their lists for {len(keys)} keys (from exact_below="
+                f"{chosen.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
+                "index='flat'"
+            )
+        lists = cls._lists(keys, fmt, queries, chosen) if lists is None else _drawn(lists, chosen)
+        heads, each, length = lists.shape
+        groups = lists if chosen.per_query_head else lists.reshape(1, heads * each, length)
+        return cls(keys, fmt, chosen, [graph_head.build_graph(keys, fmt, one, chosen) for one in groups])
+
+    @staticmethod
+    def _lists(
+        keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, options: GraphOptions
+    ) -> npt.NDArray[np.int32]:
+        assert queries is not None
+        return training_lists(_drawn(queries, options), keys, fmt, encode_keys(keys, fmt), options.list_k)
+
+    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
+        """The best k keys that the graph leads to; see KeyIndex.search.
+
+        With one graph per query head, row i of n belongs to query head i * heads // n. With `beta`, places of keys
+        too far below the best are -1. A query with NaN or infinity is answered by a scan, as `flat` answers it.
+        """
+        queries, k = check_search(queries, self.head_dim, k, limit)
+        num, length = len(queries), self._length
+        visible = length if limit is None else min(int(limit), length)
+        ids = np.full((num, k), -1, np.int32)
+        scores = np.full((num, k), -np.inf, np.float32)
+        beta = self.options.beta
+        scanned = 0
+        scan = np.ones(num, bool)
+        if self._heads and 2 * visible > length and visible >= SCAN_SHARE * k and num:
+            finite = np.isfinite(queries).all(axis=1)
+            scanned = self._search_graphs(queries, k, visible, ids, scores)
+            short = ids[:, min(k, visible) - 1] < 0 if beta is None else ids[:, 0] < 0
+            scan = short | ~finite
+        if visible and scan.any():
+            exact = search_exact(self._keys[None, :visible], queries[None, scan], k, self._fmt)
+            ids[scan], scores[scan] = exact.ids[0], exact.scores[0]
+            scanned += exact.keys_scanned
+            if beta is not None:
+                far = ~(scores >= scores[:, :1] - np.float32(beta)) & np.isfinite(scores[:, :1])
+                ids[far], scores[far] = -1, -np.inf
+        return SearchResult(ids, scores, scanned)
+
+    def _search_graphs(
+        self,
+        queries: npt.NDArray[np.float32],
+        k: int,
+        visible: int,
+        ids: npt.NDArray[np.int32],
+        scores: npt.NDArray[np.float32],
+    ) -> int:
+        """Search every row in its graph; returns keys scored."""
+        num = len(queries)
+        heads = self._heads
+        if num % len(heads):
+            raise ShapeError(
+                f"queries must be a multiple of {len(heads)} rows, one block for each query head's graph, got {num}"
+            )
+        each = num // len(heads)
+        scored = 0
+        keys = one_layout(kernel_view(self._keys, self._fmt)[None])
+        beta = np.float32(-1.0 if self.options.beta is None else self.options.beta)
+        # keys beyond the limit take places in the pool: it gets longer by their share
+        beam = -(-self.options.beam * self._length // visible)
+        room = -(-room_for(k, self.options.beam) * self._length // visible)
+        patience = self.options.patience or np.iinfo(np.int64).max
+        seeds = self._seeds(num)
+        with kernel_threads(None):
+            workers = min(each, numba.get_num_threads())
+            for i, head in enumerate(heads):
+                rows = slice(i * each, (i + 1) * each)
+                own = queries[rows]
+                coded = encode_query(own, head.coded, self.options.planes)
+                graph = head.graph
+                scratch = make_scratch(room, graph.adjacency.shape[1], head.nodes, workers)
+                _, count, _ = search_rows(
+                    graph, keys, own, coded.planes, coded.step, seeds[rows], k, room, beam, patience, beta, visible,
+                    scratch, ids[rows], scores[rows],
+                )  # fmt: skip
+                scored += int(count)
+        return scored
+
+    def _seeds(self, num: int) -> npt.NDArray[np.int32]:
+        """Nodes of the last search of as many rows, to be replaced by this one's."""
+        if not self.options.seeds:
+            return np.empty((num, 0), np.int32)
+        if not self._last or len(self._last[0]) != num:
+            self._last = [np.full((num, SEEDS), -1, np.int32)]
+        return self._last[0]
+
+    def insert(self, keys: npt.NDArray[Any]) -> None:
+        """Append keys (n, head_dim), n may be 0. More than `tail` unlinked ones are linked, all of them.
+
+        Keys that do not follow the earlier ones in memory are copied. Raises ShapeError for another shape or dtype,
+        keys that are not finite, or more than 2**31 - 1. An index that was built without a graph stays without.
+        """
+        check_rows("keys", keys, self._fmt, 2)
+        if self._fmt.dim_of(keys) != self.head_dim:
+            raise ShapeError(
+                f"keys must be (n, {self.head_dim}) as the index is, got {(len(keys), self._fmt.dim_of(keys))}"
+            )
+        if self._length + len(keys) > MAX_KEYS:
+            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self._length + len(keys)}; use two")
+        if not len(keys):
+            return
+        start, stop = self._length, self._length + len(keys)
+        _check_finite(keys, self._fmt, start)
+        rows = self._extended(keys)
+        ids = np.arange(start, stop, dtype=np.int32)
+        heads = [graph_head.append_nodes(head, keys, self._fmt, ids, stop) for head in self._heads]
+        if heads and heads[0].nodes - heads[0].linked > self.options.tail:
+            heads = [graph_head.link_tail(head, self.options) for head in heads]
+        self._keys, self._heads, self._length = rows, heads, stop
+
+    def _extended(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        start, stop = self._length, self._length + len(keys)
+        if not len(self._room):
+            joined = keys if not start else _joined(self._keys, keys)
+            if joined is not None:
+                return joined
+        if len(self._room) < stop:
+            room = aligned_empty((stop + stop // 4, keys.shape[1]), self._fmt.dtype)
+            room[:start] = self._keys
+            self._room = room
+        self._room[start:stop] = keys
+        return self._room[:stop]
+
+    def link(self) -> None:
+        """Link all inserted keys now, however few."""
+        self._heads = [graph_head.link_tail(head, self.options) for head in self._heads]
+
+    def add_queries(self, queries: npt.NDArray[np.float32] | None, lists: npt.NDArray[np.int32] | None = None) -> None:
+        """Train on further queries (query heads, m, head_dim), or their lists, after insertions, without a rebuild.
+
+        Does nothing where there is no graph. Raises ShapeError for other shapes, ConfigError for nothing to train on.
+        """
+        queries, lists = check_training(queries, lists, self.head_dim, self._length)
+        if queries is None and lists is None:
+            raise ConfigError("add_queries needs queries or lists, got neither")
+        if not self._heads:
+            return
+        if lists is None:
+            lists = self._lists(self._keys, self._fmt, queries, self.options)
+        heads, each, length = lists.shape
+        groups = lists if self.options.per_query_head else lists.reshape(1, heads * each, length)
+        if len(groups) != len(self._heads):
+            raise ShapeError(f"training for {len(self._heads)} query heads needed, got {len(groups)}")
+        self._heads = [
+            graph_head.add_lists(head, self._keys, self._fmt, one, self.options)
+            for head, one in zip(self._heads, groups, strict=True)
+        ]
+
+    def truncate(self, length: int) -> bool:
+        """Forget all ids >= length. Always possible; costs a pass over the graph."""
+        if length < 0:
+            raise ConfigError(f"length={length} must be >= 0")
+        if length < self._length:
+            self._heads = [graph_head.without_keys_from(head, length) for head in self._heads]
+            self._keys = self._keys[:length]
+            self._length = length
+            self._last = []
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Options and arrays of every graph. Keys that are not linked yet are saved so."""
+        plain: dict[str, Any] = {f"option.{name}": value for name, value in self.options.plain().items()}
+        plain["graphs"] = len(self._heads)
+        for i, head in enumerate(self._heads):
+            plain.update({f"{i}.{name}": value for name, value in graph_head.graph_state(head).items()})
+        return plain
+
+    @classmethod
+    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, Any]) -> RoarGraphIndex:
+        """The index whose `state()` was `state`, over the same keys; see KeyIndex.from_state."""
+        check_rows("keys", keys, fmt, 2)
+        plain = {name.removeprefix("option."): v for name, v in state.items() if name.startswith("option.")}
+        heads = []
+        for i in range(int(state.get("graphs", 0))):
+            own = {name.removeprefix(f"{i}."): v for name, v in state.items() if name.startswith(f"{i}.")}
+            heads.append(graph_head.graph_from_state(own, fmt.dim_of(keys), len(keys)))
+        return cls(keys, fmt, GraphOptions.from_plain(plain), heads)
+
+    def search_arguments(self) -> list[SearchArguments]:
+        """One for each graph (one for all query heads, or one each); empty where every search scans."""
+        options = self.options
+        return [
+            SearchArguments(
+                head.graph,
+                head.coded.mean,
+                head.coded.scale,
+                kernel_view(self._keys, self._fmt),
+                options.planes,
+                options.beam,
+                options.patience or np.iinfo(np.int64).max,
+                -1.0 if options.beta is None else float(options.beta),
+            )
+            for head in self._heads
+        ]
+
+    @property
+    def fmt(self) -> Format:
+        """Storage format of the keys."""
+        return self._fmt
+
+    @property
+    def stats(self) -> dict[str, int | float]:
+        """keys; graphs; nodes (of all graphs); linked; landmarks; left_out: keys in no graph, which a search finds by
+        the landmarks nearest to them; unreached: those of them that none scores, 16 others being farther from the same
+        landmark; edges (of all graphs); graph_bytes; code_bytes.
+        """
+        return {
+            "keys": self._length,
+            "graphs": len(self._heads),
+            "nodes": sum(head.nodes for head in self._heads),
+            "linked": sum(head.linked for head in self._heads),
+            "landmarks": sum(len(head.graph.cells.starts) - 1 for head in self._heads),
+            "left_out": sum(self._length - head.nodes for head in self._heads),
+            "unreached": sum(_unreached(head.graph.cell_starts) for head in self._heads),
+            "edges": sum(int((head.graph.adjacency[: head.linked] >= 0).sum()) for head in self._heads),
+            "graph_bytes": sum(head.graph_nbytes for head in self._heads),
+            "code_bytes": sum(head.code_nbytes for head in self._heads),
+        }
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one key."""
+        return self._fmt.dim_of(self._keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Graphs, codes, and keys that had to be copied."""
+        return int(self._room.nbytes) + sum(head.graph_nbytes + head.code_nbytes for head in self._heads)
+
+
+def _unreached(cell_starts: npt.NDArray[np.int32]) -> int:
+    """Keys of cells behind the first that a search scores."""
+    return int(np.maximum(0, np.diff(cell_starts) - CELL_KEYS).sum())
+
+
+def _drawn(rows: npt.NDArray[Any], options: GraphOptions) -> npt.NDArray[Any]:
+    """At most queries_per_head of rows (heads, m, ...), drawn by the seed, in their order."""
+    most = options.queries_per_head
+    if most is None or rows.shape[1] <= most:
+        return rows
+    drawn = np.random.default_rng(options.seed).choice(rows.shape[1], most, replace=False)
+    return np.ascontiguousarray(rows[:, np.sort(drawn)])
+
+
+def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:
+    """Raise ShapeError for NaN or infinity, in blocks: float32 of all keys would be as large again."""
+    for start in range(0, len(keys), 1 << 16):
+        block = keys[start : start + (1 << 16)]
+        bad = ~np.isfinite(to_float32(block, fmt)).all(axis=1)
+        if bad.any():
+            raise ShapeError(
+                f"keys must be finite, got {int(bad.sum())} with NaN or infinity, the first at id "
+                f"{first + start + int(bad.argmax())}; leave them out or use index='flat'"
+            )

@@ -1,0 +1,412 @@
+"""Beam search on a graph over coded keys, one query at a time, without the GIL and without allocation.
+
+Scores are integers (codes against a coded query); the pool that is left is scored again with the stored keys.
+A pool entry is ONE int64: score << 32 | node << 1 | expanded. A hop scores the new neighbours of the best
+entry not yet expanded into a small buffer, filters them against the pool's worst without branches, and merges the
+few that survive in one pass.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+
+from retrieval_attn.index.kernels.codes import dot_u8, prefetch_codes
+from retrieval_attn.index.kernels.dots import CACHE_LINE, _offset, _row_address, dot, intrinsic, prefetch_row
+from retrieval_attn.index.kernels.packed import EMPTY, id_of, pack_score, score_of
+from retrieval_attn.index.memory import aligned_empty
+
+RANGE_BEAM = 32
+"""With a range, as many of the best are expanded even if they lie outside of it."""
+
+
+class Cells(NamedTuple):
+    """Keys that are no nodes, by the landmark nearest to them; see `landmarks`. Landmark i is node i.
+
+    starts: (landmarks + 1,) int32. keys: int32 ids; those of landmark i are keys[starts[i] : starts[i + 1]], farthest
+    first: of those near to it the landmark itself tells enough.
+    """
+
+    starts: npt.NDArray[np.int32]
+    keys: npt.NDArray[np.int32]
+
+
+class Graph(NamedTuple):
+    """A graph over the coded keys of one head; arrays may have room beyond `counts`.
+
+    codes: (room, width) uint8, row = node. adjacency: (room, degree) int32 nodes, -1 padded. ids: (room,) int32,
+    the key of each node. entries: (e,) int32 nodes that every search starts from. counts: (3,) int64: nodes with
+    edges, all nodes (those after are scanned one by one), keys in the index. cell_starts, cell_keys: see `Cells`.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    adjacency: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    entries: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int64]
+    cell_starts: npt.NDArray[np.int32]
+    cell_keys: npt.NDArray[np.int32]
+
+    @property
+    def cells(self) -> Cells:
+        """Keys that are no nodes."""
+        return Cells(self.cell_starts, self.cell_keys)
+
+
+class Scratch(NamedTuple):
+    """What one search writes to; one per worker. See `make_scratch`."""
+
+    pool: npt.NDArray[np.int64]
+    visited: npt.NDArray[np.uint64]
+    fresh: npt.NDArray[np.int32]
+    survivors: npt.NDArray[np.int64]
+
+
+def make_scratch(room: int, degree: int, nodes: int, workers: int | None = None) -> Scratch:
+    """Scratch for searches with a pool of at most `room` over at most `nodes` nodes of at most `degree` edges.
+
+    workers: None, or how many; arrays then have one more axis in front.
+    """
+    block = max(degree, 64)
+    front = () if workers is None else (workers,)
+    return Scratch(
+        aligned_empty((*front, room + block), np.int64),
+        aligned_empty((*front, nodes // 64 + 8), np.uint64),
+        aligned_empty((*front, block), np.int32),
+        aligned_empty((*front, block), np.int64),
+    )
+
+
+@intrinsic
+def prefetch_edges(typingctx, adjacency, row):
+    """Ask the cache for every line of adjacency[row] (int32). Never faults, changes nothing."""
+    if not (isinstance(adjacency, types.Array) and adjacency.ndim == 2 and adjacency.dtype == types.int32):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer_type = ir.IntType(8).as_pointer()
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        signature_ir = ir.FunctionType(ir.VoidType(), [pointer_type, int32, int32, int32])
+        prefetch = cgutils.get_or_insert_function(builder.module, signature_ir, "llvm.prefetch.p0")
+        base = _row_address(context, builder, adjacency, args[0], args[1])
+        shape = context.make_array(adjacency)(context, builder, args[0]).shape
+        row_bytes = builder.mul(builder.extract_value(shape, 1), ir.Constant(int64, 4))
+        lines = builder.udiv(builder.add(row_bytes, ir.Constant(int64, CACHE_LINE - 1)), ir.Constant(int64, CACHE_LINE))
+        with cgutils.for_range(builder, lines) as loop:
+            pointer = builder.inttoptr(_offset(builder, base, loop.index, CACHE_LINE), pointer_type)
+            builder.call(prefetch, [pointer, int32(0), int32(3), int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(adjacency, types.int64), codegen
+
+
+@njit(nogil=True, cache=True)
+def _merge(pool, count, room, survivors, found):
+    """Merge survivors[:found] (any order) into pool[:count] (descending); returns new count and the first place."""
+    for i in range(1, found):
+        item = survivors[i]
+        j = i - 1
+        while j >= 0 and survivors[j] < item:
+            survivors[j + 1] = survivors[j]
+            j -= 1
+        survivors[j + 1] = item
+    i = count - 1
+    j = found - 1
+    at = count + found - 1
+    while j >= 0:
+        if i >= 0 and pool[i] < survivors[j]:
+            pool[at] = pool[i]
+            i -= 1
+        else:
+            pool[at] = survivors[j]
+            j -= 1
+        at -= 1
+    return min(room, count + found), i + 1
+
+
+@njit(nogil=True, cache=True)
+def _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, flag):
+    """Score nodes fresh[:num_fresh]; survivors: those above `worst` as pool entries; returns how many."""
+    width = codes.shape[1]
+    found = 0
+    for i in range(num_fresh):
+        node = np.int64(fresh[i])
+        score = np.int64(dot_u8(codes, node, planes, query, width))
+        if minus is not None:
+            score -= minus[node]
+        item = (score << 32) | (node << 1) | flag
+        survivors[found] = item
+        found += 1 if item > worst else 0
+    return found
+
+
+@njit(nogil=True, cache=True)
+def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach, scratch):
+    """The best `room` nodes that the search meets, best first, in scratch.pool; returns (count, keys scored, hops).
+
+    planes (n, 1 or 2, width) int8: coded queries, of which `query` is taken. seeds: further nodes to start from,
+    int32; numbers that are no nodes are passed over. Stops when the best `beam` are expanded, when the best k did
+    not change for `patience` hops, or when the next entry is more than `reach` below the best (integer scores; < 0:
+    never) and not one of the best RANGE_BEAM, which lead to better ones early on.
+    """
+    codes, adjacency, ids, entries, counts, _, _ = graph
+    pool, visited, fresh, survivors = scratch
+    linked = counts[0]
+    total = counts[1]
+    degree = adjacency.shape[1]
+    block = len(fresh)
+    for i in range((total + 63) >> 6):
+        visited[i] = 0
+    count = 0
+    scored = 0
+    worst = EMPTY
+    one = np.uint64(1)
+    starts = len(entries) + len(seeds)
+    at = 0
+    while at < starts:
+        num_fresh = 0
+        while at < starts and num_fresh < block:
+            node = np.int64(entries[at]) if at < len(entries) else np.int64(seeds[at - len(entries)])
+            at += 1
+            if node < 0 or node >= linked:
+                continue
+            bit = one << np.uint64(node & 63)
+            word = visited[node >> 6]
+            fresh[num_fresh] = node
+            num_fresh += 1 if (word & bit) == 0 else 0
+            visited[node >> 6] = word | bit
+            prefetch_codes(codes, node)
+        found = _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, 0)
+        count, _ = _merge(pool, count, room, survivors, found)
+        scored += num_fresh
+        if count == room:
+            worst = pool[room - 1]
+    start = linked
+    while start < total:  # keys that have no edges yet
+        num_fresh = min(block, total - start)
+        for i in range(num_fresh):
+            fresh[i] = start + i
+        found = _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, 1)
+        count, _ = _merge(pool, count, room, survivors, found)
+        scored += num_fresh
+        start += num_fresh
+        if count == room:
+            worst = pool[room - 1]
+    cursor = 0
+    hops = 0
+    idle = 0
+    while True:
+        while cursor < count and pool[cursor] & 1:
+            cursor += 1
+        if cursor >= min(count, beam):
+            break
+        item = pool[cursor]
+        if reach >= 0 and cursor >= RANGE_BEAM and (item >> 32) < (pool[0] >> 32) - reach:
+            break
+        pool[cursor] = item | 1
+        node = (item & 0xFFFFFFFF) >> 1
+        hops += 1
+        num_fresh = 0
+        for i in range(degree):
+            other = np.int64(adjacency[node, i])
+            if other < 0:
+                break
+            if other >= linked:  # forgotten, or linked by another thread since
+                continue
+            bit = one << np.uint64(other & 63)
+            word = visited[other >> 6]
+            fresh[num_fresh] = other
+            num_fresh += 1 if (word & bit) == 0 else 0
+            visited[other >> 6] = word | bit
+            prefetch_codes(codes, other)
+        if cursor + 1 < count:
+            prefetch_edges(adjacency, (pool[cursor + 1] & 0xFFFFFFFF) >> 1)
+        found = _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, 0)
+        scored += num_fresh
+        first = count
+        if found:
+            count, first = _merge(pool, count, room, survivors, found)
+            if count == room:
+                worst = pool[room - 1]
+        idle = 0 if first < k else idle + 1
+        if idle >= patience:
+            break
+        cursor = min(cursor + 1, first)
+    return count, scored, hops
+
+
+AHEAD = 6
+"""Stored rows that are asked for before they are scored."""
+SPARE = 4
+"""A quarter more than k are scored exactly, so that keys misplaced by their codes come back."""
+CELL_KEYS = 16
+"""Keys of one cell that a search scores at most."""
+MOST_OUTSIDE = 64
+"""Keys of all cells that a search scores at most: as many places as every pool has behind its last."""
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _insert(pool, count, item):
+    """Put `item` where it belongs in pool[:count], best first, which has room for it."""
+    j = count - 1
+    while j >= 0 and pool[j] < item:
+        pool[j + 1] = pool[j]
+        j -= 1
+    pool[j + 1] = item
+
+
+@njit(nogil=True, cache=True)
+def score_pool(graph, queries, query, keys, count, limit, scratch):
+    """Replace scratch.pool[:count] by exact scores and keys, best first, only keys below `limit`; returns how many."""
+    ids = graph[2]
+    pool = scratch[0]
+    kept = 0
+    for i in range(min(AHEAD, count)):
+        prefetch_row(keys, np.int64(ids[(pool[i] & 0xFFFFFFFF) >> 1]))
+    for i in range(count):
+        if i + AHEAD < count:
+            prefetch_row(keys, np.int64(ids[(pool[i + AHEAD] & 0xFFFFFFFF) >> 1]))
+        key = np.int64(ids[(pool[i] & 0xFFFFFFFF) >> 1])
+        if key >= limit:
+            continue
+        _insert(pool, kept, pack_score(dot(queries, query, keys, key), key))  # nearly sorted already
+        kept += 1
+    return kept
+
+
+@njit(nogil=True, cache=True)
+def gather_outside(graph, count, scratch):
+    """Write keys that are no nodes to scratch.pool[count:]: those of the cells of the landmarks among the `count` in
+    it, best landmark first. Returns how many.
+    """
+    starts, keys = graph[5], graph[6]
+    pool = scratch[0]
+    landmarks = len(starts) - 1
+    found = 0
+    for i in range(count):
+        node = (pool[i] & 0xFFFFFFFF) >> 1
+        if node < landmarks:
+            for j in range(starts[node], min(starts[node + 1], starts[node] + CELL_KEYS)):
+                if found == MOST_OUTSIDE:
+                    return found
+                pool[count + found] = keys[j]
+                found += 1
+    return found
+
+
+@njit(nogil=True, cache=True)
+def add_outside(queries, query, keys, first, count, kept, limit, scratch):
+    """Merge the keys scratch.pool[first : first + count] below `limit` into the scored ones, scratch.pool[:kept].
+
+    kept <= first. Returns how many scored ones there are now.
+    """
+    pool = scratch[0]
+    for i in range(min(AHEAD, count)):
+        prefetch_row(keys, pool[first + i])
+    for i in range(count):
+        if i + AHEAD < count:
+            prefetch_row(keys, pool[first + i + AHEAD])
+        key = pool[first + i]
+        if key < limit:
+            _insert(pool, kept, pack_score(dot(queries, query, keys, key), key))
+            kept += 1
+    return kept
+
+
+@njit(nogil=True, cache=True)
+def search_graph(
+    graph,
+    keys,
+    queries,
+    planes,
+    steps,
+    query,
+    seeds,
+    k,
+    room,
+    beam,
+    patience,
+    beta,
+    limit,
+    scratch,
+    ids,
+    scores,
+):
+    """Search for one query: its best k keys below `limit` to ids[:k], scores[:k]; returns (found, scored, hops).
+
+    keys (n, head_dim) stored format; queries (q, head_dim) float32 of which `query` is taken, planes and steps the
+    same coded. seeds: int32 nodes to start from, replaced by the best nodes of this search, -1 where there are none
+    (length 0: none, none wanted). room: length of the pool, >= k. beam: how many of its best are expanded.
+    patience: see `fill_pool`. beta < 0: no range. Unused places get id -1 and score -inf. Fewer than k are found
+    if the graph leads to fewer or keys beyond `limit` took their places. A query that is not finite (step 0): some
+    keys, with what its inner products are. Allocates nothing, checks nothing.
+    """
+    reach = np.int64(-1)
+    if beta >= 0 and steps[query] > 0:
+        reach = np.int64(beta / steps[query])
+    count, scored, hops = fill_pool(graph, None, planes, query, seeds, room, beam, k, patience, reach, scratch)
+    pool = scratch[0]
+    for i in range(len(seeds)):
+        seeds[i] = (pool[i] & 0xFFFFFFFF) >> 1 if i < count else -1
+    outside = gather_outside(graph, count, scratch)
+    first = count
+    if limit >= graph[4][2]:  # no place is lost to keys beyond it
+        count = min(count, k + max(8, k // SPARE))
+    found = score_pool(graph, queries, query, keys, count, limit, scratch)
+    found = min(k, add_outside(queries, query, keys, first, outside, found, limit, scratch))
+    scored += outside
+    for i in range(found):
+        score = score_of(pool[i])
+        if beta >= 0 and score < score_of(pool[0]) - beta:
+            found = i
+            break
+        ids[i] = id_of(pool[i])
+        scores[i] = score
+    for i in range(found, k):
+        ids[i] = -1
+        scores[i] = -np.inf
+    return found, scored, hops
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def search_rows(graph, keys, queries, planes, steps, seeds, k, room, beam, patience, beta, limit, scratch, ids, scores):
+    """`search_graph` of every query row; scratch with one more axis in front: workers. Returns keys scored and hops.
+
+    keys (1 or more, n, head_dim), of which the first are searched: of one layout, see `memory.one_layout`.
+    seeds (queries, s) int32; ids and scores (queries, k). Also returns found (queries,) int64.
+    """
+    num = len(queries)
+    rows = keys[0]
+    workers = len(scratch[0])
+    scored = np.zeros(num, np.int64)
+    hops = np.zeros(num, np.int64)
+    found = np.zeros(num, np.int64)
+    for worker in prange(workers):
+        own = Scratch(scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker])
+        for i in range(worker, num, workers):
+            found[i], scored[i], hops[i] = search_graph(
+                graph,
+                rows,
+                queries,
+                planes,
+                steps,
+                i,
+                seeds[i],
+                k,
+                room,
+                beam,
+                patience,
+                beta,
+                limit,
+                own,
+                ids[i],
+                scores[i],
+            )
+    return found, scored.sum(), hops.sum()

@@ -1,0 +1,428 @@
+"""A scan of keys in the few numbers that the queries look at. Then the best get their exact scores.
+
+q . k is approximated by (A q) . (B k): the change of basis in which the first numbers carry most of what training
+queries tell keys apart by (the leading eigenvectors of Sq^1/2 Sk Sq^1/2, with Sq the second moment of queries and Sk
+the covariance of keys). The first numbers of B k are stored in 8 bits, the next in 4, the rest not at all (`blocks`),
+in blocks of 16 near keys, and the blocks that look promising are scanned (`leaves`), one pass for all queries. What it
+needs is one eigenproblem of head_dim, one matrix product and one sorting per head.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
+from retrieval_attn.index.base import SearchResult, StateValue, check_search, check_training, register
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.formats import Format, kernel_view, to_float32
+from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
+from retrieval_attn.index.memory import aligned_empty, one_layout
+from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
+from retrieval_attn.index.sketch.blocks import (
+    BLOCK,
+    KeyBlocks,
+    allocate,
+    decoded,
+    empty_blocks,
+    key_bytes,
+    out_of_reach,
+    with_room,
+    write_blocks,
+)
+from retrieval_attn.index.sketch.leaves import (
+    LEAF_NUMBERS,
+    TREE_NUMBERS,
+    Leaves,
+    code_means,
+    leaf_order,
+    needed_share,
+)
+from retrieval_attn.index.sketch.search import best_of_blocks
+
+LEAST_BYTES = 8
+RESCORE = 2
+"""Keys scored exactly per key wanted."""
+SAMPLED_KEYS = 8192
+"""Most keys that the projection is learned from, evenly spaced."""
+FLOOR = 1e-6
+"""Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
+TILE = 64
+PROJECTED_AT_ONCE = 8192
+LEAST_LEAVES = 512
+"""With fewer leaves all are looked at."""
+HELD_OUT, HELD_K = 64, 100
+"""Training queries, and best keys of each, that tell how many leaves have to be looked at."""
+FOUND = 0.98
+"""Share of those keys that lie in the leaves looked at."""
+LATE_SHARE = 8
+"""Keys are ordered anew when more than one in so many came after the last ordering."""
+
+
+class SketchArguments(NamedTuple):
+    """What a compiled search of a sketch reads: coded keys, the id of every place (-1: none), how many blocks are in
+    use, what queries are projected by, (rank, head_dim), and the leaves.
+    """
+
+    keys: KeyBlocks
+    ids: npt.NDArray[np.int32]
+    total: int
+    query_side: npt.NDArray[np.float32]
+    leaves: Leaves
+
+
+@njit(nogil=True, cache=True)
+def _project(keys, length, rows, out):
+    """out[i, j] = rows[j] . keys[0, i] for i < length; rows (multiple of 4, d) float32, out (length, rows) float32."""
+    scores = np.empty((TILE_QUERIES, TILE), np.float32)
+    for tile in range(0, length, TILE):
+        size = min(TILE, length - tile)
+        for first in range(0, len(rows), TILE_QUERIES):
+            score_tile(rows, first, keys[0], tile, size, scores)
+            for i in range(size):
+                for j in range(TILE_QUERIES):
+                    if first + j < out.shape[1]:
+                        out[tile + i, first + j] = scores[j, i]
+
+
+def learn_projection(
+    queries: npt.NDArray[np.float32], keys: npt.NDArray[np.float32], rank: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """A and B, both (rank, d) float32: q . (k - mean) ~ (A q) . (B (k - mean)) with the least squared error.
+
+    queries (m, d), keys (n, d), both finite and at least one row.
+    """
+    moment = np.einsum("mi,mj->ij", queries, queries, dtype=np.float64, optimize=True) / len(queries)
+    centred = keys.astype(np.float64) - keys.mean(axis=0, dtype=np.float64)
+    covariance = centred.T @ centred / len(keys)
+    values, vectors = np.linalg.eigh(moment)
+    values = np.maximum(values, FLOOR * max(float(values.mean()), np.finfo(np.float64).tiny))
+    root = vectors * np.sqrt(values) @ vectors.T
+    inverse = vectors / np.sqrt(values) @ vectors.T
+    _, leading = np.linalg.eigh(root @ covariance @ root)
+    leading = leading[:, ::-1][:, :rank]
+    return (leading.T @ inverse).astype(np.float32), (leading.T @ root).astype(np.float32)
+
+
+@register
+class SketchIndex(PiecesIndex):
+    """Scan of a query-aware sketch of the keys, exact scores for the best of it.
+
+    A query that is not finite gets the exact answer, and so does a search for more than one key in four (after
+    `rescore`), for which a sketch saves nothing.
+    """
+
+    kind: ClassVar[str] = "sketch"
+    trains: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore", "share"})
+
+    def __init__(self, keys: KeyPieces, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
+        """key_side (rank, head_dim): B. Callers use `build`."""
+        self._keys = keys
+        self._search = arguments
+        self._key_side = key_side
+        self._rescore = rescore
+        self._measured = len(self)  # how many keys the steps were taken from
+
+    @classmethod
+    def build(
+        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
+    ) -> SketchIndex:
+        """See KeyIndex.build. Options:
+
+        key_bytes: most bytes per key, at least 8 (default head_dim / 2).
+        rescore: how many keys get an exact score for each that is wanted (default 2).
+        share: of the leaves, what is looked at; default: what training queries need to find 98 % of their best 100
+        keys, by count and by weight. 1.0: all.
+        Without keys the projection keeps what queries have most of. Raises ConfigError for other values or without
+        finite training queries, ShapeError for keys that are not finite.
+        """
+        pieces = KeyPieces(keys, fmt)
+        dim = fmt.dim_of(keys)
+        budget = options.pop("key_bytes", max(LEAST_BYTES, dim // 2))
+        rescore = options.pop("rescore", RESCORE)
+        share = options.pop("share", None)
+        if share is not None and (isinstance(share, bool) or not isinstance(share, float | int) or not 0 < share <= 1):
+            raise ConfigError(f"share={share!r} must be above 0 and at most 1, or None to measure it")
+        check_key_bytes(budget)
+        check_rescore(rescore)
+        queries, _ = check_training(queries, None, dim, len(keys))
+        rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
+        rows = rows[np.isfinite(rows).all(axis=1)]
+        if not len(rows):
+            raise ConfigError("sketch needs finite training queries, got none; pass queries (heads, m, head_dim)")
+        sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
+        if not np.isfinite(sample).all():
+            raise ShapeError("keys to be sketched must be finite; leave the others out or use index='flat'")
+        known = sample if len(sample) else np.eye(dim, dtype=np.float32)
+        sides = learn_projection(rows, known, dim)
+        variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
+        wide, narrow = allocate(variances, int(budget))
+        query_side, key_side = (_cut(side, wide + narrow) for side in sides)
+        nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
+        none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
+        empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
+        index = cls(pieces, empty, key_side, int(rescore))
+        index._encode_all(pieces.within(len(keys)), len(keys), share is None or share < 1)
+        if share is None and index._search.leaves.ordered:
+            index._fit_share(rows if queries is None else queries)
+        return index
+
+    def _encode_all(self, arrays: list[npt.NDArray[Any]], room: int, leafy: bool) -> None:
+        """Code the keys of `arrays`, ids from 0 on, with steps that fit them; leafy: in leaves. Raises ShapeError."""
+        total, fmt, rank = sum(len(array) for array in arrays), self._keys.fmt, len(self._key_side)
+        every = max(1, total // SAMPLED_KEYS)
+        sample = [_projected(array[::every], fmt, self._key_side) for array in arrays]
+        numbers = np.concatenate(sample) if sample else np.empty((0, rank), np.float32)
+        _check_finite(numbers, 0, every)
+        leaves = self._search.leaves
+        leafy = leafy and total >= LEAST_LEAVES * BLOCK
+        if leafy:
+            first = [_projected(array, fmt, self._key_side[:TREE_NUMBERS]) for array in arrays]
+            order = leaf_order(np.concatenate(first))
+        else:
+            order = np.arange(total, dtype=np.int32)
+        blocks = empty_blocks(numbers, self._search.keys.wide, max(room, total))
+        means = np.zeros((-(-total // BLOCK), min(rank, LEAF_NUMBERS)), np.float32)
+        for start in range(0, total, PROJECTED_AT_ONCE):
+            some = order[start : start + PROJECTED_AT_ONCE]
+            numbers = _projected(_taken(arrays, some), fmt, self._key_side)
+            _check_finite(numbers, 0, 1)
+            write_blocks(numbers, blocks.blocks, start, blocks.mean, blocks.step, blocks.wide)
+            cuts = np.arange(0, len(some), BLOCK)
+            sums = np.add.reduceat(numbers[:, : means.shape[1]], cuts, axis=0)
+            means[start // BLOCK : start // BLOCK + len(cuts)] = sums / np.diff([*cuts, len(some)])[:, None]
+        ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
+        ids[:total] = order
+        coded = Leaves(code_means(means), len(means), leaves.share) if leafy else leaves._replace(ordered=0)
+        self._search = self._search._replace(keys=blocks, ids=ids, total=len(means), leaves=coded)
+        self._measured = total
+
+    def _fit_share(self, queries: npt.NDArray[np.float32]) -> None:
+        """Look at as many leaves as some of queries (heads, m, head_dim) need; the heads look together."""
+        count = max(1, HELD_OUT // len(queries))
+        few = queries[:, :: max(1, queries.shape[1] // count)][:, :count]
+        few = few[:, np.isfinite(few).all(axis=(0, 2))]
+        group = len(few)
+        held = np.ascontiguousarray(few.transpose(1, 0, 2).reshape(-1, few.shape[2]))
+        if not len(held):
+            return
+        found = search_pieces(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
+        places = np.empty(len(self), np.int64)
+        ids = self._search.ids[: self._search.total * BLOCK]
+        places[ids[ids >= 0]] = np.flatnonzero(ids >= 0)
+        leaves = self._search.leaves
+        means = decoded(leaves.means, leaves.ordered)
+        side = self._search.query_side[: means.shape[1]]
+        scores = ((held @ side.T) @ means[:, : len(side)].T).astype(np.float32)
+        logits = (found.scores / np.sqrt(self.head_dim)).astype(np.float64)
+        weights: npt.NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        share = needed_share(scores, places[found.ids] // BLOCK, FOUND, weights, group)
+        self._search = self._search._replace(leaves=leaves._replace(share=share))
+
+    def insert(self, keys: npt.NDArray[Any]) -> None:
+        """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.
+
+        They lie behind the leaves and are always looked at, until they are one in eight: then all keys are ordered and
+        coded anew, as they are when there are twice as many as the steps were taken from, or a far larger one comes.
+        """
+        self._keys.check(keys)
+        length, total = len(self), len(self) + len(keys)
+        numbers = _projected(keys, self._keys.fmt, self._key_side)
+        _check_finite(numbers, length, 1)
+        search = self._search
+        late = search.total - search.leaves.ordered if search.leaves.ordered else 0
+        crowded = LATE_SHARE * late > search.total or search.total * BLOCK > 2 * (total + BLOCK)
+        if len(keys) and (total >= 2 * self._measured or crowded or out_of_reach(search.keys, numbers)):
+            self._encode_all([*self._keys.within(length), keys], total + total // 4, search.leaves.share < 1)
+        elif len(keys):
+            self._append(numbers, length)
+        self._keys.add(keys)
+
+    def _append(self, numbers: npt.NDArray[np.float32], length: int) -> None:
+        """Code numbers (n, rank) as keys from id `length` on, in the free places behind all others."""
+        search = self._search
+        used = search.total * BLOCK
+        if search.total > search.leaves.ordered:  # the last block has no mean that would change
+            used -= BLOCK - 1 - int(np.flatnonzero(search.ids[used - BLOCK : used] >= 0).max(initial=-1))
+        stop = used + len(numbers)
+        blocks = with_room(search.keys, stop, used)
+        ids = search.ids
+        if len(ids) < len(blocks.blocks) * BLOCK:
+            ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
+            ids[:used] = search.ids[:used]
+        write_blocks(numbers, blocks.blocks, used, blocks.mean, blocks.step, blocks.wide)
+        ids[used:stop] = np.arange(length, length + len(numbers))
+        self._search = search._replace(keys=blocks, ids=ids, total=-(-stop // BLOCK))
+
+    def truncate(self, length: int) -> bool:
+        """Forget all ids >= length. Always possible."""
+        self._keys.cut(length)
+        search = self._search
+        self._search = search._replace(ids=np.where(search.ids < length, search.ids, -1).astype(np.int32))
+        return True
+
+    def rescore_count(self, k: int) -> int:
+        """How many keys get an exact score when the best k are wanted."""
+        return rescore_count(self._rescore, k)
+
+    def search_arguments(self) -> SketchArguments:
+        """What a compiled search of this index needs besides the keys; another object after every change."""
+        return self._search
+
+    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
+        """The best k of the keys that the sketch puts first; see KeyIndex.search."""
+        queries, k = check_search(queries, self.head_dim, k, limit)
+        stop = len(self) if limit is None else min(int(limit), len(self))
+        kept = self.rescore_count(k)
+        if stop < SCAN_SHARE * kept:
+            return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
+        found, scanned, lost = best_of_blocks(self._search, stop, queries, kept)
+        ids, scores = self._keys.best(found, queries, k)
+        answer_lost(self._keys, stop, queries, k, lost, ids, scores)
+        return SearchResult(ids, scores, scanned)
+
+    @property
+    def share(self) -> float:
+        """Of the leaves, what a search looks at for each query; 1.0: every key."""
+        return self._search.leaves.share if self._search.leaves.ordered else 1.0
+
+    def state(self) -> dict[str, StateValue]:
+        """See KeyIndex.state."""
+        search = self._search
+        blocks, means = search.keys, search.leaves.means
+        return {
+            "rescore": self._rescore,
+            "wide": blocks.wide,
+            "ordered": search.leaves.ordered,
+            "share": search.leaves.share,
+            "blocks": blocks.blocks[: search.total],
+            "ids": search.ids[: search.total * BLOCK],
+            "mean": blocks.mean,
+            "step": blocks.step,
+            "reach": blocks.reach,
+            "query_side": search.query_side,
+            "key_side": self._key_side,
+            "leaf_blocks": means.blocks,
+            "leaf_mean": means.mean,
+            "leaf_step": means.step,
+            "leaf_reach": means.reach,
+        }
+
+    @classmethod
+    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> SketchIndex:
+        """See KeyIndex.from_state."""
+        rescore, wide, ordered, share = (state.get(name) for name in ("rescore", "wide", "ordered", "share"))
+        rank, total, coded = (_rows_of(state.get(name)) for name in ("step", "blocks", "leaf_blocks"))
+        if (
+            not isinstance(rescore, int)
+            or not isinstance(wide, int)
+            or not 0 <= wide <= rank
+            or not isinstance(ordered, int)
+            or not 0 <= ordered <= min(total, coded * BLOCK)
+            or not isinstance(share, float)
+            or not 0 < share <= 1
+        ):
+            raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
+        width, numbers = key_bytes(wide, rank - wide) * BLOCK, _rows_of(state.get("leaf_step"))
+        expected: dict[str, tuple[type, tuple[int, ...]]] = {
+            "blocks": (np.uint8, (total, width)),
+            "ids": (np.int32, (total * BLOCK,)),
+            "leaf_blocks": (np.uint8, (coded, key_bytes(numbers, 0) * BLOCK)),
+        }
+        expected |= {name: (np.float32, (rank,)) for name in ("mean", "step", "reach")}
+        expected |= {f"leaf_{name}": (np.float32, (numbers,)) for name in ("mean", "step", "reach")}
+        expected |= {name: (np.float32, (rank, fmt.dim_of(keys))) for name in ("query_side", "key_side")}
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, (dtype, shape) in expected.items():
+            array = state.get(name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
+                given = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else "nothing"
+                raise InputDataError(
+                    f"{name} of the sketch must be {np.dtype(dtype)} {shape}, got {given}; build the index again"
+                )
+            if not np.isfinite(array).all():
+                raise InputDataError(f"{name} of the sketch must be finite; build the index again")
+            arrays[name] = array
+        known = np.sort(arrays["ids"][arrays["ids"] >= 0])
+        if not np.array_equal(known, np.arange(len(keys))):
+            raise InputDataError(f"the ids of the sketch are not those of {len(keys)} keys; build the index again")
+        blocks = _aligned(arrays["blocks"])
+        ids = np.full(len(blocks) * BLOCK, -1, np.int32)
+        ids[: len(arrays["ids"])] = arrays["ids"]
+        mean, step, reach = (np.array(arrays[name]) for name in ("mean", "step", "reach"))
+        coded_keys = KeyBlocks(blocks, mean, step, reach, wide)
+        mean, step, reach = (np.array(arrays[f"leaf_{name}"]) for name in ("mean", "step", "reach"))
+        leaves = Leaves(KeyBlocks(_aligned(arrays["leaf_blocks"]), mean, step, reach, numbers), ordered, share)
+        search = SketchArguments(coded_keys, ids, total, np.array(arrays["query_side"]), leaves)
+        return cls(KeyPieces(keys, fmt), search, np.array(arrays["key_side"]), rescore)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, their ids, the leaves and the projection."""
+        search = self._search
+        sides = search.query_side.nbytes + self._key_side.nbytes
+        return int(search.keys.nbytes + search.ids.nbytes + search.leaves.means.nbytes + sides)
+
+
+def check_key_bytes(given: object) -> None:
+    """Raise ConfigError unless `given` is a whole number >= LEAST_BYTES."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < LEAST_BYTES:
+        raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {LEAST_BYTES}")
+
+
+def _rows_of(array: StateValue | None) -> int:
+    return len(array) if isinstance(array, np.ndarray) and array.ndim else 0
+
+
+def _aligned(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """A copy of blocks where kernels want them, an even number."""
+    blocks = aligned_empty((len(rows) + len(rows) % 2, rows.shape[1]), np.uint8)
+    blocks[: len(rows)] = rows
+    return blocks
+
+
+def _taken(arrays: list[npt.NDArray[Any]], ids: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+    """Keys of these ids, counted through the arrays."""
+    if len(arrays) == 1:
+        return arrays[0][ids]
+    bases = np.cumsum([0] + [len(array) for array in arrays])
+    out = np.empty((len(ids), *arrays[0].shape[1:]), arrays[0].dtype)
+    for array, base in zip(arrays, bases, strict=False):
+        here = (ids >= base) & (ids < base + len(array))
+        out[here] = array[ids[here] - base]
+    return out
+
+
+def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:
+    """The first `rank` rows, zeros behind the last."""
+    rows = np.zeros((rank, side.shape[1]), np.float32)
+    rows[: len(side)] = side[:rank]
+    return rows
+
+
+def _check_finite(numbers: npt.NDArray[np.float32], start: int, every: int) -> None:
+    bad = np.flatnonzero(~np.isfinite(numbers).all(axis=1))
+    if len(bad):
+        raise ShapeError(
+            f"keys to be sketched must be finite, got {len(bad)} with NaN or infinity, the first at id "
+            f"{start + int(bad[0]) * every}; leave them out or use index='flat'"
+        )
+
+
+def _projected(keys: npt.NDArray[Any], fmt: Format, key_side: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """B k of keys (n, head_dim) in `fmt`: (n, rank) float32, bit-identical however keys are cut into calls."""
+    rank = len(key_side)
+    rows = np.zeros((-(-rank // TILE_QUERIES) * TILE_QUERIES, key_side.shape[1]), np.float32)
+    rows[:rank] = key_side
+    out = np.empty((len(keys), rank), np.float32)
+    if len(keys):
+        _project(one_layout(kernel_view(keys, fmt)[None]), len(keys), rows, out)
+    return out

@@ -1,0 +1,199 @@
+"""Keys in leaves of 16 that lie near each other, one block of a sketch each; a search looks at the promising ones.
+
+The keys of a head are halved again and again at the median of the number that varies most (a k-d tree: Bentley, 1975,
+with the median splits of Friedman, Bentley and Finkel, 1977) until 16 are left. Distances are those of the sketch's
+numbers, in which queries point everywhere alike, so near keys have near scores for most queries: the mean of a leaf
+tells which leaves can hold the best keys. Means are coded as keys are and scanned first. How many leaves a head's
+queries need is measured when the index is built, for it differs: all of them, where a tree does not help.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from retrieval_attn.index.kernels.dots import TILE_QUERIES
+from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score
+from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, KeyBlocks, empty_blocks, write_blocks
+from retrieval_attn.index.sketch.scan import pair_scores, value_of_rank
+
+TREE_NUMBERS = 16
+"""Numbers of a key that the tree may split at: the first carry most of what queries tell keys apart by."""
+LEAF_NUMBERS = 32
+"""Most numbers of a leaf's mean, each in 8 bits."""
+PLACE_BYTES = 4 + LEAF_NUMBERS // BLOCK
+"""Bytes per key beside its codes: the id of its place, and its share of the leaf's mean."""
+SPREAD_SAMPLE = 256
+"""Keys of a node that the number which varies most is told from."""
+SAMPLE_STEP = 8
+"""One pair of blocks of means in so many is scanned first, to know how high a score the wanted share reaches."""
+GOLDEN = 0.618
+"""Leaves that follow each other lie about so much of the tree apart."""
+SHARES = (0.02, 0.03, 0.045, 0.065, 0.09, 0.125, 0.18, 0.25)
+"""Shares of leaves that are tried; where none suffices a search looks at all."""
+
+
+class Leaves(NamedTuple):
+    """means: coded means of leaves, 16 to a block. ordered: how many leaves there are: leaf i is block i of the sketch,
+    and blocks behind the last are always looked at. share: of the leaves, what a search looks at; 1.0 is all.
+    """
+
+    means: KeyBlocks
+    ordered: int
+    share: float
+
+
+def leaf_order(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """Keys (n, rank) float32 finite in leaves: (n,) int32, every 16 in a row are one.
+
+    Neighbours in the tree do not follow each other: of leaves in a row searches take samples.
+    """
+    order = np.arange(len(numbers), dtype=np.int32)
+    if len(numbers) > BLOCK:
+        _split(np.ascontiguousarray(numbers[:, :TREE_NUMBERS]), order, np.empty(len(numbers), np.int64))
+    whole = len(numbers) // BLOCK
+    if whole > 1:
+        stride = next(step for step in range(int(GOLDEN * whole) | 1, 2 * whole + 2) if np.gcd(step, whole) == 1)
+        mixed = np.arange(whole) * stride % whole
+        order[: whole * BLOCK] = order[: whole * BLOCK].reshape(whole, BLOCK)[mixed].ravel()
+    return order
+
+
+@njit(nogil=True, cache=True)
+def _split(numbers, order, work):
+    """Order keys (n, d) into leaves. work: scratch (n,) int64. Nodes wait on a stack; the larger half has no turn."""
+    starts, stops = np.empty(64, np.int64), np.empty(64, np.int64)
+    starts[0], stops[0] = 0, len(order)
+    waiting = 1
+    while waiting:
+        waiting -= 1
+        start, stop = starts[waiting], stops[waiting]
+        if stop - start <= BLOCK:
+            continue
+        number = _widest(numbers, order, start, stop)
+        for i in range(start, stop):
+            work[i] = pack_score(numbers[order[i], number], order[i])
+        half = ((stop - start) // 2 + BLOCK - 1) // BLOCK * BLOCK
+        keep_best(work[start:stop], stop - start, half)
+        for i in range(start, stop):
+            order[i] = id_of(work[i])
+        starts[waiting], stops[waiting] = start, start + half
+        starts[waiting + 1], stops[waiting + 1] = start + half, stop
+        waiting += 2
+
+
+@njit(nogil=True, cache=True)
+def _widest(numbers, order, start, stop):
+    """The number with the largest variance among the keys order[start:stop]."""
+    step = max(1, (stop - start) // SPREAD_SAMPLE)
+    best, widest = -1.0, 0
+    for j in range(numbers.shape[1]):
+        total = squares = 0.0
+        count = 0
+        for i in range(start, stop, step):
+            value = np.float64(numbers[order[i], j])
+            total += value
+            squares += value * value
+            count += 1
+        spread = squares - total * total / count
+        if spread > best:
+            best, widest = spread, j
+    return widest
+
+
+def code_means(means: npt.NDArray[np.float32]) -> KeyBlocks:
+    """Blocks of the leaves' means (leaves, rank) float32: the first LEAF_NUMBERS numbers, in 8 bits."""
+    numbers = means[:, :LEAF_NUMBERS]
+    wide = -(-numbers.shape[1] // WIDE_STEP) * WIDE_STEP
+    padded = np.zeros((len(numbers), wide), np.float32)
+    padded[:, : numbers.shape[1]] = numbers
+    blocks = empty_blocks(padded, wide, len(padded))
+    write_blocks(padded, blocks.blocks, 0, blocks.mean, blocks.step, wide)
+    return blocks
+
+
+def needed_share(
+    scores: npt.NDArray[np.float32],
+    homes: npt.NDArray[np.int64],
+    wanted: float,
+    weights: npt.NDArray[np.float64],
+    group: int,
+) -> float:
+    """The least share of leaves with which queries find `wanted` of their best keys, counted and weighed; 1.0 if none.
+
+    scores (m, leaves) of the means, `group` queries after each other looking at each other's leaves; homes (m, k):
+    leaves of the best keys of each query; weights (m, k): of them in attention, each row adding up to 1.
+    """
+    leaves = scores.shape[1]
+    ordered = np.sort(scores, axis=1)
+    for share in SHARES:
+        bounds = ordered[:, leaves - max(1, int(share * leaves))]
+        looked_at = (scores >= bounds[:, None]).reshape(-1, group, leaves).any(axis=1)
+        seen = np.take_along_axis(np.repeat(looked_at, group, axis=0), homes, axis=1)
+        if seen.mean() >= wanted and (seen * weights).sum(axis=1).mean() >= wanted:
+            return share
+    return 1.0
+
+
+@njit(nogil=True, cache=True)
+def choose_blocks(means, ordered, total, share, planes, steps, num_queries, chosen, sample, bounds, scores):
+    """Put the blocks that a search looks at into `chosen`, lowest first, and return how many.
+
+    Leaves among the best `share` for any of the queries, about, and all of the blocks from `ordered` to `total`.
+    means: blocks of leaves' means; planes, steps: queries coded for them. chosen: int32, room for total + 1; behind an
+    odd number the last is repeated. Scratch: sample float32 (num_queries, at least 4 * rows of means), bounds, scores.
+    """
+    count = 0
+    if share >= 1.0 or not ordered:
+        for block in range(total):
+            chosen[block] = block
+        count = total
+    else:
+        wides = planes.shape[1] // WIDE_STEP
+        rows = means.shape[0]
+        bounds[:] = np.inf
+        taken = 0
+        for row in range(0, rows, 2 * SAMPLE_STEP):
+            after = min(row + 6 * SAMPLE_STEP, rows - 2)
+            for first in range(0, num_queries, TILE_QUERIES):
+                pair_scores(means, row, row + 1, after, after + 1, planes, first, wides, 0, steps, bounds, scores)
+                for query in range(first, min(first + TILE_QUERIES, num_queries)):
+                    for lane in range(BLOCK):
+                        sample[query, taken + lane] = scores[query - first, lane]
+                        sample[query, taken + BLOCK + lane] = scores[query - first + TILE_QUERIES, lane]
+            taken += min(PAIR, ordered - row * BLOCK)
+        for query in range(num_queries):
+            bounds[query] = value_of_rank(sample[query], taken, int(share * taken + 0.5))
+        for row in range(0, rows, 2):
+            after = min(row + 12, rows - 2)
+            near = np.int64(0)
+            for first in range(0, num_queries, TILE_QUERIES):
+                left, right = pair_scores(
+                    means, row, row + 1, after, after + 1, planes, first, wides, 0, steps, bounds, scores
+                )
+                near |= _any_query(left) | (_any_query(right) << BLOCK)
+            leaf = row * BLOCK
+            while near:
+                if near & 1 and leaf < ordered:
+                    chosen[count] = leaf
+                    count += 1
+                near >>= 1
+                leaf += 1
+        for block in range(ordered, total):
+            chosen[count] = block
+            count += 1
+    if count & 1:
+        chosen[count] = chosen[count - 1]
+    return count
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _any_query(found):
+    """Bit t: whether key t has its bit set for any of four queries, see `pair_scores`."""
+    two = found | ((found >> 32) & 0xFFFFFFFF)
+    return (two | (two >> 16)) & 0xFFFF

@@ -1,0 +1,1 @@
+"""How much memory is needed and free. Arithmetic; nothing is loaded."""

@@ -1,0 +1,121 @@
+"""Bytes of a device that reads and generates, from the shape of a model and the options. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from retrieval_attn.config import Config
+from retrieval_attn.memory.shape import ModelShape
+from retrieval_attn.memory.units import GIB
+
+# CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
+# 1.09 GiB while decoding on an H100 (docs/results/h100/memory_device.md), where the context alone takes 0.6.
+DEVICE_RESERVE = 9 * GIB // 8
+# Beside a chunk's activations, this part of them: blocks that the allocator keeps and that fit no other tensor. Up to
+# 0.4 were measured while reading 16K to 128K tokens there.
+FRAGMENTED = 0.5
+
+
+@dataclass(frozen=True)
+class DeviceSize:
+    """What a device holds that has `shape` of a model, for `batch` sequences of `context` tokens each."""
+
+    shape: ModelShape
+    options: Config
+    context: int
+    batch: int = 1
+
+    @property
+    def chunk_token_bytes(self) -> int:
+        """Activations per prompt token that goes through a layer: the larger of MLP and attention.
+
+        MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside
+        them.
+        Attention: query and output in the model's dtype and two float32 partials that are being merged.
+        """
+        shape = self.shape
+        residual = 3 * shape.hidden * shape.dtype_bytes
+        mlp = 3 * shape.mlp_width * shape.dtype_bytes
+        heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
+        partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
+        return self.batch * (residual + max(mlp, heads + partials))
+
+    def unusable(self, chunk: int) -> int:
+        """Bytes that the allocator cannot hand out while a chunk of so many tokens is read."""
+        return int(FRAGMENTED * chunk * self.chunk_token_bytes)
+
+    def chunk_bytes(self, chunk: int) -> int:
+        """All bytes that a chunk of so many tokens costs."""
+        return chunk * self.chunk_token_bytes + self.unusable(chunk)
+
+    def most_chunk(self, free: int) -> int:
+        """Tokens of the largest chunk that so many bytes are enough for; negative where `free` is."""
+        return int(free / (1 + FRAGMENTED)) // self.chunk_token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token of context in prefill: hidden state, KV of a layer and of the one before it that is being
+        copied to the host, cosines and sines, and codes.
+        """
+        shape = self.shape
+        rope = 2 * shape.key_dim * shape.dtype_bytes
+        layers = min(2, max(1, shape.full_layers))
+        prefill = shape.hidden * shape.dtype_bytes + layers * shape.kv_layer_bytes
+        return self.batch * prefill + self.coded_token_bytes + rope
+
+    @property
+    def coded_token_bytes(self) -> int:
+        """Bytes per token of context, in prefill and after it, of an index that keeps codes on the device: the codes,
+        and a score per query head that all layers share.
+        """
+        codes = self._codes_of_token
+        return codes + 4 * self.batch * self.shape.q_heads if codes else 0
+
+    @property
+    def _codes_of_token(self) -> int:
+        from retrieval_attn.index.device import bytes_per_key
+
+        shape, options = self.shape, self.options.index_options
+        if self.options.index != "device" or not shape.full_layers:
+            return 0
+        key_bytes = bytes_per_key(options.get("key_bytes"), shape.key_dim)
+        return self.batch * shape.full_layers * shape.kv_heads * key_bytes
+
+    @property
+    def spare_codes(self) -> int:
+        """Bytes of room for codes of tokens to come."""
+        from retrieval_attn.index.device import SPARE_TOKENS
+
+        return SPARE_TOKENS * self._codes_of_token
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that every layer which retrieves has room for."""
+        return self.options.sink + self.options.window + self.options.spill
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of sinks and windows."""
+        return self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
+
+    @property
+    def sliding_bytes(self) -> int:
+        """Bytes of layers that only ever see a sliding window."""
+        shape = self.shape
+        return self.batch * shape.sliding_layers * min(shape.sliding_window, self.context) * shape.kv_layer_bytes
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of one row of float32 logits per sequence."""
+        return self.batch * self.shape.vocab * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes while generating that do not depend on the context."""
+        held = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
+        return held + self.spare_codes + self.logits_bytes + DEVICE_RESERVE
+
+    @property
+    def decode_bytes(self) -> int:
+        """Bytes while generating."""
+        return self.fixed_bytes + self.context * self.coded_token_bytes

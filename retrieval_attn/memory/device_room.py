@@ -1,0 +1,57 @@
+"""Whether a device has room for the codes of a context's keys, so that index="auto" may keep them there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from retrieval_attn.config import Config
+from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.gpu.memory import device_memory
+from retrieval_attn.index.auto import SKETCH_FROM
+from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
+
+log = logging.getLogger(__name__)
+
+
+def free_device_bytes(model: Any) -> int | None:
+    """What this process may still take on the one CUDA device that `model` runs on; None for any other placement."""
+    device = input_device(model)
+    if device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
+        return None
+    memory = device_memory(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    capped = int(torch.cuda.memory.get_per_process_memory_fraction(device) * memory.total) - allocated
+    return max(0, min(memory.free + unused, capped))
+
+
+def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None) -> Config:
+    """`config`, or where it says index="auto" and `free` bytes of device memory are enough, one with index="device".
+
+    Enough for reading so many tokens and for their codes, beside what is there already. A scan on the device takes a
+    tenth of the host's time, and nothing is built while the device waits; the choice is logged.
+    """
+    if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
+        return config
+    coded = config.replace(index="device")
+    try:
+        needs = plan(model_config, context=tokens, config=coded, host_memory=1)
+    except RetrievalAttentionError as error:
+        log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
+        return config
+    needed = needs.device_bytes - needs.shape.weight_bytes - DEVICE_RESERVE  # those are there
+    fits = needed <= free
+    log.info(
+        "index 'auto' for %d tokens: codes of all keys %s on the device (reading takes %s, %s is free)",
+        tokens,
+        "lie" if fits else "do not fit",
+        show_bytes(needed),
+        show_bytes(free),
+    )
+    return coded if fits else config

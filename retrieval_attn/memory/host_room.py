@@ -1,0 +1,60 @@
+"""Whether the host has memory for what is about to be read, before anything is computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from retrieval_attn.config import Config
+from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
+from retrieval_attn.memory.plan import HOST_RESERVE, plan
+from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "RETRIEVAL_ATTN_HOST_MEMORY"
+"""Environment variable: memory to count with, such as 128GiB, where the system does not tell what it could have."""
+
+
+def available_host_bytes() -> int:
+    """Memory that this process could still get without swapping: the system's or its control group's, the less.
+
+    Some machines are given memory only as they use it and tell too little: VARIABLE overrides.
+    """
+    if told := os.environ.get(VARIABLE):
+        return parse_bytes(told, VARIABLE)
+    available = host_memory_bytes()
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in rows:
+            available = min(available, 1024 * int(rows["MemAvailable"].split()[0]))
+    group = Path("/sys/fs/cgroup")
+    limit, current, stat = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
+    if limit.is_file() and current.is_file() and limit.read_text().strip().isdigit():
+        files = next((int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("file ")), 0)
+        available = min(available, int(limit.read_text()) - int(current.read_text()) + files)
+    return max(0, available)
+
+
+def require_host_room(model_config: Any, config: Config, tokens: int, batch: int) -> None:
+    """Raise MemoryPlanError if keys, values and indexes of `tokens` more tokens of `batch` rows do not fit.
+
+    Models whose shape is not known are let pass, with a log line.
+    """
+    try:
+        needs = plan(model_config, context=tokens, batch=batch, host_memory=1, config=config)
+    except RetrievalAttentionError as error:
+        log.warning("memory of the host is not checked before reading: %s", error)
+        return
+    needed = needs.host_bytes - HOST_RESERVE  # the process is there already
+    available = available_host_bytes()
+    if needed > available:
+        parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in needs.host[:-1])
+        raise MemoryPlanError(
+            f"reading {batch} x {tokens:,} tokens needs {show_bytes(needed)} of host memory, {show_bytes(available)} "
+            f"is free: {parts}. Read less, free memory, store keys with host_dtype='int8', or set {VARIABLE} if this "
+            "machine is given memory only as it uses it"
+        )

@@ -1,0 +1,428 @@
+"""What a model needs at a context length, before anything is loaded: `plan(...)`. Arithmetic only.
+
+The formulas follow layer-major prefill (engine/prefill.py) and this package's caches. They reproduce, to 1 %, live
+bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to
+1M.
+Speeds are not predicted; bytes per token are, and at named bandwidths these give a floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from retrieval_attn.config import HOST_DTYPES, Config, resolve
+from retrieval_attn.errors import ConfigError, MemoryPlanError
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize
+from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.shape import ModelShape, model_shape
+from retrieval_attn.memory.split import SPLITS, part_of
+from retrieval_attn.memory.units import GIB, host_memory_bytes, parse_bytes, show_bytes
+
+# Interpreter, libraries and pinned staging buffers.
+HOST_RESERVE = 2 * GIB
+# The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.
+DEVICE_BANDWIDTH = 1.008e12
+HOST_BANDWIDTH = 80e9
+# Common 4-bit weights and 8-bit KV, scales included (llama.cpp's Q4_K_M and Q8_0).
+Q4_BITS = 4.85
+Q8_BITS = 8.5
+CHUNK_STEP = 256
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the arithmetic."""
+
+    name: str
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """The alternative: ordinary attention with the whole KV on the device.
+
+    bytes_16bit: weights as planned and KV in the model's dtype; bytes_quantized: 4-bit weights and 8-bit KV.
+    floor_ms: bandwidth floor of one generated token, KV in the model's dtype; retrieval_floor_ms: the same
+    for retrieval, device and host reads one after the other, every host key scanned (flat index).
+    """
+
+    fits: bool
+    fits_quantized: bool
+    bytes_16bit: int
+    bytes_quantized: int
+    floor_ms: float
+    retrieval_floor_ms: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Answer of `plan`. `fits` is False exactly when `reasons` is not empty. All sizes are bytes.
+
+    device: what lives on the GPU at the peak of prefill; host: what lives in host memory after it.
+    decode_bytes: GPU memory while generating, which does not depend on the context, but for index="device".
+    largest_chunk: largest prefill chunk that fits, 0 if none does. largest_context: most tokens per sequence
+    that fit both memories with the planned chunk (not bounded by the model's positions).
+    gpus, split: how many GPUs share the model, and how; what is said of a GPU holds for the one that holds most.
+    """
+
+    shape: ModelShape
+    config: Config
+    context: int
+    batch: int
+    gpu_memory: int
+    host_memory: int
+    device: tuple[Item, ...]
+    host: tuple[Item, ...]
+    decode_bytes: int
+    kv_bytes_per_token: int
+    largest_chunk: int
+    largest_context: int
+    full_attention: FullAttention
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    gpus: int = 1
+    split: str = "layers"
+
+    @property
+    def fits(self) -> bool:
+        """Whether prefill, decode and the host's share all fit."""
+        return not self.reasons
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory at the peak of prefill."""
+        return sum(item.bytes for item in self.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory after prefill."""
+        return sum(item.bytes for item in self.host)
+
+    def require(self) -> Plan:
+        """Return the plan if it fits; else raise MemoryPlanError with reasons and arithmetic."""
+        if not self.fits:
+            raise MemoryPlanError("; ".join(self.reasons) + f"\n{self}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON-ready values, `fits` and the two sums included."""
+        plain = {key: value for key, value in vars(self).items() if key not in ("shape", "config")}
+        return {
+            "shape": asdict(self.shape),
+            "config": self.config.to_dict(),
+            **plain,
+            "device": [asdict(item) for item in self.device],
+            "host": [asdict(item) for item in self.host],
+            "full_attention": asdict(self.full_attention),
+            "reasons": list(self.reasons),
+            "advice": list(self.advice),
+            "fits": self.fits,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    def __str__(self) -> str:
+        """An aligned table, the verdict and the advice; no line is longer than the texts in it."""
+        from retrieval_attn.memory.table import table
+
+        return table(self)
+
+
+def plan(
+    model_or_config_or_path: Any,
+    context: int = 131072,
+    gpu_memory: int | str = "24GiB",
+    host_memory: int | str | None = None,
+    batch: int = 1,
+    dtype: Any = None,
+    config: Config | Mapping[str, Any] | None = None,
+    gpus: int = 1,
+    split: str = "layers",
+) -> Plan:
+    """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
+
+    Loads no weights.
+    model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
+    gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV;
+    None is the config's. config: retrieval options (`Config` or a mapping). gpus, split: how many GPUs of `gpu_memory`
+    each share the model, by "layers" (device_map) or "heads" (tensor parallel, a process for each).
+    Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not
+    raised.
+    """
+    for name, value in (("context", context), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")
+    options = resolve(config, {})
+    device_limit = parse_bytes(gpu_memory, "gpu_memory")
+    host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
+    shape = model_shape(model_or_config_or_path, dtype)
+    processes = gpus if split == "heads" else 1
+    arithmetic = _Arithmetic(shape, options, context, batch, part_of(shape, gpus, split), processes)
+    device, host = arithmetic.device(), arithmetic.host()
+    return Plan(
+        shape=shape,
+        config=options,
+        context=context,
+        batch=batch,
+        gpu_memory=device_limit,
+        host_memory=host_limit,
+        device=device,
+        host=host,
+        decode_bytes=arithmetic.device_size.decode_bytes,
+        kv_bytes_per_token=shape.full_layers * shape.kv_layer_bytes,
+        largest_chunk=arithmetic.largest_chunk(device_limit),
+        largest_context=arithmetic.largest_context(device_limit, host_limit),
+        full_attention=(full := arithmetic.full_attention(device_limit)),
+        reasons=arithmetic.reasons(device, host, device_limit, host_limit),
+        advice=arithmetic.advice(full, device_limit),
+        gpus=gpus,
+        split=split,
+    )
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """The formulas for one model, one set of options, one context length and batch.
+
+    part: what the GPU that holds most has of the model; processes: that share the host's memory.
+    """
+
+    shape: ModelShape
+    options: Config
+    context: int
+    batch: int
+    part: ModelShape
+    processes: int
+
+    @property
+    def chunk(self) -> int:
+        return min(self.options.prefill_chunk, self.context)
+
+    @property
+    def device_size(self) -> DeviceSize:
+        return DeviceSize(self.part, self.options, self.context, self.batch)
+
+    @property
+    def host_size(self) -> HostSize:
+        return HostSize(self.shape, self.options, self.batch)
+
+    def device(self) -> tuple[Item, ...]:
+        shape, n, size = self.part, self.context, self.device_size
+        kv = self.batch * n * shape.kv_layer_bytes
+        hidden = self.batch * n * shape.hidden * shape.dtype_bytes
+        items = [
+            Item("weights", shape.weight_bytes, shape.weights_note),
+            Item(
+                "sinks and window",
+                size.window_bytes,
+                f"{size.window_tokens} tokens x {shape.full_layers} layers, whatever the context",
+            ),
+            Item(
+                "sliding layers",
+                size.sliding_bytes,
+                f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
+            ),
+            Item("prefill: hidden states", hidden, f"{n:,} tokens x {shape.hidden}"),
+            Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
+            Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
+            Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
+            Item("prefill: one chunk", self.chunk * size.chunk_token_bytes, f"{self.chunk:,} tokens"),
+            Item("blocks of no use", size.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
+            Item(
+                "codes of keys",
+                n * size.coded_token_bytes + size.spare_codes,
+                "index 'device': codes, room for more, and scores of a layer",
+            ),
+            Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
+            Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
+        ]
+        return tuple(item for item in items if item.bytes)
+
+    def host(self) -> tuple[Item, ...]:
+        shape, n, size = self.shape, self.context, self.host_size
+        key, value = size.rows
+        stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
+        return (
+            Item("keys and values", n * size.token_bytes, stored),
+            Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
+            Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
+        )
+
+    def largest_chunk(self, device_limit: int) -> int:
+        size = self.device_size
+        chunk = min(size.most_chunk(device_limit - size.fixed_bytes - self.context * size.token_bytes), self.context)
+        return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
+
+    def largest_context(self, device_limit: int, host_limit: int) -> int:
+        size = self.device_size
+        tokens = (device_limit - size.fixed_bytes - size.chunk_bytes(self.options.prefill_chunk)) // size.token_bytes
+        held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE)
+        return max(tokens if held is None else min(tokens, held), 0)
+
+    def full_attention(self, device_limit: int) -> FullAttention:
+        part, n, size = self.part, self.context, self.device_size
+        tokens_kv = self.batch * n * part.full_layers
+        rest = size.sliding_bytes + size.logits_bytes + DEVICE_RESERVE + size.chunk_bytes(self.chunk)
+        plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
+        share = part.weight_bytes / self.shape.weight_bytes
+        quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
+        quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
+        # GPUs that share heads read at once, those that share layers in turn
+        reader = part if self.processes > 1 else self.shape
+        weights_read = reader.weight_bytes * reader.active_parameters // reader.parameters
+        read = DeviceSize(reader, self.options, n, self.batch)
+        device_read = weights_read + read.sliding_bytes
+        floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
+        host_read = self._host_read()
+        ours = (device_read + read.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
+        return FullAttention(
+            fits=plain <= device_limit,
+            fits_quantized=quantized <= device_limit,
+            bytes_16bit=plain,
+            bytes_quantized=quantized,
+            floor_ms=1000 * floor,
+            retrieval_floor_ms=1000 * ours,
+        )
+
+    def _host_read(self) -> int:
+        """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""
+        shape = self.shape
+        keys = max(self.context - self.options.sink - self.options.window, 0)
+        retrieved = self.options.top_k_of(keys)
+        rows = keys * shape.kv_heads if retrieved is None else min(retrieved * shape.q_heads, keys * shape.kv_heads)
+        key_bytes, value_bytes = self.host_size.rows
+        return self.batch * shape.full_layers * (keys * shape.kv_heads * key_bytes + rows * value_bytes)
+
+    def reasons(
+        self, device: tuple[Item, ...], host: tuple[Item, ...], device_limit: int, host_limit: int
+    ) -> tuple[str, ...]:
+        reasons = []
+        positions = self.shape.max_positions
+        if positions is not None and self.context > positions:
+            reasons.append(
+                f"the context of {self.context:,} tokens needs that many positions, {self.shape.name} has "
+                f"{positions:,}: shorten the context or take a model trained for it"
+            )
+        peak, held = sum(item.bytes for item in device), sum(item.bytes for item in host)
+        if peak > device_limit:
+            chunk = self.largest_chunk(device_limit)
+            each = "" if self.part is self.shape else " on the fullest GPU"
+            cure = (
+                f"use prefill_chunk={chunk}"
+                if chunk
+                else "shorten the context, quantise the weights or take a larger GPU"
+            )
+            reasons.append(
+                f"prefill needs {show_bytes(peak)} of GPU memory{each}, {show_bytes(device_limit)} were given: {cure}"
+            )
+        if held > host_limit:
+            reasons.append(
+                f"the host needs {show_bytes(held)}, {show_bytes(host_limit)} were given: shorten the "
+                "context or take a machine with more memory"
+            )
+        return tuple(reasons)
+
+    def advice(self, full: FullAttention, device_limit: int) -> tuple[str, ...]:
+        if not self.shape.full_layers:
+            return ("No layer attends to the whole context, so there is nothing to retrieve: use the model as it is.",)
+        floors = f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
+        limit = show_bytes(device_limit)
+        if full.fits:
+            return (
+                f"When KV fits on the GPU, full attention there is faster, and it fits here: "
+                f"{show_bytes(full.bytes_16bit)} of {limit}. Bandwidth floors: {floors}. Retrieval then "
+                "pays only for many contexts kept at once, or for memory that something else needs.",
+            )
+        if full.fits_quantized:
+            return (
+                f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of "
+                f"{limit}), but 4-bit weights and 8-bit KV do ({show_bytes(full.bytes_quantized)}) and "
+                "decode at full bandwidth. If quantisation is acceptable, that is the faster choice for one "
+                "context at a time.",
+            )
+        return (
+            f"Full attention does not fit {limit}: {show_bytes(full.bytes_16bit)} as planned, "
+            f"{show_bytes(full.bytes_quantized)} with 4-bit weights and 8-bit KV. This is what retrieval "
+            "is for.",
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `retrieval-attn plan`."""
+    usual = Config()
+    parser.add_argument("model", help="folder with a config.json, or a model in the local hub cache")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=131072,
+        metavar="TOKENS",
+        help="tokens per sequence (default: %(default)s)",
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
+    parser.add_argument(
+        "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of that size (default: %(default)s)")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default="layers",
+        help="how several GPUs share the model: device_map or tensor parallel (default: %(default)s)",
+    )
+    parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)",
+    )
+    for name, text in (
+        ("prefill_chunk", "prompt tokens that go through a layer at once"),
+        ("sink", "first tokens, kept on the GPU"),
+        ("window", "last tokens, kept on the GPU"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(
+            flag,
+            type=int,
+            default=getattr(usual, name),
+            metavar="TOKENS",
+            help=f"{text} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--host-dtype",
+        choices=HOST_DTYPES,
+        default=usual.host_dtype,
+        help="of keys and values on the host; auto: the model's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--index", default=usual.index, metavar="NAME", help="index over the host's keys (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
+    answer = plan(
+        args.model,
+        context=args.context,
+        gpu_memory=args.gpu_memory,
+        host_memory=None if args.host_memory == "auto" else args.host_memory,
+        batch=args.batch,
+        dtype=args.dtype,
+        gpus=args.gpus,
+        split=args.split,
+        config=Config(
+            prefill_chunk=args.prefill_chunk,
+            sink=args.sink,
+            window=args.window,
+            host_dtype=args.host_dtype,
+            index=args.index,
+        ),
+    )
+    print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
+    return 0 if answer.fits else 1

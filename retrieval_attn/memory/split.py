@@ -1,0 +1,67 @@
+"""What the busiest of several GPUs holds of a model: its part as a `ModelShape`, for the arithmetic of `plan`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.memory.shape import ModelShape
+
+SPLITS = ("layers", "heads")
+
+
+def part_of(shape: ModelShape, gpus: int, split: str) -> ModelShape:
+    """The part of `shape` on the GPU that holds most, if `gpus` share it by `split`.
+
+    layers (device_map): whole layers in turn; the first GPU has the embedding too, or the last the head.
+    heads (tensor parallel): every GPU has all layers with its share of the heads, of the matrices and of the output's
+    rows; embedding, hidden states and logits are whole on each. Raises ConfigError for a model that cannot be split so.
+    """
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise ConfigError(f"gpus must be an integer >= 1, got {gpus!r}.")
+    if split not in SPLITS:
+        raise ConfigError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
+    if gpus == 1:
+        return shape
+    return _layers(shape, gpus) if split == "layers" else _heads(shape, gpus)
+
+
+def _layers(shape: ModelShape, gpus: int) -> ModelShape:
+    if gpus > shape.layers:
+        raise ConfigError(f"{gpus} GPUs cannot share {shape.layers} layers; give gpus={shape.layers} or fewer.")
+    held = -(-shape.layers // gpus)
+    tables = shape.embedding_parameters + shape.head_parameters
+    layer_bytes = (shape.weight_bytes - tables * shape.dtype_bytes) / shape.layers
+    table_bytes = max(shape.embedding_parameters, shape.head_parameters) * shape.dtype_bytes
+    # kinds of layers alternate, so each GPU has about its share of either
+    full = min(shape.full_layers, -(-shape.full_layers // gpus))
+    return replace(
+        shape,
+        weight_bytes=round(held * layer_bytes) + table_bytes,
+        weights_note=f"{held} of {shape.layers} layers, one embedding table ({shape.weights_note})",
+        layers=held,
+        full_layers=full,
+        sliding_layers=min(shape.sliding_layers, -(-shape.sliding_layers // gpus)),
+    )
+
+
+def _heads(shape: ModelShape, gpus: int) -> ModelShape:
+    if not shape.ranks_split_heads:
+        raise ConfigError(
+            f"{shape.name}: transformers' tensor parallel plan for {shape.model_type} gives every GPU all heads, so "
+            'each process would hold all keys; use split="layers" (device_map).'
+        )
+    if shape.kv_heads % gpus or shape.q_heads % gpus:
+        raise ConfigError(
+            f"{shape.name} has {shape.q_heads} query and {shape.kv_heads} key-value heads, which {gpus} GPUs cannot "
+            "share evenly; give a number of GPUs that divides both."
+        )
+    whole = shape.embedding_parameters * shape.dtype_bytes
+    return replace(
+        shape,
+        weight_bytes=whole + -(-(shape.weight_bytes - whole) // gpus),
+        weights_note=f"the embedding and 1/{gpus} of the rest ({shape.weights_note})",
+        q_heads=shape.q_heads // gpus,
+        kv_heads=shape.kv_heads // gpus,
+        mlp_width=-(-shape.mlp_width // gpus),
+    )

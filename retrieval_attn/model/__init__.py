@@ -1,0 +1,1 @@
+"""How an unmodified transformers model is hooked, loaded, placed and rotated."""

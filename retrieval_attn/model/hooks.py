@@ -1,0 +1,245 @@
+"""The three hooks into an unmodified transformers model: attention function, mask function, cache handle.
+
+`register()` adds "retrieval" to transformers' attention and mask interfaces. A retrieval cache layer's
+`update()` returns `KVView` handles instead of tensors; they travel through the model's own code to the
+attention function here, which finds the layer in them. A model that touches keys or values in between
+therefore fails loudly. Masks are recipes (`MaskSpec`), never dense, and no tensor value is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.errors import CacheMismatchError, UnsupportedMaskError, UnsupportedModelError
+from retrieval_attn.model.padding import Padding
+
+if TYPE_CHECKING:
+    from retrieval_attn.cache.layer import CacheLayer
+
+NAME = "retrieval"
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """What the mask of one forward would be: causal or sliding, plus per-row padding.
+
+    q_offset: column of the first query; columns count padded positions of the whole sequence from 0.
+    q_length: queries of this forward.
+    padding: which columns are real tokens, or None when the caller gave no 2-D mask.
+    window: keys a query may look back to, itself included, or None for full causal attention.
+    unsupported: why this mask cannot be served through a retrieval cache, or None.
+    dense_arguments: what transformers passed, to build the dense mask where no retrieval cache is used.
+    """
+
+    q_offset: int
+    q_length: int
+    padding: Padding | None = None
+    window: int | None = None
+    unsupported: str | None = None
+    dense_arguments: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def part(self, start: int, stop: int) -> MaskSpec:
+        """The recipe for queries [start, stop) of this forward (layer-major prefill)."""
+        return replace(self, q_offset=self.q_offset + start, q_length=stop - start)
+
+    def dense(self) -> Tensor | None:
+        """The dense mask transformers would have built for scaled dot-product attention."""
+        from transformers.masking_utils import sdpa_mask
+
+        return sdpa_mask(**self.dense_arguments)
+
+
+class KVView:
+    """Stands for a layer's keys or values on their way through a model; any use as a tensor fails."""
+
+    def __init__(self, layer: CacheLayer, new: Tensor) -> None:
+        self.layer = layer
+        self.shape = new.shape
+        self.dtype = new.dtype
+        self.device = new.device
+        self.ndim = new.ndim
+
+    def to(self, *args: object, **kwargs: object) -> KVView:
+        """Models that move keys to the query's device get the same handle back."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise UnsupportedModelError(
+            f"The model applied {getattr(func, '__name__', func)} to cached keys or values, which live on the host. "
+            'Either its attn_implementation is not "retrieval" (call retrieval_attn.enable(model)), or this model '
+            "transforms its keys after the cache and cannot run with a RetrievalCache."
+        )
+
+    def _touched(self, *args: object) -> Any:
+        raise UnsupportedModelError(
+            "The model indexed or computed with cached keys or values, which live on the host. Either its "
+            'attn_implementation is not "retrieval" (call retrieval_attn.enable(model)), or it transforms its keys '
+            "after the cache and cannot run with a RetrievalCache."
+        )
+
+    __getitem__ = __iter__ = __len__ = __matmul__ = __rmatmul__ = __mul__ = __add__ = _touched
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedModelError(
+            f"The model used .{name} of cached keys or values, which live on the host. Either its attn_implementation "
+            'is not "retrieval" (call retrieval_attn.enable(model)), or this model cannot run with a RetrievalCache.'
+        )
+
+
+def mask_recipe(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> MaskSpec:
+    """Mask function for transformers' AttentionMaskInterface: describes the mask instead of building it."""
+    arguments = dict(
+        kwargs,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+    )
+    return MaskSpec(
+        q_offset=q_offset,
+        q_length=q_length,
+        padding=None if attention_mask is None else Padding(attention_mask),
+        window=local_size,
+        unsupported=_why_unsupported(mask_function, local_size),
+        dense_arguments=arguments,
+    )
+
+
+def _why_unsupported(mask_function: Callable[..., Any] | None, local_size: int | None) -> str | None:
+    """None for transformers' plain causal and plain sliding masks, else what the mask does beyond them."""
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is None or (local_size is None and mask_function is causal_mask_function):
+        return None
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    parts = [
+        part for cell in (getattr(mask_function, "__closure__", None) or ()) for part in _as_tuple(cell.cell_contents)
+    ]
+    names = [getattr(part, "__qualname__", "") for part in parts]
+    sliding = ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"]
+    if local_size is not None and name.startswith("and_masks") and names == sliding:
+        return None
+    return f"{name} of {', '.join(names) or 'unknown parts'}"
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | KVView,
+    value: Tensor | KVView,
+    attention_mask: MaskSpec | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers' AttentionInterface.
+
+    query: (batch, q_heads, queries, head_dim), after RoPE. key, value: handles of a retrieval cache layer, or
+    plain tensors when the model runs without a retrieval cache (then: ordinary scaled dot-product attention).
+    Returns (batch, queries, q_heads, value_dim) in the query's dtype, and None for the weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if isinstance(key, KVView):
+        spec = _checked_spec(module, attention_mask, key, query)
+        out = key.layer.attend(module, query, spec, scale=scale, softcap=softcap, sink_logits=s_aux)
+        return out.transpose(1, 2).to(query.dtype), None
+    assert isinstance(value, Tensor)
+    if isinstance(attention_mask, MaskSpec) and attention_mask.q_offset > 0:
+        raise CacheMismatchError(
+            f'attn_implementation="{NAME}" got tensors of another cache that already holds '
+            f"{attention_mask.q_offset} tokens. Pass past_key_values=retrieval_attn.RetrievalCache(model), or "
+            'switch back with model.set_attn_implementation("sdpa").'
+        )
+    return _plain_attention(module, query, key, value, attention_mask, scale, dropout, softcap, s_aux, kwargs), None
+
+
+def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None, key: KVView, query: Tensor) -> MaskSpec:
+    if not isinstance(attention_mask, MaskSpec):
+        given = "no mask recipe" if attention_mask is None else f"a dense mask {tuple(attention_mask.shape)}"
+        raise UnsupportedMaskError(
+            f"{type(module).__name__} passed {given}; a RetrievalCache needs the 2-D padding mask or none. "
+            "Pass attention_mask of shape (batch, tokens), and load the model with "
+            f'attn_implementation="{NAME}".'
+        )
+    if attention_mask.unsupported is not None:
+        raise UnsupportedMaskError(
+            f"{type(module).__name__} asks for the mask {attention_mask.unsupported}; a RetrievalCache serves "
+            "causal and sliding-window masks with padding only. Use another cache for this model."
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is bidirectional (is_causal=False); retrieval attention serves causal "
+            "decoders only. Use another attn_implementation for it."
+        )
+    return attention_mask
+
+
+def _plain_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | Tensor | None,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention without a retrieval cache: transformers' own, with the dense mask it would have built."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from retrieval_attn.gpu.attention.flash import attend
+    from retrieval_attn.gpu.attention.merge import merge, sink_logit_partial
+
+    mask = attention_mask.dense() if isinstance(attention_mask, MaskSpec) else attention_mask
+    if softcap is None and s_aux is None:
+        is_causal = kwargs.pop("is_causal", None)
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=is_causal, **kwargs
+        )
+        return out
+    if mask is not None and mask.dtype != torch.bool:
+        raise UnsupportedMaskError("Soft-cap and sink models need a boolean mask here, got an additive one.")
+    causal = mask is None and query.shape[2] == key.shape[2]
+    part = attend(query, key, value, scale=scale, causal=causal, mask=mask, softcap=softcap)
+    if s_aux is not None:
+        part = merge([part, sink_logit_partial(s_aux, query, value.shape[3])])
+    return part.out.transpose(1, 2).to(query.dtype)
+
+
+def register() -> None:
+    """Make attn_implementation="retrieval" known to transformers. Calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask_recipe)

@@ -1,0 +1,86 @@
+"""Where a model's parts run: on several GPUs by layers (`device_map`), or on several ranks by heads (tensor parallel).
+
+Nothing here moves anything: transformers and accelerate have placed the model, and these functions read off how.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.engine.prefill import decoder_layers
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids and positions go: the device on which the model's input embedding runs.
+
+    `model.device` is not that for a model with offloaded weights: those are on the meta device between calls.
+    """
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return execution_device(model if embedding is None else embedding)
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes: as accelerate's hooks say, else where its first parameter is, else the CPU."""
+    for part in module.modules():
+        for hook in _hooks(part):
+            device = getattr(hook, "execution_device", None)
+            if device is not None and not isinstance(device, dict):
+                return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return next((weight.device for weight in module.parameters()), torch.device("cpu"))
+
+
+def devices(model: nn.Module) -> tuple[torch.device, ...]:
+    """The devices that the decoder layers run on, each once, in the order of the layers."""
+    return tuple(dict.fromkeys(execution_device(layer) for layer, _ in decoder_layers(model)))
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Whether accelerate moves tensors between devices or loads weights while the model runs (`device_map`)."""
+    return any(hook is not None for part in model.modules() for hook in _hooks(part))
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
+
+
+def tensor_ranks(model: Any) -> int:
+    """How many processes hold parts of each of this model's layers (tensor parallel); 1 for an ordinary model."""
+    mesh = getattr(model, "_device_mesh", None)
+    return 1 if mesh is None else int(mesh.size())
+
+
+def agreed(chosen: Tensor, model: Any) -> Tensor:
+    """`chosen` as the first of the model's ranks has it. Random choices must be the same on all, or they part ways."""
+    if tensor_ranks(model) == 1:
+        return chosen
+    group = model._device_mesh.get_group()
+    shared = chosen.contiguous()
+    torch.distributed.broadcast(shared, src=torch.distributed.get_global_rank(group, 0), group=group)
+    return shared
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints and writes files: rank 0, or the only one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def cuda_devices(device_map: str | Mapping[str, Any]) -> list[torch.device]:
+    """The CUDA devices that a device map names, in order; all of the machine's for "auto" and its like."""
+    if isinstance(device_map, str):
+        return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    named = (f"cuda:{place}" if isinstance(place, int) else str(place) for place in device_map.values())
+    numbers = {torch.device(place).index or 0 for place in named if place.startswith("cuda")}
+    return [torch.device("cuda", number) for number in sorted(numbers)]
+
+
+def offloads(device_map: str | Mapping[str, Any] | None) -> bool:
+    """Whether a device map keeps weights off the GPUs. "auto" may turn out to; that is not known beforehand."""
+    return isinstance(device_map, Mapping) and bool({"cpu", "disk"} & {str(place) for place in device_map.values()})

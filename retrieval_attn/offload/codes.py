@@ -1,0 +1,183 @@
+"""Where an index of kind "device" keeps its codes: on the device that the layer computes on.
+
+The index is built by several threads while the device computes, from keys in host memory. The codes themselves are made
+on the device, on a stream of their own, in a fraction of the time that the host would take: of keys that still lie
+there, where those are lent; others cross once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.cpu.formats import Format
+from retrieval_attn.errors import MemoryPlanError, ShapeError
+from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for
+from retrieval_attn.gpu.codes.search import name_keys
+from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, Coder
+from retrieval_attn.index.kernels.key_codes import CodeSpace
+from retrieval_attn.offload.staging import pinned
+from retrieval_attn.offload.transfer import stored_on, unpack
+
+SENT_AT_ONCE = 1 << 17
+"""Keys that cross to the device at once."""
+
+Loan = tuple[Tensor, torch.cuda.Event | None]
+"""Keys that lie on the device, and what has to be over before they may be read."""
+
+
+class DeviceCoder:
+    """Makes codes for the heads of one layer (a `Coder`), in memory taken for all of them at once."""
+
+    def __init__(self, device: torch.device, heads: int) -> None:
+        """heads: key-value heads that codes will be asked for, again and again."""
+        self._device, self._heads = device, heads
+        self._lock = threading.Lock()
+        self._slab: list[Tensor] = []
+        self._lent: Loan | None = None
+
+    def for_head(self, head: int) -> Coder:
+        """What makes the codes of this head."""
+        return functools.partial(self, head=head)
+
+    @contextlib.contextmanager
+    def lent(self, keys: Tensor, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Meanwhile the first keys that a head is given are those of keys (heads, tokens, head_dim), as soon as `ready`
+        is over.
+        """
+        self._lent = keys, ready
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
+        """Empty codes. Raises MemoryPlanError where the device has no room for them."""
+        shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
+        with self._lock, _beside(self._device):
+            if not self._slab or self._slab[-1].shape != shape:
+                # one block for all: the allocator rounds each of many up to its own pages
+                self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
+            memory = self._slab.pop()
+        lent = self._lent
+        return HeadCodes(space, fmt, memory, None if lent is None or head is None else (lent[0][head], lent[1]))
+
+
+class HeadCodes:
+    """`KeyCodes` of one head on a device; `device` has them as tensors."""
+
+    def __init__(self, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> None:
+        """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
+        self._fmt, self._lent = fmt, lent
+        with _beside(memory.device):
+            self.device = DeviceCodes(_moved(space, memory.device), memory)
+
+    @property
+    def nbytes(self) -> int:
+        """See `KeyCodes`."""
+        return self.device.codes.nbytes
+
+    def add(self, keys: np.ndarray[Any, Any]) -> None:
+        """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
+        codes = self.device
+        device, length = codes.codes.device, codes.length
+        with _beside(device):
+            try:
+                for rows in self._on_device(keys, device):
+                    if not codes.add(rows):
+                        codes.length = length
+                        raise ShapeError(NOT_FINITE)
+            except torch.OutOfMemoryError as error:
+                codes.length = length
+                raise _no_room(error) from error
+
+    def _on_device(self, keys: np.ndarray[Any, Any], device: torch.device) -> Iterator[Tensor]:
+        """Keys (n, head_dim), as stored, there: in pieces."""
+        lent, self._lent = self._lent, None
+        if lent is not None and len(lent[0]) == len(keys):
+            rows, ready = lent
+            if ready is not None:
+                torch.cuda.current_stream(device).wait_event(ready)
+            yield rows
+            return
+        for start in range(0, len(keys), SENT_AT_ONCE):
+            rows = stored_on(device, _outbox.filled(keys[start : start + SENT_AT_ONCE], device), self._fmt)
+            yield unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows
+
+    def cut(self, length: int) -> None:
+        """See `KeyCodes`."""
+        self.device.length = min(length, self.device.length)
+
+    def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
+        """See `KeyCodes`."""
+        where = self.device.codes.device
+        with _beside(where):
+            found: np.ndarray[Any, Any] = (
+                name_keys(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
+            )
+        return found
+
+
+class _Outbox(threading.local):
+    """Pinned memory of each thread for keys on their way: a copy from other memory waits inside the driver, and with it
+    the thread that launches the model's layers.
+    """
+
+    _buffer: Tensor | None = None
+
+    def filled(self, keys: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
+        """The keys, there until the next call."""
+        if device.type != "cuda" or not keys.nbytes:
+            return keys
+        if self._buffer is None or self._buffer.nbytes < keys.nbytes:
+            self._buffer = pinned(keys.nbytes)
+        held = self._buffer.numpy()[: keys.nbytes].view(keys.dtype).reshape(keys.shape)
+        np.copyto(held, keys)
+        return held
+
+
+_outbox = _Outbox()
+
+
+def _moved(space: CodeSpace, device: torch.device) -> DeviceSpace:
+    query_side, key_side, shift = (torch.from_numpy(side).to(device) for side in space[:3])
+    return DeviceSpace(query_side, key_side, shift, space.wide, space.narrow)
+
+
+def _take(*shape: int, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise _no_room(error) from error
+
+
+def _no_room(error: BaseException) -> MemoryPlanError:
+    return MemoryPlanError(
+        f"no room on the device for the codes of all keys ({error}): give index_options={{'key_bytes': 32}} or fewer, "
+        "or keep the index on the host (index='auto')"
+    )
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Any:
+    """On the stream for codes; what was done is finished afterwards, whatever stream needs it."""
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type != "cuda":
+            yield
+            return
+        stream = _stream(device)
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # reading keeps the device full: codes come in between

@@ -24,7 +24,7 @@ def hidden_fact(words: int = 1500) -> str:
 def main(model: str = str(BUNDLED), file: str | None = None) -> None:
     text = hidden_fact() if file is None else Path(file).read_text(encoding="utf-8")
     # keep 256 tokens of every layer on the device, and let each head retrieve 100 of the others per token
-    llm = ra.LLM(model, window=256, top_k=100)
+    llm = ra.LLM(model, window=256, retrieve=100)
     context = llm.read(text)
     print(f"read {context.num_tokens:,} tokens in {context.read_seconds:.1f} s")
 

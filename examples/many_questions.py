@@ -23,7 +23,7 @@ def text_with(numbers: dict[str, int], lines: int = 100) -> str:
 
 
 def main(model: str = str(BUNDLED)) -> None:
-    context = ra.LLM(model, window=256, top_k=100).read(text_with(NUMBERS))
+    context = ra.LLM(model, window=256, retrieve=100).read(text_with(NUMBERS))
     questions = [f"What is the special magic {city} number?" for city in NUMBERS]
     for question, answer in zip(questions, context.ask_many(questions, max_new_tokens=24), strict=True):
         print(f"{question} {answer.text.strip()}")

@@ -26,7 +26,7 @@ def main(name: str = str(BUNDLED)) -> None:
     prompt = FILLER * 40 + FACT + FILLER * 40 + question
     inputs = tokenizer(prompt, return_tensors="pt")
 
-    ra.enable(model, window=256, top_k=100)
+    ra.enable(model, window=256, retrieve=100)
     found = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     ra.disable(model)
     full = model.generate(**inputs, max_new_tokens=12, do_sample=False)

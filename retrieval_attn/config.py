@@ -16,7 +16,7 @@ from retrieval_attn.errors import ConfigError
 
 HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 
-TopK = int | float | Literal["all"]
+Retrieve = int | float | Literal["all"]
 GraphMode = bool | Literal["auto", "emulate"]
 
 
@@ -26,7 +26,7 @@ class Config:
 
     sink: tokens at the start of a sequence that stay on the device and are always attended.
     window: most recent tokens that stay on the device and are always attended.
-    top_k: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
+    retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
         those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
         keeps a few bytes of every key on the GPU, which then searches; a `Context` with "auto" does so where it can.
@@ -51,7 +51,7 @@ class Config:
 
     sink: int = 128
     window: int = 512
-    top_k: TopK = 100
+    retrieve: Retrieve = 100
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
     train_queries: int | None = None
@@ -73,7 +73,7 @@ class Config:
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
         _require_int("mass_heads", self.mass_heads, 0, "use 0 to measure nothing")
         _require_int("spill", self.spill, 1, "128 is a good start")
-        _check_top_k(self.top_k)
+        _check_retrieve(self.retrieve)
         if not isinstance(self.exact_append, bool):
             raise ConfigError(f"exact_append must be True or False, got {self.exact_append!r}.")
         if not isinstance(self.index, str) or not self.index:
@@ -111,14 +111,14 @@ class Config:
             raise ConfigError(f"Unknown option {', '.join(unknown)}; the options are {', '.join(known)}.")
         return cls(**options)
 
-    def top_k_of(self, num_keys: int) -> int | None:
+    def retrieve_count(self, num_keys: int) -> int | None:
         """Keys to retrieve out of `num_keys`; None means all of them."""
-        if self.top_k == "all":
+        if self.retrieve == "all":
             return None
-        if isinstance(self.top_k, float):
-            return max(1, round(self.top_k * num_keys))
-        assert isinstance(self.top_k, int)
-        return self.top_k
+        if isinstance(self.retrieve, float):
+            return max(1, round(self.retrieve * num_keys))
+        assert isinstance(self.retrieve, int)
+        return self.retrieve
 
 
 def resolve(config: Config | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> Config:
@@ -139,10 +139,10 @@ def _require_int(name: str, value: object, least: int, advice: str) -> None:
         raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}; {advice}.")
 
 
-def _check_top_k(value: object) -> None:
+def _check_retrieve(value: object) -> None:
     advice = 'give an integer >= 1, a share between 0 and 1 such as 0.01, or "all"'
     if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return
     if isinstance(value, float) and 0.0 < value < 1.0:
         return
-    raise ConfigError(f"top_k={value!r} retrieves nothing or is not a number; {advice}.")
+    raise ConfigError(f"retrieve={value!r} retrieves nothing or is not a number; {advice}.")

@@ -126,7 +126,7 @@ def answers_of(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     prompt = ids[:, : case["prompt"]]
     found: dict[str, Any] = {"logits": {}, "tokens": {}}
     for chunk in case["chunks"]:
-        config = ra.Config(**{**case["config"], "top_k": "all", "prefill_chunk": chunk})
+        config = ra.Config(**{**case["config"], "retrieve": "all", "prefill_chunk": chunk})
         ra.enable(model, config)
         cache = ra.RetrievalCache(model, config)
         pieces = [prompt, *ids[:, case["prompt"] :].split(1, dim=1)]

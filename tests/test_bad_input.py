@@ -22,7 +22,7 @@ from retrieval_attn.errors import (
 )
 from tests.tiny_models import VOCABULARY, config_of, random_ids, tiny_model
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, top_k=10)
+CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=10)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def model() -> Iterator[Any]:
     [
         ({"window": -1}, "window must be an integer >= 0, got -1"),
         ({"sink": 1.5}, "sink must be an integer"),
-        ({"top_k": 0}, "top_k=0 retrieves nothing"),
-        ({"top_k": 1.0}, "top_k=1.0"),
-        ({"top_k": True}, "top_k=True"),
+        ({"retrieve": 0}, "retrieve=0 retrieves nothing"),
+        ({"retrieve": 1.0}, "retrieve=1.0"),
+        ({"retrieve": True}, "retrieve=True"),
         ({"prefill_chunk": 0}, "prefill_chunk must be"),
         ({"host_dtype": "int3"}, "host_dtype must be one of"),
         ({"threads": 0}, "threads must be"),

@@ -21,7 +21,7 @@ from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.template import PromptTemplate
 from tests.tiny_models import build_model, random_ids, tiny_model
 
-CONFIG = ra.Config(sink=8, window=64, spill=16, top_k=50, prefill_chunk=512)
+CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
 NEEDLE = "The special magic Bergen number is: 7391846."
 QUESTION = "What is the special magic Bergen number?"
 
@@ -74,8 +74,8 @@ def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch:
 def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
     """All keys have the whole weight, one key has less than fifty; unasked it is not measured."""
     shares = []
-    for top_k in ("all", 50, 1):
-        asked = CONFIG.replace(top_k=top_k, mass_heads=8)
+    for retrieve in ("all", 50, 1):
+        asked = CONFIG.replace(retrieve=retrieve, mass_heads=8)
         answer = ra.Context(*loaded, asked).read(text[:6000], progress=False).ask(QUESTION, max_new_tokens=6)
         assert answer.stats.captured_mass is not None
         shares.append(answer.stats.captured_mass)
@@ -190,7 +190,7 @@ def test_streamer_of_plain_generate() -> None:
 
     model = tiny_model("llama")
     ids = random_ids(1, 50)
-    ra.enable(model, sink=4, window=16, spill=8, top_k="all")
+    ra.enable(model, sink=4, window=16, spill=8, retrieve="all")
     try:
         recorder = Recorder()
         out = model.generate(
@@ -227,9 +227,9 @@ def test_layer_major_prefill_leaves_embeddings_and_hidden_states_alone() -> None
     before = embeddings.clone()
     with torch.no_grad():
         expected = model(inputs_embeds=embeddings, output_hidden_states=True, use_cache=False).hidden_states
-        ra.enable(model, sink=4, window=16, spill=8, top_k="all", prefill_chunk=16)
+        ra.enable(model, sink=4, window=16, spill=8, retrieve="all", prefill_chunk=16)
         for record in (False, True):
-            cache = ra.RetrievalCache(model, sink=4, window=16, spill=8, top_k="all")
+            cache = ra.RetrievalCache(model, sink=4, window=16, spill=8, retrieve="all")
             got = model(inputs_embeds=embeddings, past_key_values=cache, output_hidden_states=record).hidden_states
     assert torch.equal(embeddings, before)
     assert len(got) == len(expected)
@@ -241,7 +241,7 @@ def test_the_models_own_embeddings_are_written_over() -> None:
     """A long prompt holds its hidden states once; recorded ones are those of an ordinary forward all the same."""
     model = copy.deepcopy(tiny_model("qwen3"))
     ids = random_ids(1, 70)
-    options: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": "all"}
+    options: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": "all"}
     made: list[torch.Tensor] = []
     with torch.no_grad():
         other = copy.deepcopy(model)  # recording leaves hooks behind

@@ -18,7 +18,7 @@ from tests.tiny_models import CONFIGS, random_ids, tiny_model
 
 pytestmark = pytest.mark.cuda
 
-ALL = ra.Config(sink=4, window=16, spill=8, top_k="all", decode_tokens=4)
+ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4)
 
 
 def logits_of(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:

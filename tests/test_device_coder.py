@@ -71,7 +71,7 @@ def test_a_prefill_on_a_gpu_codes_the_keys_that_the_host_has(batch: int, monkeyp
     """Nothing crosses twice; the codes are those of the host's keys."""
     monkeypatch.setattr("retrieval_attn.offload.codes._Outbox.filled", lambda *given: pytest.fail("keys cross again"))
     model: Any = build_model("llama").to(torch.bfloat16).cuda()
-    config = ra.Config(sink=4, window=16, top_k=8, index="device", prefill_chunk=256)
+    config = ra.Config(sink=4, window=16, retrieve=8, index="device", prefill_chunk=256)
     ra.enable(model, config)
     try:
         cache = ra.RetrievalCache(model, config)

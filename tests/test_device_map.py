@@ -25,7 +25,7 @@ from retrieval_attn.model.rotation import Rotation
 from tests.test_tensor_parallel import BUNDLED, QUESTION, TINY, check_logits, make_cases, run_both, text_with_needle
 from tests.tiny_models import build_model, random_ids, tiny_model
 
-ALL = ra.Config(sink=4, window=16, spill=8, top_k="all", decode_tokens=4)
+ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4)
 CPU = torch.device("cpu")
 two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two CUDA devices, torch sees {torch.cuda.device_count()}"

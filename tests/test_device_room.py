@@ -44,7 +44,7 @@ def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     """Its cache has codes, asks them, and keeps who watches the layers."""
     monkeypatch.setattr(device_room, "SKETCH_FROM", 100)
     monkeypatch.setattr("retrieval_attn.context.free_device_bytes", lambda model: GIB)
-    model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, spill=8, top_k=2))
+    model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, spill=8, retrieve=2))
     tokenizer: Any = Tokenizer()
     context = ra.Context(model, tokenizer)
     seen: list[None] = []

@@ -28,11 +28,16 @@ from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import VARIABLE, Hop
 from tests.tiny_models import random_ids, tiny_model
 
-SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 12, "index": "flat"}
+SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 12, "index": "flat"}
 CONFIG = ra.Config(**SMALL)
-# so few keys that even a small top_k is needed for a graph to be searched at all
-ROARGRAPH: dict[str, Any] = {"index": "roargraph", "index_options": {"exact_below": 0}, "train_queries": 64, "top_k": 2}
-DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "top_k": 2, "index_options": {"key_bytes": 64}}
+# so few keys that even a small retrieve is needed for a graph to be searched at all
+ROARGRAPH: dict[str, Any] = {
+    "index": "roargraph",
+    "index_options": {"exact_below": 0},
+    "train_queries": 64,
+    "retrieve": 2,
+}
+DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "retrieve": 2, "index_options": {"key_bytes": 64}}
 DEVICE_CASES: dict[str, dict[str, Any]] = {
     "device": {"config": CONFIG.replace(**DEVICE), "prompt": 200},
     "device padded": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 5},
@@ -155,7 +160,7 @@ def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, hop: H
         {"batch": 2, "padded": 5},
         {"repeats": 3},
         {"batch": 2, "repeats": 2, "padded": 5},
-        {"config": CONFIG.replace(top_k=0.2)},
+        {"config": CONFIG.replace(retrieve=0.2)},
         {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
         {"prompt": 14, "new": 24},
         {"batch": 2, "padded": 5, "prompt": 14, "new": 14},
@@ -471,7 +476,7 @@ def test_contexts_answer_the_same(needle_model_path: Path) -> None:
     "name, options, reason",
     [
         ("phi3", {}, "longrope"),
-        ("llama", {"top_k": "all"}, "reference mode"),
+        ("llama", {"retrieve": "all"}, "reference mode"),
         ("llama", {"mass_heads": 1}, "mass_heads"),
         ("llama", {"index": "ivf"}, "no compiled search"),
     ],

@@ -16,7 +16,7 @@ from retrieval_attn.offload import transfer
 from tests.tiny_models import random_ids, tiny_model
 
 INT8 = Format.INT8
-CONFIG = ra.Config(sink=8, window=64, spill=16, top_k=50, prefill_chunk=512, host_dtype="int8")
+CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512, host_dtype="int8")
 QUESTION = "What is the special magic Bergen number?"
 
 
@@ -76,7 +76,13 @@ def test_append_crop_and_fork(append: str) -> None:
     Breaks if the host's keys visit the device as steps, a crop reads back other rows, or a fork shares a tail.
     """
     model = tiny_model("llama")
-    options: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": "all", "exact_append": append == "exact"}
+    options: dict[str, Any] = {
+        "sink": 4,
+        "window": 16,
+        "spill": 8,
+        "retrieve": "all",
+        "exact_append": append == "exact",
+    }
     ids = random_ids(1, 150)
     with torch.no_grad():
         right = model(ids).logits[:, -1]

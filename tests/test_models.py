@@ -1,4 +1,4 @@
-"""Retrieval with top_k="all" against eager full attention, on every supported model type, in float32.
+"""Retrieval with retrieve="all" against eager full attention, on every supported model type, in float32.
 
 The window is far smaller than the prompts, so nearly all keys come from the host; dropping the host part or
 merging by plain averages moves these logits by 0.01 to 1 (see test_the_comparison_has_teeth).
@@ -20,7 +20,7 @@ from retrieval_attn.gpu.attention.merge import Partial
 from tests.tiny_models import CONFIGS, random_ids, tiny_model
 
 # One thread: for so few keys, waking a second one costs more than the work.
-ALL = ra.Config(sink=4, window=16, spill=8, top_k="all", decode_tokens=4, threads=1)
+ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4, threads=1)
 TOLERANCE = 1e-5
 PROMPT, STEPS = 150, 12
 RETRIEVING = [name for name in CONFIGS if name != "mistral_sliding"]
@@ -254,7 +254,7 @@ def test_the_comparison_has_teeth(name: str, broken: str, monkeypatch: pytest.Mo
 
     config = ALL
     if broken == "one key lost":
-        config = ALL.replace(top_k=PROMPT - ALL.window - ALL.sink - 1)
+        config = ALL.replace(retrieve=PROMPT - ALL.window - ALL.sink - 1)
     else:
         monkeypatch.setattr(layers_module, "merge", dropped if broken == "host part dropped" else averaged)
     ra.enable(model, config)

@@ -414,7 +414,7 @@ def test_a_chunk_that_does_not_fit_is_halved(
     name: str, number: int, where: str, after: int, small_chunks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Same logits and host bytes as with room enough, in full and sliding layers; fails without restoring."""
-    config = CONFIG.replace(top_k="all")
+    config = CONFIG.replace(retrieve="all")
     model = tiny_model(name)
     ids = random_ids(1, 300)
 

@@ -21,8 +21,8 @@ from tests.tiny_models import build_model, random_ids
 
 SCRIPT = Path(run_rank.__code__.co_filename)
 MODELS = ("llama", "qwen3", "gemma2")
-TINY: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "top_k": 6, "decode_tokens": 4}
-BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "top_k": 50, "index": "flat"}
+TINY: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 6, "decode_tokens": 4}
+BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "retrieve": 50, "index": "flat"}
 NEEDLE = "The special magic Bergen number is: 7391846."
 QUESTION = "What is the special magic Bergen number?"
 PROMPT, NEW = 150, 3

@@ -19,7 +19,7 @@ def test_a_model_reads_and_generates_what_full_attention_does() -> None:
         "pad_token_id": 0,
     }
     expected = model.generate(ids, **options)
-    ra.enable(model, sink=4, window=16, spill=4, top_k="all")
+    ra.enable(model, sink=4, window=16, spill=4, retrieve="all")
     try:
         assert torch.equal(model.generate(ids, **options), expected)
     finally:

@@ -95,7 +95,7 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
         return build(cls, keys, fmt, queries, **options)
 
     monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noted))
-    config = ra.Config(sink=8, window=64, spill=16, top_k=5, index="roargraph", index_options=GRAPH)
+    config = ra.Config(sink=8, window=64, spill=16, retrieve=5, index="roargraph", index_options=GRAPH)
     config = config.replace(train_queries=given)
     with torch.no_grad():
         ra.enable(model, config)
@@ -111,7 +111,7 @@ def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
     filler = prose(16_000, seed=5)
     middle = filler.index(". ", len(filler) // 2) + 2
     text = filler[:middle] + "The special magic Bergen number is: 7391846. " + filler[middle:]
-    config = ra.Config(sink=8, window=64, spill=16, top_k=50, index="roargraph", index_options=GRAPH)
+    config = ra.Config(sink=8, window=64, spill=16, retrieve=50, index="roargraph", index_options=GRAPH)
     context = ra.Context(*loaded, config).read(text, progress=False)
     question = "What is the special magic Bergen number?"
     answer = context.ask(question, max_new_tokens=24, append="retrieval")

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--filler", type=Path, help="folder of held-out .txt files for every second prose haystack")
-    parser.add_argument("--top-k", type=int, default=100)
+    parser.add_argument("--retrieve", type=int, default=100)
     parser.add_argument("--seed", type=int, default=50_000, help="first sample seed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -82,7 +82,7 @@ def main() -> None:
     # The workers start before CUDA does: a forked process must not inherit a CUDA context.
     with multiprocessing.get_context("fork").Pool(args.workers, _start, (str(args.model), filler)) as pool:
         samples = pool.imap(_make, jobs, chunksize=1)
-        llm = ra.LLM(args.model, device=args.device, dtype=args.dtype, top_k=args.top_k)
+        llm = ra.LLM(args.model, device=args.device, dtype=args.dtype, retrieve=args.retrieve)
         for sample, ids in samples:
             if time.monotonic() - started > args.max_seconds:
                 break
@@ -107,7 +107,7 @@ def main() -> None:
         print(f"| {row['task']} | {row['tokens']:,} | {row['n']} | {shown} |")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     total = time.monotonic() - started
-    print(f"top-k {args.top_k}, {machine}, torch {torch.__version__}, {total:.0f} s")
+    print(f"top-k {args.retrieve}, {machine}, torch {torch.__version__}, {total:.0f} s")
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))
 

@@ -317,11 +317,11 @@ class RetrievalLayer(CacheLayer):
 
     def code_shape(self, head_dim: int) -> CodeShape | None:
         """What a captured step searches codes on the device by; None where the index has none there."""
-        options, top_k = self.config.index_options, self.config.top_k
-        if self.config.index != DeviceIndex.kind or isinstance(top_k, float | str):
+        options, retrieve = self.config.index_options, self.config.retrieve
+        if self.config.index != DeviceIndex.kind or isinstance(retrieve, float | str):
             return None
         numbers = split_bytes(bytes_per_key(options.get("key_bytes"), head_dim), head_dim)
-        return CodeShape(*numbers, rescore_count(options.get("rescore", RESCORE), top_k))
+        return CodeShape(*numbers, rescore_count(options.get("rescore", RESCORE), retrieve))
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -361,9 +361,9 @@ class RetrievalLayer(CacheLayer):
             if stop > start:
                 stacked = queries[rows].transpose(1, 0, 2, 3).reshape(q_heads, len(rows) * count, -1)
                 asked.append((host, rows, stacked, (start, stop)))
-        for top_k, group in self._by_top_k(asked):
+        for retrieve, group in self._by_count(asked):
             hosts, all_rows, stacks, ranges = zip(*group, strict=True)
-            found = attend_paths(hosts, stacks, ranges, top_k, scale=scale, softcap=softcap)
+            found = attend_paths(hosts, stacks, ranges, retrieve, scale=scale, softcap=softcap)
             for rows, part in zip(all_rows, found, strict=True):
                 shape = (q_heads, len(rows), count)
                 out[rows] = torch.from_numpy(part.out).reshape(*shape, value_dim).transpose(0, 1)
@@ -377,12 +377,12 @@ class RetrievalLayer(CacheLayer):
             self._measure_mass(asked, static_lse.cpu(), lse, scale, softcap)
         return Partial(out.to(query.device), lse.to(query.device))
 
-    def _by_top_k(self, asked: list[_Asked]) -> list[tuple[int | None, list[_Asked]]]:
+    def _by_count(self, asked: list[_Asked]) -> list[tuple[int | None, list[_Asked]]]:
         """Paths that retrieve as many keys can be searched in one call; a share of the keys differs by length."""
         groups: dict[int | None, list[_Asked]] = {}
         for one in asked:
             start, stop = one[3]
-            groups.setdefault(self.config.top_k_of(stop - start), []).append(one)
+            groups.setdefault(self.config.retrieve_count(stop - start), []).append(one)
         return list(groups.items())
 
     def _measure_mass(

@@ -61,8 +61,8 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
             return "a sliding layer records its past for assisted decoding"
     if not cache.layers:
         return "the cache has no layers"
-    if cache.config.top_k == "all":
-        return 'top_k="all" attends to every key on the host, the reference mode'
+    if cache.config.retrieve == "all":
+        return 'retrieve="all" attends to every key on the host, the reference mode'
     if cache.config.mass_heads:
         return "mass_heads measures attention on the CPU at every step"
     places = devices(model)

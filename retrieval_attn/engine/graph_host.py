@@ -90,7 +90,7 @@ class HostRows:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return class_of(self._search.most) if self._search is not None and self._search.most else 0
 
-    def plan(self, layer: RetrievalLayer, top_k: int, scale: float, softcap: float | None) -> None:
+    def plan(self, layer: RetrievalLayer, retrieve: int, scale: float, softcap: float | None) -> None:
         """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
         hosts, ranges = layer.hosts[self.rows], layer.ranges[self.rows]
         if not any(stop > start for start, stop in ranges):
@@ -99,11 +99,11 @@ class HostRows:
         for rows_of in _layouts(hosts):
             paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
             own = [ranges[rows[0]] for rows in rows_of]
-            if plan_paths(self._step, paths, own, self._q_heads, n, top_k, scale=scale, softcap=softcap):
+            if plan_paths(self._step, paths, own, self._q_heads, n, retrieve, scale=scale, softcap=softcap):
                 if self.part.rows is not None:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                 if self._search is not None:
-                    self._search.aim(_aims(self._step, rows_of, top_k))
+                    self._search.aim(_aims(self._step, rows_of, retrieve))
                 return
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
@@ -150,7 +150,7 @@ def _layouts(hosts: list[HostPath]) -> list[list[list[int]]]:
     return [together, apart] if equal and len(together) < len(hosts) else [apart]
 
 
-def _aims(step: LayerStep, rows_of: list[list[int]], top_k: int) -> list[Aim | None]:
+def _aims(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[Aim | None]:
     """The codes behind a planned step, for each key-value head of each row of the batch. Raises CaptureError."""
     heads = next(len(piece.keys) for pieces in step.rows for piece in pieces)
     aims: list[Aim | None] = [None] * (heads * sum(map(len, rows_of)))
@@ -161,7 +161,7 @@ def _aims(step: LayerStep, rows_of: list[list[int]], top_k: int) -> list[Aim | N
         for piece in coded:
             stop = piece.high - piece.index_first
             for head, index in enumerate(piece.indexes or ()):
-                if isinstance(index, DeviceIndex) and index.serves(top_k, stop) and piece.low == piece.index_first:
+                if isinstance(index, DeviceIndex) and index.serves(retrieve, stop) and piece.low == piece.index_first:
                     for row in members:
                         aims[row * heads + head] = index.codes.device, stop  # type: ignore[attr-defined]
     return aims

@@ -125,13 +125,13 @@ class GraphLayer:
         layer = self.layer
         if self._scoring is None or not isinstance(layer, RetrievalLayer):
             return
-        wanted = {layer.config.top_k_of(stop - start) for start, stop in layer.ranges if stop > start}
+        wanted = {layer.config.retrieve_count(stop - start) for start, stop in layer.ranges if stop > start}
         if len(wanted) > 1 or None in wanted:
             raise CaptureError(f"the rows retrieve different numbers of keys ({wanted}), or all of them")
-        top_k = next((number for number in wanted if number is not None), None)
-        if top_k is not None:
+        retrieve = next((number for number in wanted if number is not None), None)
+        if retrieve is not None:
             for host in self._hosts:
-                host.plan(layer, top_k, *self._scoring)
+                host.plan(layer, retrieve, *self._scoring)
 
     @property
     def most_coded(self) -> int:

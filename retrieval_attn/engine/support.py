@@ -13,7 +13,7 @@ from retrieval_attn.errors import UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
-# Compared with eager full attention in tests/test_models.py: same logits to 1e-5 with top_k="all".
+# Compared with eager full attention in tests/test_models.py: same logits to 1e-5 with retrieve="all".
 TESTED = frozenset(
     {
         "gemma2",
@@ -58,7 +58,7 @@ def require_supported(model: PreTrainedModel) -> None:
     """Return for a model that runs exactly; raise UnsupportedModelError with the reason otherwise.
 
     Model types not on the tested list are verified once per model object: eager attention against retrieval
-    with top_k="all" on 64 random tokens (see `retrieval_attn.verify`).
+    with retrieve="all" on 64 random tokens (see `retrieval_attn.verify`).
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""verify(model): does retrieval attention with top_k="all" reproduce the model's eager attention exactly?"""
+"""verify(model): does retrieval attention with retrieve="all" reproduce the model's eager attention exactly?"""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> R
     ids = torch.randint(3, text_config.vocab_size, (1, tokens + decode_steps), generator=generator).to(device)
     dtype = next(model.parameters()).dtype
     tolerance = TOLERANCE.get(dtype, 1e-4)
-    config = Config(sink=2, window=8, spill=4, top_k="all", decode_tokens=1)
+    config = Config(sink=2, window=8, spill=4, retrieve="all", decode_tokens=1)
     was_training = model.training
     model.eval()
     retrieval_layers = 0

@@ -19,7 +19,7 @@ from retrieval_attn.errors import ConfigError, RetrievalAttentionError, RunFolde
 if TYPE_CHECKING:
     from retrieval_attn.eval.speed_decode import Row, Spread
 
-__all__ = ["add_arguments", "main", "run", "top_k_of"]
+__all__ = ["add_arguments", "main", "run", "retrieve_count"]
 
 LENGTHS = "4096,8192,16384,32768,65536"
 MIB = 1 << 20
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=16, metavar="N", help="decode steps per turn (default: %(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns per method (default: %(default)s)")
     add(
-        "--top-k",
+        "--retrieve",
         default="100",
         metavar="K",
         help="a number, a share such as 0.01, or all (default: %(default)s)",
@@ -161,7 +161,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     lines += [
         "",
         "Times: median (10th to 90th percentile). Bytes: keys and values read for attention, weights not "
-        'counted. Checked before timing: logits with top_k="all" equal those of full attention, largest '
+        'counted. Checked before timing: logits with retrieve="all" equal those of full attention, largest '
         f"relative difference {worst:.1e}.",
     ]
     return "\n".join(lines) + "\n"
@@ -191,7 +191,7 @@ def _measure(args: argparse.Namespace, lengths: list[int]) -> tuple[list[Row], d
     config = ra.Config(
         sink=args.sink,
         window=args.window,
-        top_k=top_k_of(args.top_k),
+        retrieve=retrieve_count(args.retrieve),
         index=args.index,
         host_dtype=args.host_dtype,
         threads=args.threads or None,
@@ -266,14 +266,14 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def top_k_of(text: str) -> Any:
-    """A top_k as it is written on the command line. Raises ConfigError."""
+def retrieve_count(text: str) -> Any:
+    """A retrieve as it is written on the command line. Raises ConfigError."""
     if text == "all":
         return "all"
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
-        raise ConfigError(f'--top-k must be a number, a share or "all", got {text!r}.') from None
+        raise ConfigError(f'--retrieve must be a number, a share or "all", got {text!r}.') from None
 
 
 def _new_folder(name: str) -> Path:

@@ -2,7 +2,7 @@
 
 The baseline is the unmodified model with PyTorch's attention and transformers' DynamicCache; both run in one
 process, with the same weights, dtype and tokens, in turns. No time is taken before the answers agree: logits
-with top_k="all" must equal full attention's, after a prompt that both read themselves and at every measured
+with retrieve="all" must equal full attention's, after a prompt that both read themselves and at every measured
 length.
 
 Reading a long prompt takes minutes on a CPU and its cost is not the question here, so only the first tokens
@@ -68,7 +68,7 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Disagreement(Exception):
-    """Retrieval with top_k="all" does not give full attention's logits; there is no speed to report."""
+    """Retrieval with retrieve="all" does not give full attention's logits; there is no speed to report."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Row:
     """One context length. Bytes are of keys and values per token, weights not included.
 
     static: retrieval over sinks and window only, the floor that does not know the context. logit_error:
-    largest relative difference between full attention and top_k="all". same_token: share of steps where
+    largest relative difference between full attention and retrieve="all". same_token: share of steps where
     retrieval's most likely token is full attention's; None where keys repeat, so that top-k sees few
     distinct.
     """
@@ -170,7 +170,7 @@ def read_prompt(model: Any, ids: Tensor, config: ra.Config) -> _Source:
             "layers do "
             "not allow; measure a model whose layers all attend to everything."
         )
-    everything = config.replace(top_k="all")
+    everything = config.replace(retrieve="all")
     ra.enable(model, everything)
     try:
         cache = ra.RetrievalCache(model, everything)
@@ -201,7 +201,7 @@ def measure(model: Any, source: _Source, context: int, config: ra.Config, *, ids
     retrieval = _retrieval_cache(model, source, context, config)
     static_context = config.sink + config.window
     static = _retrieval_cache(model, source, static_context, config)
-    with _enabled(model, config):  # compile the kernels that this top_k uses
+    with _enabled(model, config):  # compile the kernels that this retrieve uses
         _decode(model, retrieval.fork(), ids[:2], context)
     times: dict[str, list[float]] = {"full": [], "retrieval": [], "static": []}
     forks, agreed = [], 0
@@ -254,10 +254,10 @@ class _enabled:
 def _check(
     model: Any, source: _Source, full: DynamicCache, ids: Tensor, context: int, config: ra.Config
 ) -> tuple[float, Tensor]:
-    """Largest relative logit difference of top_k="all", and full attention's choice at every step."""
+    """Largest relative logit difference of retrieve="all", and full attention's choice at every step."""
     wanted = [_step(model, full, token, context + i) for i, token in enumerate(ids)]
     full.crop(-len(ids))
-    everything = config.replace(top_k="all")
+    everything = config.replace(retrieve="all")
     error = 0.0
     with _enabled(model, everything):
         cache = _retrieval_cache(model, source, context, everything)
@@ -275,7 +275,7 @@ def _compare(got: Tensor, wanted: Tensor, where: str) -> float:
     limit = TOLERANCE[wanted.dtype]
     if not error <= limit:  # also catches NaN
         raise Disagreement(
-            f'retrieval with top_k="all" differs from full attention {where}: relative logit error '
+            f'retrieval with retrieve="all" differs from full attention {where}: relative logit error '
             f"{error:.2e}, at most {limit:.0e} allowed for {wanted.dtype}. No speed is reported for a wrong "
             "answer."
         )

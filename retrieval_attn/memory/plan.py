@@ -293,7 +293,7 @@ class _Arithmetic:
         """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""
         shape = self.shape
         keys = max(self.context - self.options.sink - self.options.window, 0)
-        retrieved = self.options.top_k_of(keys)
+        retrieved = self.options.retrieve_count(keys)
         rows = keys * shape.kv_heads if retrieved is None else min(retrieved * shape.q_heads, keys * shape.kv_heads)
         key_bytes, value_bytes = self.host_size.rows
         return self.batch * shape.full_layers * (keys * shape.kv_heads * key_bytes + rows * value_bytes)

@@ -79,7 +79,7 @@ def generous(name: str) -> dict[str, Any]:
     if name in POLICIES:
         extra: dict[str, dict[str, Any]] = {"quest": {"dense_layers": 1}, "infllm": {"positions": "true"}}
         return {"budget": 4096, **extra.get(name, {})}
-    return {"sink": 16, "window": 64, "top_k": "all"}
+    return {"sink": 16, "window": 64, "retrieve": "all"}
 
 
 def test_names_and_options() -> None:
@@ -138,9 +138,9 @@ def test_equal_budgets_are_measured(name: str) -> None:
 
 
 def test_budgets_keep_what_is_given() -> None:
-    assert budget_options("retrieval", 740) == {"sink": 128, "window": 512, "top_k": 100}
-    assert budget_options("retrieval", 740, {"window": 256}) == {"sink": 128, "top_k": 356}
-    assert budget_options("retrieval", 64) == {"sink": 8, "window": 32, "top_k": 24}
+    assert budget_options("retrieval", 740) == {"sink": 128, "window": 512, "retrieve": 100}
+    assert budget_options("retrieval", 740, {"window": 256}) == {"sink": 128, "retrieve": 356}
+    assert budget_options("retrieval", 64) == {"sink": 8, "window": 32, "retrieve": 24}
     assert budget_options("streaming_llm", 2048) == {"sink": 128, "window": 1920}
     assert budget_options("quest", 2048)["budget"] == 2048
     assert budget_options("infllm", 640 + 2048 + 64) == {"sink": 128, "window": 512, "block": 128, "blocks": 16}
@@ -162,7 +162,7 @@ def test_one_reading_serves_methods_positions_and_questions() -> None:
     first = prompt()
     text = " " + first.question_text
     second = Prompt(first.context_ids, ids_of(text), text)
-    options = {"quest": {"budget": 128}, "snapkv": {"budget": 256}, "flat": {"top_k": 20, "window": 64, "sink": 16}}
+    options = {"quest": {"budget": 128}, "snapkv": {"budget": 256}, "flat": {"retrieve": 20, "window": 64, "sink": 16}}
     names = ("full", "snapkv", "quest", "flat")
     methods = build_methods(names, random_model(), tokenizer(), options)
     assert list(methods) == list(names)
@@ -223,17 +223,17 @@ def test_no_token_through_the_method_is_no_measurement() -> None:
 
 
 def test_a_budget_per_layer_reaches_the_layers() -> None:
-    """top_k on average, falling in equal steps; what is measured follows, and a share cannot be divided."""
-    options = {"sink": 4, "window": 8, "top_k": 40, "beta": 20}
+    """retrieve on average, falling in equal steps; what is measured follows, and a share cannot be divided."""
+    options = {"sink": 4, "window": 8, "retrieve": 40, "beta": 20}
     method: Any = make_method("flat", random_model(), tokenizer(), **options)
     layers = [layer for layer in method._new_context().cache.layers if hasattr(layer, "window")]
-    given = [layer.config.top_k for layer in layers]
+    given = [layer.config.retrieve for layer in layers]
     assert given[0] == 78 and given[-1] == 2 and sum(given) == 40 * len(given) and method.options["beta"] == 20
     even = make_method("flat", random_model(), tokenizer(), **{k: v for k, v in options.items() if k != "beta"})
     seen = [m.answers(prompt(), ("after",), 3)["after"] for m in (method, even)]
     assert seen[0].stats["tokens_attended_per_step"] == pytest.approx(seen[1].stats["tokens_attended_per_step"])
-    with pytest.raises(ConfigError, match="top_k as a whole number"):
-        make_method("flat", random_model(), tokenizer(), top_k="all", beta=20)
+    with pytest.raises(ConfigError, match="retrieve as a whole number"):
+        make_method("flat", random_model(), tokenizer(), retrieve="all", beta=20)
 
 
 def test_the_bundled_model_finds_its_needle(needle_model_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_methods_that_need_more_of_a_model() -> None:
     [
         ("quest", {"pages": 4}, "method quest has no option pages; its options: budget, page"),
         ("retrieval", {"topk": 4}, "method retrieval has no option topk"),
-        ("full", {"top_k": 4}, "method full has no option top_k"),
+        ("full", {"retrieve": 4}, "method full has no option retrieve"),
         ("full", {"budget": 64}, "has no budget"),
         ("h2o", {}, "method 'h2o' is unknown; choose from full, streaming_llm"),
         ("snapkv", {"capacity": 64}, "must exceed observe=64"),
@@ -336,7 +336,7 @@ def test_published_defaults() -> None:
     )
     assert made["infinigen"]["partial"] == 0.2 and made["infinigen"]["alpha"] == 4.0
     for name, index in (("flat", "flat"), ("ivf", "ivf"), ("hnsw", "hnsw"), ("retrieval", "roargraph")):
-        assert (made[name]["sink"], made[name]["window"], made[name]["top_k"]) == (128, 512, 100)
+        assert (made[name]["sink"], made[name]["window"], made[name]["retrieve"]) == (128, 512, 100)
         assert made[name]["index"] == index
 
 

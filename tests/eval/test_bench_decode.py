@@ -30,7 +30,7 @@ from retrieval_attn.eval.speed_decode import random_model
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.index import synthetic
 
-SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]
+SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--retrieve", "8", "--train", "64"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

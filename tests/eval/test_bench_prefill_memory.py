@@ -16,7 +16,7 @@ from retrieval_attn.cli import main
 from retrieval_attn.eval.bench.memory import SLACK, Row, verdict
 from retrieval_attn.gpu.attention.merge import Partial
 
-SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--top-k", "8", "--train", "64"]
+SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--retrieve", "8", "--train", "64"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -37,8 +37,8 @@ def test_command_line_is_completed_and_passed_on() -> None:
     ]  # fmt: skip
     given = ["run", "--model=hf", "--device", "cpu", "--model_args", "pretrained=x", "--limit", "2"]
     assert lm_eval_command.command_line(given) == given
-    more = lm_eval_command.command_line(["--model_args", "top_k=50", "--tasks", "t"])
-    assert more[:4] == ["run", "--model_args", bundled, "top_k=50"]
+    more = lm_eval_command.command_line(["--model_args", "retrieve=50", "--tasks", "t"])
+    assert more[:4] == ["run", "--model_args", bundled, "retrieve=50"]
     assert lm_eval_command.command_line([]) == ["--help"]
     assert lm_eval_command.command_line(["ls", "tasks"]) == ["ls", "tasks"]
 
@@ -67,7 +67,7 @@ def lm() -> Any:
     importlib.import_module("retrieval_attn.eval.lm_eval.model")
     registry = importlib.import_module("lm_eval.api.registry")
     made = registry.get_model("retrieval_attn").create_from_arg_string(
-        f"pretrained={BUNDLED_MODEL},dtype=float32,top_k=all", {"batch_size": 1, "device": "cpu"}
+        f"pretrained={BUNDLED_MODEL},dtype=float32,retrieve=all", {"batch_size": 1, "device": "cpu"}
     )
     return made
 

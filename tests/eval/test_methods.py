@@ -33,7 +33,7 @@ def test_one_set_of_classes() -> None:
 def test_needle_methods_get_the_needle_options(tokenizer: Any) -> None:
     """The configuration of the command line reaches the method whole, and the baseline gets a model of its own."""
     model = tiny_model("llama")
-    config = ra.Config(index="flat", top_k=7, sink=3, window=5, train_queries=9)
+    config = ra.Config(index="flat", retrieve=7, sink=3, window=5, train_queries=9)
     made: dict[str, Any] = dict(methods.build_methods(("retrieval", "full"), model, tokenizer, config, "exact"))
     assert list(made) == ["full", "retrieval"]
     assert made["retrieval"].options == {**config.to_dict(), "append": "exact", "inside": "prompt"}

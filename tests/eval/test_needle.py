@@ -106,7 +106,7 @@ def test_ranges() -> None:
         (("--needle", " "), "--needle must hold a sentence"),
         (("--question", ""), "--question must hold"),
         (("--answer", ""), "needs --answer"),
-        (("--top-k", "many"), "no number of keys"),
+        (("--retrieve", "many"), "no number of keys"),
         (("--rounds", "0"), "--rounds must be at least 1"),
         (("--limit", "0"), "--limit must be at least 1"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
@@ -135,7 +135,7 @@ def test_bad_flags(flags: tuple[str, ...], message: str) -> None:
         (("--lengths", "64"), ConfigError, "length 64 is too short"),
         (("--lengths", "1k", "--needle", "word " * 1500 + "{number}."), ConfigError, "too short: needle 1"),
         (("--lengths", "1k", "--context-length-buffer", "1000"), ConfigError, "buffer 1000"),
-        (("--methods", "retrieval", "--top-k", "0"), ConfigError, "top_k"),
+        (("--methods", "retrieval", "--retrieve", "0"), ConfigError, "retrieve"),
         (("--methods", "retrieval", "--window", "-1"), ConfigError, "window"),
         (("--methods", "retrieval", "--index", "magic"), ConfigError, "index='magic' is not a known kind"),
     ],
@@ -274,7 +274,7 @@ def test_options_reach_every_method() -> None:
     """Shared ones go where they are known, a budget becomes keys of retrieval, a method's own stay with it."""
     flags = ("--methods", "all", "--budget", "740", "--method-option", "quest.page=8", "--append", "exact")
     options = Options.of(parse(*flags, "--method-option", "retrieval.inside=context", "--threads", "1"))
-    assert options.retrieval == {"sink": 128, "window": 512, "top_k": 100, "threads": 1}
+    assert options.retrieval == {"sink": 128, "window": 512, "retrieve": 100, "threads": 1}
     assert options.others["quest"] == {"budget": 740, "page": 8} and options.others["retrieval"] == {
         "inside": "context"
     }

@@ -10,7 +10,7 @@ import pytest
 from retrieval_attn.errors import InputDataError, RunFolderError
 from retrieval_attn.eval.runs import RunFolder, environment, fingerprint, load_run, read_rows, write_atomically
 
-SETTINGS = {"model": "m", "retrieval": {"top_k": 100, "sink": 128}}
+SETTINGS = {"model": "m", "retrieval": {"retrieve": 100, "sink": 128}}
 
 
 def test_rows_survive_reopening(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path, SETTINGS) as run:
         run.append({"id": "a"})
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    other = {"model": "m", "retrieval": {"top_k": 200, "sink": 128}}
-    with pytest.raises(RunFolderError, match=r"retrieval\.top_k: 100 there, 200 here.*choose another output folder"):
+    other = {"model": "m", "retrieval": {"retrieve": 200, "sink": 128}}
+    with pytest.raises(RunFolderError, match=r"retrieval\.retrieve: 100 there, 200 here.*choose another output folder"):
         RunFolder.open(tmp_path, other)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 

@@ -14,7 +14,7 @@ import retrieval_attn as ra
 from retrieval_attn.errors import ConfigError, ContextLengthError, RunFolderError
 from retrieval_attn.eval import speed, speed_decode
 
-CONFIG = ra.Config(sink=4, window=16, top_k=8, prefill_chunk=64)
+CONFIG = ra.Config(sink=4, window=16, retrieve=8, prefill_chunk=64)
 IDS = torch.tensor([3, 1, 4, 1, 5])
 
 
@@ -33,7 +33,7 @@ def arguments(folder: Path, *extra: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     speed.add_arguments(parser)
     base = ["decode", "--model", "random:tiny", "--lengths", "90,300", "--read", "100", "--tokens", "3"]
-    small = ["--rounds", "2", "--sink", "4", "--window", "16", "--top-k", "8", "--output-dir", str(folder)]
+    small = ["--rounds", "2", "--sink", "4", "--window", "16", "--retrieve", "8", "--output-dir", str(folder)]
     return parser.parse_args([*base, *small, *extra])
 
 
@@ -77,8 +77,8 @@ def test_bytes_per_token_equal_hand_sums(model: Any, source: Any) -> None:
 
 
 def test_everything_retrieved_chooses_the_same_tokens(model: Any, source: Any) -> None:
-    """top_k="all" is full attention: every greedy choice is the same."""
-    row = speed_decode.measure(model, source, 90, CONFIG.replace(top_k="all"), ids=IDS, rounds=1)
+    """retrieve="all" is full attention: every greedy choice is the same."""
+    row = speed_decode.measure(model, source, 90, CONFIG.replace(retrieve="all"), ids=IDS, rounds=1)
     assert row.same_token == 1.0
 
 
@@ -127,8 +127,8 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
         (["--tokens", "0"], ConfigError, "tokens"),
         (["--rounds", "-1"], ConfigError, "rounds"),
         (["--threads", "-1"], ConfigError, "threads"),
-        (["--top-k", "many"], ConfigError, "top-k"),
-        (["--top-k", "0"], ConfigError, "top_k"),
+        (["--retrieve", "many"], ConfigError, "top-k"),
+        (["--retrieve", "0"], ConfigError, "retrieve"),
         (["--model", "random:huge"], ConfigError, "llama3-8b-slice"),
         (["--index", "graph"], ConfigError, "--read 300"),
         (["--lengths", "65536"], ContextLengthError, "65536"),

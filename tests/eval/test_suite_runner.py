@@ -241,7 +241,7 @@ def parse(*flags: str) -> argparse.Namespace:
         (("--lengths", "4x"), "'4x' is not a number of tokens"),
         (("--method-option", "page=16"), "METHOD.KEY=VALUE"),
         (("--method-option", "quest.pages=16"), "method quest has no option pages; its options: budget"),
-        (("--methods", "full", "--top-k", "5"), "none of full has an option top_k"),
+        (("--methods", "full", "--retrieve", "5"), "none of full has an option retrieve"),
     ],
 )
 def test_bad_flags(flags: tuple[str, ...], words: str) -> None:
@@ -252,9 +252,9 @@ def test_bad_flags(flags: tuple[str, ...], words: str) -> None:
 
 def test_method_options() -> None:
     """Shared flags reach every method, METHOD.KEY its own; values are JSON where they can be."""
-    given = parse("--top-k", "0.01", "--sink", "4", "--index", "flat", "--method-option", "quest.page=32")
+    given = parse("--retrieve", "0.01", "--sink", "4", "--index", "flat", "--method-option", "quest.page=32")
     found = arguments.Options.of(given, ToySuite()).method_options
-    assert found == {"all": {"sink": 4, "top_k": 0.01}, "retrieval": {"index": "flat"}, "quest": {"page": 32}}
+    assert found == {"all": {"sink": 4, "retrieve": 0.01}, "retrieval": {"index": "flat"}, "quest": {"page": 32}}
 
 
 def test_dry_run_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:

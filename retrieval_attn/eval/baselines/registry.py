@@ -73,7 +73,7 @@ def _retrieval_budget(budget: int, given: dict[str, Any]) -> dict[str, Any]:
     window = given.get("window", budget // 2 if small else WINDOW)
     if budget - sink - window < 1:
         raise ConfigError(f"budget={budget} leaves nothing to retrieve beside sink={sink} and window={window}")
-    return {"sink": sink, "window": window, "top_k": budget - sink - window}
+    return {"sink": sink, "window": window, "retrieve": budget - sink - window}
 
 
 def make_method(

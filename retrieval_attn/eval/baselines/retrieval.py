@@ -26,8 +26,8 @@ class RetrievalAttention:
     Both positions share one reading of the context if the index does not learn from the queries it saw while it was
     built; otherwise "inside" reads its whole prompt anew, as a user's would (inside="prompt"; "context" shares there
     too, and the index is then not trained on the question's few queries).
-    beta: retrieved keys fall from layer to layer as PyramidKV's budgets do, top_k of them on average
-    (RetrievalAttention, appendix F); None: top_k in every layer.
+    beta: retrieved keys fall from layer to layer as PyramidKV's budgets do, retrieve of them on average
+    (RetrievalAttention, appendix F); None: retrieve in every layer.
     The last context stays for its next question until `release`.
     Raises UnsupportedModelError or ConfigError when made, not at the first answer.
     """
@@ -118,12 +118,12 @@ def _falling(context: Any, config: Any, beta: int) -> Any:
     from retrieval_attn.cache.retrieval import RetrievalLayer
     from retrieval_attn.eval.baselines.options import pyramid
 
-    for name, value in (("top_k", config.top_k), ("beta", beta)):
+    for name, value in (("retrieve", config.retrieve), ("beta", beta)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"a budget per layer needs {name} as a whole number >= 1, got {value!r}")
     layers = [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
     for number, layer in enumerate(layers):
-        layer.config = replace(config, top_k=max(1, pyramid(config.top_k, beta, number, len(layers))))
+        layer.config = replace(config, retrieve=max(1, pyramid(config.retrieve, beta, number, len(layers))))
     return context
 
 
@@ -168,14 +168,14 @@ class _Meter:
 
 
 def _attended(layer: Any, new: int) -> float | None:
-    """Tokens that one of the `new` last queries of a retrieval layer attended to: sinks, window, and top_k others."""
+    """Tokens that one of the `new` last queries of a retrieval layer attended to: sinks, window, retrieved keys."""
     window, config = getattr(layer, "window", None), layer.config if hasattr(layer, "config") else None
     if window is None or config is None or getattr(layer, "is_sliding", False):
         return None
     static = window.sink_len + window.tail_len
     middle = layer.columns - static
-    top_k = config.top_k_of(middle) if middle > 0 else 0
-    return float(static - (new - 1) / 2 + (middle if top_k is None else min(top_k, middle)))
+    retrieve = config.retrieve_count(middle) if middle > 0 else 0
+    return float(static - (new - 1) / 2 + (middle if retrieve is None else min(retrieve, middle)))
 
 
 def _trains(kind: str, options: Any) -> bool:

@@ -1,8 +1,8 @@
 """`retrieval-attn bench decode`: every way to decode after a long context, on the same weights and keys, in one run.
 
 Per context length each method gets the same keys and generates tokens in the loop its users run. A method whose answers
-are wrong has no speed: logits are compared with the method's definition first (retrieval with top_k="all" against full
-attention), and what retrieval answers with attention over the keys it found. Writes Markdown, JSON and a plot.
+are wrong has no speed: logits are compared with the method's definition first (retrieval with retrieve="all" against
+full attention), and what retrieval answers with attention over the keys it found. Writes Markdown, JSON and a plot.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
     add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB; what needs more does not run")
     add("--sink", type=int, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
     add("--window", type=int, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
-    add("--top-k", default="100", metavar="K", help="keys retrieved: a number, a share, or all (default: %(default)s)")
+    add(
+        "--retrieve",
+        default="100",
+        metavar="K",
+        help="keys retrieved: a number, a share, or all (default: %(default)s)",
+    )
     add("--train", type=int, default=2048, metavar="N", help="training queries per query head (default: %(default)s)")
     add("--chunk", type=int, default=8192, metavar="N", help="tokens of a prefill chunk (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
@@ -166,7 +171,7 @@ class Bench:
         import torch
 
         import retrieval_attn as ra
-        from retrieval_attn.eval.speed import top_k_of
+        from retrieval_attn.eval.speed import retrieve_count
         from retrieval_attn.gpu.memory import cap, device_memory, start_peak
         from retrieval_attn.memory.units import parse_bytes
         from retrieval_attn.model.loading import choose_device
@@ -189,7 +194,7 @@ class Bench:
         self.config = ra.Config(
             sink=args.sink,
             window=args.window,
-            top_k=top_k_of(args.top_k),
+            retrieve=retrieve_count(args.retrieve),
             prefill_chunk=args.chunk,
             train_queries=args.train,
             host_dtype=args.host_dtype,

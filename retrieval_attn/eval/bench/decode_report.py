@@ -55,7 +55,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     config = report["config"]
     lines = [
         *header(report),
-        f"- keys: {report['keys']}; sink {config['sink']}, window {config['window']}, top_k {config['top_k']}, "
+        f"- keys: {report['keys']}; sink {config['sink']}, window {config['window']}, retrieve {config['retrieve']}, "
         f"{config['train_queries']} training queries per query head, host keys {config['host_dtype']}",
         "",
         f"| {' | '.join(_COLUMNS)} |",
@@ -69,7 +69,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         "",
         "Times: median of single steps (10th to 90th percentile), sampling and reading the token included. MiB/token: "
         "keys and values, without weights. x static: against sinks and window only under the same loop. recall: of the "
-        "exact best top_k; mass: of their attention weight; captured: of all attention, sinks and window included. "
+        "exact best retrieve; mass: of their attention weight; captured: of all attention, sinks and window included. "
         "waits: share of a step in which the device has nothing to do. GPU: kernels; copy: between host and device. "
         "prepare peak: device memory of the process while the context was placed. Checked before timing: logits of "
         f"every method against its definition ({checked}{noise}), and retrieved attention against that over the keys "

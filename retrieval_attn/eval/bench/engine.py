@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, default=8, help="key-value heads of the layer (default: %(default)s)")
     add("--group", type=int, default=4, help="query heads of each (default: %(default)s)")
     add("--head-dim", type=int, default=128, help="(default: %(default)s)")
-    add("--top-k", type=int, default=100, help="keys attended to (default: %(default)s)")
+    add("--retrieve", type=int, default=100, help="keys attended to (default: %(default)s)")
     add("--steps", type=int, default=16, help="steps per figure; the median is given (default: %(default)s)")
     add("--layers", type=int, default=32, help="layers of the model that a token's cost is given for")
     add("--spin", type=float, default=SPIN_MICROSECONDS, metavar="US", help="microseconds that workers look for jobs")
@@ -178,15 +178,15 @@ def measure_attention(head_dim: int, fmt: Format = Format.BFLOAT16) -> list[dict
     keys, values = (kernel_view(array, fmt) for array in stored)
     asked = rng.standard_normal((queries, head_dim), dtype=np.float32)
     result = []
-    for top_k in (100, 2000):
-        rows, scores, out = np.zeros(top_k, np.int64), np.zeros(top_k, np.float32), np.zeros(head_dim, np.float32)
-        row: dict[str, Any] = {"format": fmt.value, "k": top_k}
+    for retrieve in (100, 2000):
+        rows, scores, out = np.zeros(retrieve, np.int64), np.zeros(retrieve, np.float32), np.zeros(head_dim, np.float32)
+        row: dict[str, Any] = {"format": fmt.value, "k": retrieve}
         for scored in (False, True):
             name = "values only" if scored else "keys and values"
             nanos, all_nanos = np.zeros(queries, np.int64), []
             for turn in range(12):
                 if turn < 9:  # the last turns repeat their ids
-                    ids = rng.integers(0, tokens, (queries, top_k)).astype(np.int32)
+                    ids = rng.integers(0, tokens, (queries, retrieve)).astype(np.int32)
                     ids.sort(axis=1)
                 else:
                     ids[:] = ids[0]
@@ -277,12 +277,12 @@ def _median_step(args: argparse.Namespace, attend: Callable[[npt.NDArray[Any]], 
     return result
 
 
-def _apart(path: HostPath, tokens: int, top_k: int) -> Callable[[npt.NDArray[Any]], Any]:
-    return lambda queries: attend_apart(path, queries, 4, tokens, top_k, SCALE, None, None)
+def _apart(path: HostPath, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
+    return lambda queries: attend_apart(path, queries, 4, tokens, retrieve, SCALE, None, None)
 
 
-def _in_step(path: HostPath, tokens: int, top_k: int) -> Callable[[npt.NDArray[Any]], Any]:
-    return lambda queries: path.attend(queries, 4, tokens, top_k, scale=SCALE)
+def _in_step(path: HostPath, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
+    return lambda queries: path.attend(queries, 4, tokens, retrieve, scale=SCALE)
 
 
 def measure_steps(
@@ -308,17 +308,17 @@ def measure_steps(
             shape = {"tokens": tokens, "format": fmt.value, "kind": kind, "build s": round(path.index_seconds, 2)}
             shape["GB"] = round((path.nbytes + path.index_nbytes) / 1e9, 3)
             first = np.ascontiguousarray(asked[:, :1])
-            lses[kind] = path.attend(first, 4, tokens, args.top_k, scale=SCALE).lse
+            lses[kind] = path.attend(first, 4, tokens, args.retrieve, scale=SCALE).lse
             if "flat" in lses:  # without the exact one there is nothing to compare with
                 shape["mass of the exact top k"] = round(float(np.exp(lses[kind] - lses["flat"]).mean()), 4)
-            before = _median_step(args, _apart(path, tokens, args.top_k), asked)
+            before = _median_step(args, _apart(path, tokens, args.retrieve), asked)
             rows.append({**shape, "way": "parallel kernels", "threads": numba.get_num_threads(), **before})
         base: float | None = None
         for count in threads:
             # a pool of its own: another one's spinning threads would be in the way
             with Pool(count, spin_microseconds=args.spin) as pool:
                 path._pool = pool
-                step = _median_step(args, _in_step(path, tokens, args.top_k), asked)
+                step = _median_step(args, _in_step(path, tokens, args.retrieve), asked)
             base = step["cold ms"] if base is None else base
             rows.append(
                 {

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-dtypes", default="bfloat16,int8", metavar="NAME,NAME", help="the first is compared with")
     add("--index", default="flat", help="index over the host's keys (default: %(default)s)")
     add("--codes", default="none", choices=("none", "int8"), help="of the flat index (default: %(default)s)")
-    add("--top-k", type=int, default=100, help="keys retrieved per query head (default: %(default)s)")
+    add("--retrieve", type=int, default=100, help="keys retrieved per query head (default: %(default)s)")
     add("--append", default="exact", choices=("exact", "retrieval"), help="of the question (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda (default: %(default)s)")
     add("--seed", type=int, default=50_000, help="of the first sample (default: %(default)s)")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def answers(model: Any, tokenizer: Any, args: argparse.Namespace, dtypes: Sequence[str]) -> list[dict[str, Any]]:
     """One row per task: share of reference answers found by dtype, and of texts equal to those of the first."""
     options = {"codes": args.codes} if args.index == "flat" else {}
-    usual = Config(index=args.index, index_options=options, top_k=args.top_k)
+    usual = Config(index=args.index, index_options=options, retrieve=args.retrieve)
     rows = []
     for task in args.tasks.split(","):
         found: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
@@ -99,9 +99,9 @@ def errors(model: Any, tokenizer: Any, args: argparse.Namespace, dtypes: Sequenc
             out, lse = attend_range_heads(queries, keys, values, 0, keys.shape[1], fmt, head.scale)
             every["out"].append(np.abs(out[0] - right).max(axis=1) / largest)
             every["lse"].append(np.abs(lse[0] - right_lse))
-            best = search_exact(keys, queries, args.top_k, fmt).ids
-            wanted = np.argpartition(-scores, args.top_k, axis=1)[:, : args.top_k]
-            same = [len(np.intersect1d(a, b)) / args.top_k for a, b in zip(best[0], wanted, strict=True)]
+            best = search_exact(keys, queries, args.retrieve, fmt).ids
+            wanted = np.argpartition(-scores, args.retrieve, axis=1)[:, : args.retrieve]
+            same = [len(np.intersect1d(a, b)) / args.retrieve for a, b in zip(best[0], wanted, strict=True)]
             every["recall"].append(np.array(same))
             part, _ = attend_ids_heads(queries, keys, values, best, fmt, head.scale)
             right = np.stack(

@@ -123,7 +123,7 @@ class ReadSource(Source):
     def __init__(self, model: Any, ids: Tensor, chunk: int) -> None:
         super().__init__(model, ids.shape[1], ids.shape[0])
         self._ids, self._chunk = ids, chunk
-        self._kept = self.retrieval(Config(sink=0, window=1, index="flat", top_k=1, prefill_chunk=chunk))
+        self._kept = self.retrieval(Config(sink=0, window=1, index="flat", retrieve=1, prefill_chunk=chunk))
 
     @property
     def about(self) -> str:

@@ -108,7 +108,7 @@ class Method(ABC):
 
 
 class Retrieval(Method):
-    """This package: sinks and window on the device, top_k keys of the rest through an index."""
+    """This package: sinks and window on the device, retrieve keys of the rest through an index."""
 
     _cache: RetrievalCache
 

@@ -57,7 +57,7 @@ def judge(method: Retrieval, source: Source) -> Quality | None:
     for number in np.unique(np.linspace(0, source.distinct - 1, LAYERS).astype(int)):
         layer: Any = cache.layers[number]
         path, own = layer.hosts[0], queries[number]
-        k = config.top_k_of(stop - start)
+        k = config.retrieve_count(stop - start)
         scale = own.shape[2] ** -0.5
         _judge_layer(path, own, (start, stop), k or stop - start, source.tokens, scale, found)
     return found

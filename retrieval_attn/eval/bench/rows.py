@@ -245,14 +245,14 @@ def _check(bench: Bench, spec: MethodSpec) -> float:
     """Largest relative logit error of the method on a short context; raises WrongAnswer beyond the tolerance.
 
     The tolerance is the dtype's, or twice the `rounding_noise` where that is more.
-    Retrieval is checked with top_k="all" and with top_k so large that it finds every key: that is full attention. The
-    reference is transformers' attention with its DynamicCache, over what the method attends to by its definition.
+    Retrieval is checked with retrieve="all" and with so large a number that every key is found: that is full attention.
+    The reference is transformers' attention with its DynamicCache, over what the method attends to by its definition.
     """
     source = bench.short_source()
     checks = [(spec, bench.config)]
     if kind_of(spec) is Retrieval:
         # as many keys as there are, through the search and the graph that decoding uses; and without a search
-        every = bench.config.replace(top_k=source.tokens), bench.config.replace(top_k="all", graph=False)
+        every = bench.config.replace(retrieve=source.tokens), bench.config.replace(retrieve="all", graph=False)
         checks = [(MethodSpec("flat"), every[0]), (spec, every[1])]
     worst = 0.0
     for checked, config in checks:
@@ -270,7 +270,7 @@ def _check(bench: Bench, spec: MethodSpec) -> float:
                 again = functools.partial(_reference, bench.model, source, whole, done)
                 bench.noise = rounding_noise(bench.model, again)
         tolerance = max(tolerance, allowed(bench.model.dtype, bench.noise))
-        what = f"after {source.tokens} tokens (top_k={config.top_k}, {done.how}) differ from its definition's"
+        what = f"after {source.tokens} tokens (retrieve={config.retrieve}, {done.how}) differ from its definition's"
         worst = max(worst, _compare(done, wanted, tolerance, what))
     return worst
 

@@ -32,7 +32,7 @@ class RetrievalAttentionLM(_model.LM):
     pretrained: model folder or hub id.  device, dtype: as in retrieval_attn.LLM.  max_length: longest prompt plus
     answer, at most the model's positions.  truncate: "never" refuses longer prompts, "left" cuts their beginning.
     append: "retrieval" or "exact", how tokens after the prompt attend to it when they are scored.
-    Further keywords are fields of retrieval_attn.Config (top_k, sink, window, index, ...).
+    Further keywords are fields of retrieval_attn.Config (retrieve, sink, window, index, ...).
     """
 
     def __init__(

@@ -320,7 +320,9 @@ def _report(folder: Path, rows: list[dict[str, Any]], settings: dict[str, Any], 
 def _title(settings: dict[str, Any]) -> str:
     ours = settings.get("retrieval") or {}
     parts = (
-        [f"top_k {ours['top_k']}, sink {ours['sink']}, window {ours['window']}, index {ours['index']}"] if ours else []
+        [f"retrieve {ours['retrieve']}, sink {ours['sink']}, window {ours['window']}, index {ours['index']}"]
+        if ours
+        else []
     )
     return "; ".join([f"Needle in a haystack: {settings['model']}", *parts])
 

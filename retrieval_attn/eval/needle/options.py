@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens attended per step and head, for every method but full (default: published parameters)",
     )
-    _flag(methods, "--top-k", metavar="K", help="keys retrieved per head: a number, a share or all")
+    _flag(methods, "--retrieve", metavar="K", help="keys retrieved per head: a number, a share or all")
     _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
     _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
     _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: auto)")
@@ -336,7 +336,7 @@ def _options_of_methods(
     from retrieval_attn.eval.suite.answerers import check_options, options_of, parse_method_options
 
     shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "budget", "threads")}
-    shared["top_k"] = None if args.top_k is None else _top_k(args.top_k)
+    shared["retrieve"] = None if args.retrieve is None else _retrieve(args.retrieve)
     given: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     for name, own in parse_method_options((*(preset.method_options if preset else ()), *(args.method_option or ()))):
         given.setdefault(name, {}).update(own)
@@ -373,13 +373,15 @@ def _length(text: str) -> int:
     return int(match.group(1)) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match.group(2).lower()]
 
 
-def _top_k(text: str) -> int | float | str:
+def _retrieve(text: str) -> int | float | str:
     if text == "all":
         return text
     try:
         return float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:
-        raise ConfigError(f"--top-k {text!r} is no number of keys; write 100, a share such as 0.01, or all") from None
+        raise ConfigError(
+            f"--retrieve {text!r} is no number of keys; write 100, a share such as 0.01, or all"
+        ) from None
 
 
 def _lengths(args: argparse.Namespace) -> tuple[int, ...]:

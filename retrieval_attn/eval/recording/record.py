@@ -63,7 +63,7 @@ def record(
         raise InputDataError(f"needs ids before and after the question mark, got {len(context)} and {len(after)}")
     if train < 0 or chunk < 1 or span < 1:
         raise ConfigError(f"train={train} must be >= 0, chunk={chunk} and span={span} >= 1")
-    config = Config(top_k="all", index="flat", decode_tokens=1, prefill_chunk=chunk)
+    config = Config(retrieve="all", index="flat", decode_tokens=1, prefill_chunk=chunk)
     cache = RetrievalCache(model, config)
     positions = train_positions(len(context), train, seed)
     targets = len(context) + np.random.default_rng(seed).integers(0, span, len(positions))

@@ -53,13 +53,13 @@ class Experiment:
     scaled: str = ""
 
 
-def _budgets(size: Size, methods: tuple[str, ...], top_k: int | None = None) -> list[str]:
+def _budgets(size: Size, methods: tuple[str, ...], retrieve: int | None = None) -> list[str]:
     """The paper's budgets, or an eighth of them for contexts a 32nd as long.
 
     "2K" for streaming_llm, snapkv, quest and infinigen; 640 + 2K for infllm; 128 + 512 + top-100 for the indexes.
     """
     sink, window, k, small = (128, 512, 100, 2048) if size.full else (16, 64, 12, 256)
-    k = top_k if top_k is not None else k
+    k = retrieve if retrieve is not None else k
     words = []
     for method in methods:
         if method in ("streaming_llm", "snapkv", "quest", "infinigen"):
@@ -67,7 +67,7 @@ def _budgets(size: Size, methods: tuple[str, ...], top_k: int | None = None) -> 
         elif method == "infllm":
             words += ["--method-option", f"infllm.budget={sink + window + small}"]
         elif method in ("flat", "ivf", "retrieval"):
-            for key, value in (("sink", sink), ("window", window), ("top_k", k)):
+            for key, value in (("sink", sink), ("window", window), ("retrieve", k)):
                 words += ["--method-option", f"{method}.{key}={value}"]
     return words
 
@@ -127,7 +127,7 @@ def _decode_step(size: Size, lengths: str, methods: tuple[str, ...] = DECODED, *
     words = ["bench", "decode", "--model", size.model or "bundled", "--device", size.device, "--lengths", lengths]
     words += ["--methods", ",".join(methods), "--tokens", str(size.n or (16 if size.full else 8)), *more]
     if not size.full:  # weak indexes of short contexts are timed too; their recall stands in the step's own table
-        words += ["--sink", "16", "--window", "64", "--top-k", "12", "--min-recall", "0"]
+        words += ["--sink", "16", "--window", "64", "--retrieve", "12", "--min-recall", "0"]
     return Step(tuple(words), "decode")
 
 
@@ -156,7 +156,7 @@ def _grid(figure: str) -> Callable[[Size], list[Step]]:
         if not size.full:
             methods = tuple(PRESETS[figure].methods.split(","))
             words += ["--depths", "0,25,50,75,100", *_budgets(size, methods)]
-            words += ["--sink", "16", "--window", "64", "--top-k", "12"] if "retrieval" in methods else []
+            words += ["--sink", "16", "--window", "64", "--retrieve", "12"] if "retrieval" in methods else []
         return [Step(tuple(words), "run")]
 
     return steps

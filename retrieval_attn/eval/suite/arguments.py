@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL, _at_least, _choices, _flag, _length, _top_k
+from retrieval_attn.eval.needle.options import BUNDLED_MODEL, _at_least, _choices, _flag, _length, _retrieve
 from retrieval_attn.eval.suite.suite import TaskSuite
 
 __all__ = ["Options", "add_arguments", "run"]
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
         metavar="N",
         help="tokens attended per step and head, for every method but full (default: published parameters)",
     )
-    _flag(methods, "--top-k", metavar="K", help="keys retrieved per head: a number, a share or all")
+    _flag(methods, "--retrieve", metavar="K", help="keys retrieved per head: a number, a share or all")
     _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
     _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
     _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: roargraph)")
@@ -315,7 +315,7 @@ def _method_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     from retrieval_attn.eval.suite.answerers import parse_method_options
 
     shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append", "budget")}
-    shared["top_k"] = None if args.top_k is None else _top_k(args.top_k)
+    shared["retrieve"] = None if args.retrieve is None else _retrieve(args.retrieve)
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:
         found["retrieval"] = {"index": args.index}

@@ -23,13 +23,10 @@ from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.codes.search import CodeShape
-from retrieval_attn.index.base import check_kind
-from retrieval_attn.index.device import RESCORE, DeviceIndex, bytes_per_key
-from retrieval_attn.index.flat import rescore_count
-from retrieval_attn.index.kernels.key_codes import split_bytes
+from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.padding import count_real, join
-from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.transfer import host_format, to_device, to_queries
 from retrieval_attn.offload.work import HostWork, make_room
@@ -48,15 +45,14 @@ class RetrievalLayer(CacheLayer):
     host (copy on write), so a prompt's keys are held once however many sequences continue it.
     """
 
-    def __init__(self, config: Config, model: nn.Module | None = None, number: int = 0) -> None:
-        """model: the model the layer belongs to; without it training queries stay at their own positions.
-
-        number: of the layer in the model, for error messages.
+    def __init__(self, config: Config, index: IndexChoice, model: nn.Module | None = None, number: int = 0) -> None:
+        """index: of all layers of the cache. model: the model the layer belongs to; without it training queries stay at
+        their own positions. number: of the layer in the model, for error messages.
         """
         super().__init__(config)
         self._number = number
         self._model = None if model is None else weakref.ref(model)
-        self._kind = check_kind(config.index, dict(config.index_options))
+        self._index, self._spec = index, index.spec
         self._sample: TrainingQueries | None = None
         self._work: HostWork | None = None
         self.hosts: list[HostPath] = []
@@ -84,11 +80,11 @@ class RetrievalLayer(CacheLayer):
         return held_bytes(self.hosts)
 
     @property
-    def coded_indexes(self) -> dict[int, DeviceIndex]:
+    def coded_indexes(self) -> dict[int, KeyIndex]:
         """Indexes that keep codes of keys in device memory, each once, by identity."""
         self.finish_index()
         indexes = [index for host in self.hosts for one in host.segments for index in one.indexes]
-        return {id(index): index for index in indexes if isinstance(index, DeviceIndex)}
+        return {id(index): index for index in indexes if index.keeps_device_keys}
 
     @property
     def coded_nbytes(self) -> int:
@@ -125,14 +121,15 @@ class RetrievalLayer(CacheLayer):
     ) -> Partial:
         self.finish_index()
         if self.window is None:
+            self._spec = self._index.decide(self._expect_total or key.shape[2], key.shape[0])
             self._start(key, value)
         total = self._expect_total if self._expect_total is not None else key.shape[2]
         if self._pass is None and self.columns > 0 and not self._appends_exactly(total):
             return self._decode(query, key, value, spec, scale, softcap)
         if self._pass is None:
             self._pass = self._open_pass(total)
-            count = self._kind.training_queries(total, self.config.train_queries)
-            self._sample = TrainingQueries(total, count) if self._kind.trains else None
+            count = self._spec.training_queries(total, self.config.train_queries)
+            self._sample = TrainingQueries(total, count) if self._spec.trains else None
         if self._sample is not None:
             self._sample.take(query, self._pass.filled)
         seen = join(self.valid, self.columns, self._pass.valid, self._pass.filled, key.shape[0])
@@ -152,16 +149,12 @@ class RetrievalLayer(CacheLayer):
         self._middle = [0] * rows
 
     def _new_host(self, key: Tensor, value_dim: int) -> HostPath:
-        options = dict(self.config.index_options)
-        if self.config.index == DeviceIndex.kind:
-            options["coder"] = DeviceCoder(key.device, key.shape[1])
         return HostPath(
             key.shape[1],
             key.shape[3],
             value_dim,
             self.fmt,
-            index_kind=self.config.index,
-            index_options=options,
+            index=self._spec,
             threads=self.config.threads,
             layer=self._number,
         )
@@ -317,11 +310,9 @@ class RetrievalLayer(CacheLayer):
 
     def code_shape(self, head_dim: int) -> CodeShape | None:
         """What a captured step searches codes on the device by; None where the index has none there."""
-        options, retrieve = self.config.index_options, self.config.retrieve
-        if self.config.index != DeviceIndex.kind or isinstance(retrieve, float | str):
-            return None
-        numbers = split_bytes(bytes_per_key(options.get("key_bytes"), head_dim), head_dim)
-        return CodeShape(*numbers, rescore_count(options.get("rescore", RESCORE), retrieve))
+        retrieve = self.config.retrieve
+        shape = None if isinstance(retrieve, float | str) else self._spec.code_shape(head_dim, retrieve)
+        return None if shape is None else CodeShape(*shape)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -440,7 +431,7 @@ class RetrievalLayer(CacheLayer):
         """An independent continuation that shares all host memory and index with this layer."""
         self.finish_index()
         self.settle()
-        other = RetrievalLayer(self.config)
+        other = RetrievalLayer(self.config, self._index)
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.stats = LayerStats()

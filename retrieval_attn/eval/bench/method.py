@@ -19,6 +19,7 @@ from retrieval_attn.engine.decode import run
 from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.bench.keys import Source
 from retrieval_attn.eval.bench.place import Span
+from retrieval_attn.index.spec import IndexSpec
 
 OnToken = Callable[[list[int]], None]
 
@@ -195,4 +196,4 @@ def compile_for(config: Config, dtype: torch.dtype) -> None:
     """Compile what the first token would wait for."""
     from retrieval_attn.offload.transfer import host_format
 
-    prepare(host_format(config.host_dtype, dtype), config.index, dict(config.index_options))
+    prepare(host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options))

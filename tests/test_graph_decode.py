@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import retrieval_attn as ra
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.config import GraphMode
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.engine import graph as graph_decode

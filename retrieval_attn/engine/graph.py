@@ -31,7 +31,6 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import Server
-from retrieval_attn.cpu.step import descriptor as words
 from retrieval_attn.engine.decode import CAPTURABLE
 from retrieval_attn.engine.graph_host import MOST_TURNS
 from retrieval_attn.engine.graph_layer import GraphLayer
@@ -41,6 +40,7 @@ from retrieval_attn.gpu.capture.exchange import Hop, Replay, asked_hop
 from retrieval_attn.gpu.capture.runtime import Runtime, cuda_runtime
 from retrieval_attn.gpu.codes.search import Scratch
 from retrieval_attn.gpu.decode.kernels import advance
+from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.model.padding import join
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 

@@ -181,7 +181,7 @@ class Context:
             finish_prefill(self._cache, self._cache.on_layer)
         self._ids += ids
         self.read_seconds += time.perf_counter() - started
-        self._cache.token_ids = torch.tensor([self._ids])
+        self._cache.batch.note_ids(torch.tensor([self._ids]))
 
     def _choose_index(self, tokens: int) -> None:
         """Where index="auto" may keep codes on the device, have a cache that does."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import plan_paths
 from retrieval_attn.cpu.pool import Pool
@@ -82,7 +83,7 @@ class HostRows:
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if shape is None else CodeSearch(batch, self._q_heads, kv_heads, shape, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
-        self._step = LayerStep(owner.pool, layer.fmt, layer=number, buffers=self._buffers)
+        self._step = LayerStep(owner.pool, _held(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
 
     @property
@@ -165,6 +166,12 @@ def _aims(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[Aim 
                     for row in members:
                         aims[row * heads + head] = index.codes.device, stop  # type: ignore[attr-defined]
     return aims
+
+
+def _held(layer: RetrievalLayer) -> HeldTokens:
+    if layer.held is None:
+        raise CaptureError("the cache holds no tokens yet")
+    return layer.held
 
 
 def _places(rows_of: list[list[int]], q_heads: int) -> Tensor:

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.layer import LayerStats
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, RetrievalAttentionError
@@ -37,6 +36,7 @@ from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.threads import kernel_threads, single_blas
 from retrieval_attn.offload.staging import Piece, staging
+from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import Crew
 from retrieval_attn.offload.transfer import pack, to_host
 
@@ -193,6 +193,11 @@ class HostWork:
         self._stop.set()
         for future in reversed(self._futures()):
             future.cancel()
+
+    def give_up(self) -> None:
+        """`abandon`, and wait until nothing is under way. What was copied or indexed so far stays."""
+        self.abandon()
+        concurrent.futures.wait(self._futures())
 
     @property
     def done(self) -> bool:

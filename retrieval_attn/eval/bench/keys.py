@@ -136,7 +136,7 @@ class ReadSource(Source):
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         rows = [host.read(start, stop) for host in kept.hosts]
         keys, values = zip(
-            *[(to_device(k, kept.fmt, like), to_device(v, kept.fmt, like)) for k, v in rows], strict=True
+            *[(to_device(k, kept.held.fmt, like), to_device(v, kept.held.fmt, like)) for k, v in rows], strict=True
         )
         return torch.stack(keys), torch.stack(values)
 

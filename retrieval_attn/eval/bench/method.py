@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.layer import LayerStats
 from retrieval_attn.config import Config
 from retrieval_attn.cpu import prepare
 from retrieval_attn.engine.decode import run
 from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.bench.keys import Source
 from retrieval_attn.eval.bench.place import Span
+from retrieval_attn.offload.stats import LayerStats
 
 OnToken = Callable[[list[int]], None]
 

@@ -92,7 +92,7 @@ class _TappedLayer(RetrievalLayer):
     """A retrieval layer that keeps what passes through it."""
 
     def __init__(self, config: Config, index: int, wanted: _Wanted) -> None:
-        super().__init__(config)
+        super().__init__(config, number=index)
         self._layer_index, self._wanted = index, wanted
         self._heads: list[int] = []
         self._asked: list[Tensor] = []
@@ -188,7 +188,7 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
     for i, tap in taps.items():
-        cache.layers[i] = tap
+        cache.replace_layer(i, tap)
     return list(taps.values())
 
 

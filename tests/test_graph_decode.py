@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from retrieval_attn.config import GraphMode
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.engine import graph as graph_decode
 from retrieval_attn.engine import graph_layer as graph_layers
-from retrieval_attn.engine.decode import Steps, forward, positions, run
+from retrieval_attn.engine.decode import PromptState, Steps, TokenChoice, forward, positions, run
 from retrieval_attn.engine.graph import GraphDecoder
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError, ContextLengthError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
@@ -248,30 +249,22 @@ def test_a_cache_changed_between_steps_is_taken_anew() -> None:
     assert (results[0] - results[1]).abs().max() <= 1e-5
 
 
-def read(model: Any, cache: Any, ids: Tensor, new: int) -> tuple[Tensor, dict[str, Any]]:
-    """Logits after ids (batch, tokens) without padding, and what `run` takes beside them for `new` greedy tokens."""
+def read(model: Any, cache: Any, ids: Tensor, new: int) -> tuple[PromptState, StoppingCriteriaList]:
+    """Read ids (batch, tokens) without padding: what `run` continues, and what ends it after `new` tokens."""
     batch, count = ids.shape
     place = torch.arange(count)[None].expand(batch, -1)
     with torch.no_grad():
         logits = forward(model, cache, ids, mask=None, position_ids=place)
-    return logits, {
-        "mask": None,
-        "position": place[:, -1],
-        "processors": LogitsProcessorList(),
-        "criteria": StoppingCriteriaList([MaxLengthCriteria(count + new)]),
-        "do_sample": False,
-        "pad_id": 0,
-    }
+    return PromptState(ids, logits, place[:, -1]), StoppingCriteriaList([MaxLengthCriteria(count + new)])
 
 
 def generated(model: Any, graph: GraphMode, **options: Any) -> Any:
     """The whole token loop, with its scores."""
     cache = ra.RetrievalCache(model, CONFIG)
-    ids = random_ids(2, PROMPT)
-    logits, usual = read(model, cache, ids, 12)
+    prompt, criteria = read(model, cache, random_ids(2, PROMPT), 12)
     tokens: list[list[int]] = []
-    usual |= {"do_sample": options.get("generator") is not None, "on_token": tokens.append, "graph": graph}
-    result = run(model, cache, ids, logits, **{**usual, "keep_scores": True, "keep_logits": True, **options})
+    choice = TokenChoice(criteria, do_sample=True, keep_scores=True, keep_logits=True, **options)
+    result = run(model, cache, prompt, choice, on_token=tokens.append, graph=graph)
     assert torch.tensor(tokens).T.tolist() == result.sequences[:, PROMPT:].tolist()
     return result
 
@@ -384,13 +377,45 @@ def texts(model: Any, ids: torch.Tensor, new: int, graph: Any, end: int | None =
     """New ids of every row, what `on_token` was told, and the cache's length."""
     cache = ra.RetrievalCache(model, CONFIG)
     count = ids.shape[1]
-    logits, options = read(model, cache, ids, new)
+    prompt, criteria = read(model, cache, ids, new)
     if end is not None:
-        options["criteria"].append(EosTokenCriteria(end))
+        criteria.append(EosTokenCriteria(end))
     told: list[list[int]] = []
-    done = run(model, cache, ids, logits, **{**options, "pad_id": 7, "on_token": told.append, "graph": graph})
+    done = run(model, cache, prompt, TokenChoice(criteria, pad_id=7), on_token=told.append, graph=graph)
     assert done.new_tokens == len(told) == done.sequences.shape[1] - count
     return done.sequences[:, count:].tolist(), told, cache.get_seq_length()
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["follower", "loop"])
+@pytest.mark.parametrize("graph", [False, "emulate"], ids=["eager", "graph"])
+def test_a_loop_that_is_cancelled_ends_at_once(graph: GraphMode, samples: bool) -> None:
+    """The token at hand is the last, the cache holds one column less than the ids; what continues it is the same."""
+    model = enabled("llama")
+    cancelled = threading.Event()
+    results = []
+    for stop in (None, 5):
+        cache = ra.RetrievalCache(model, CONFIG)
+        prompt, criteria = read(model, cache, random_ids(2, PROMPT), 12)
+        seen: list[list[int]] = []
+
+        def on_token(token: list[int], seen: list[list[int]] = seen, stop: int | None = stop) -> None:
+            seen.append(token)
+            if len(seen) == stop:
+                cancelled.set()
+
+        choice = TokenChoice(criteria, do_sample=samples, generator=torch.Generator().manual_seed(3))
+        done = run(model, cache, prompt, choice, on_token=on_token, cancelled=cancelled, graph=graph)
+        assert done.new_tokens == len(seen) == done.sequences.shape[1] - PROMPT == (stop or 12)
+        assert cache.get_seq_length() == PROMPT + len(seen) - 1
+        assert all(layer.graph is None for layer in cache.layers)  # type: ignore[union-attr]
+        assert done.how == ("eager" if graph is False else "graph")
+        results.append(done.sequences)
+    whole, ids = results
+    place = torch.full((2,), PROMPT + 4)
+    with torch.no_grad():
+        logits = forward(model, cache, ids[:, -1:], mask=None, position_ids=place[:, None])
+    rest = run(model, cache, PromptState(ids, logits, place), choice, graph=graph)
+    assert torch.equal(rest.sequences, whole)
 
 
 def test_an_error_ahead_comes_after_the_token_before() -> None:
@@ -401,7 +426,7 @@ def test_an_error_ahead_comes_after_the_token_before() -> None:
     for broken in (False, True):
         cache = ra.RetrievalCache(model, CONFIG.replace(**ROARGRAPH))
         ids = random_ids(1, 200)
-        logits, options = read(model, cache, ids, 8)
+        prompt, criteria = read(model, cache, ids, 8)
         layer: Any = cache.layers[1]
         layer.finish_index()
         found = layer.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
@@ -414,9 +439,9 @@ def test_an_error_ahead_comes_after_the_token_before() -> None:
 
         if broken:
             with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 1"):
-                run(model, cache, ids, logits, on_token=on_token, graph="emulate", **options)
+                run(model, cache, prompt, TokenChoice(criteria), on_token=on_token, graph="emulate")
         else:
-            run(model, cache, ids, logits, on_token=on_token, graph="emulate", **options)
+            run(model, cache, prompt, TokenChoice(criteria), on_token=on_token, graph="emulate")
         results.append((list(told), cache.get_seq_length()))
     (right, full), (until, length) = results
     assert len(right) == 8 and full == 207
@@ -428,8 +453,7 @@ def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.Monke
     model = enabled("llama")
     cache = ra.RetrievalCache(model, CONFIG)
     ids = random_ids(1, PROMPT)
-    logits, options = read(model, cache, ids, 12)
-    options["graph"] = "emulate"
+    prompt, criteria = read(model, cache, ids, 12)
     count = [0]
     confirm = GraphDecoder.confirm
 
@@ -441,12 +465,14 @@ def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(GraphDecoder, "confirm", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(model, cache, ids, logits, **options)
+        run(model, cache, prompt, TokenChoice(criteria), graph="emulate")
     assert cache.get_seq_length() == PROMPT + 3
     assert all(layer.graph is None for layer in cache.layers)  # type: ignore[union-attr]
     monkeypatch.undo()
     cache.crop(-3)
-    assert torch.equal(run(model, cache, ids, logits, **options).sequences, greedily(model, ids, False))
+    assert torch.equal(
+        run(model, cache, prompt, TokenChoice(criteria), graph="emulate").sequences, greedily(model, ids, False)
+    )
 
 
 def greedily(model: Any, ids: Tensor, graph: GraphMode) -> Tensor:

@@ -17,7 +17,7 @@ from retrieval_attn.errors import ConfigError
 HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 
 Retrieve = int | float | Literal["all"]
-GraphMode = bool | Literal["auto", "emulate"]
+GraphMode = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Config:
         of 256 for head_dim 128 in bfloat16.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
-        "emulate": captured operations are run again one by one, on a CPU too; for tests.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 
@@ -79,8 +78,8 @@ class Config:
             )
         if self.host_dtype not in HOST_DTYPES:
             raise ConfigError(f"host_dtype must be one of {', '.join(HOST_DTYPES)}; got {self.host_dtype!r}.")
-        if not isinstance(self.graph, bool) and self.graph not in ("auto", "emulate"):
-            raise ConfigError(f'graph must be "auto", True, False or "emulate", got {self.graph!r}.')
+        if not isinstance(self.graph, bool) and self.graph != "auto":
+            raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if self.threads is not None:
             _require_int("threads", self.threads, 1, "use None for all threads")
         object.__setattr__(self, "index_options", MappingProxyType(dict(self.index_options)))

@@ -28,7 +28,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu import prepare
-from retrieval_attn.engine.decode import Generated, forward, positions, run
+from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.engine.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError
@@ -219,20 +219,14 @@ class Context:
             prefill_seconds = time.perf_counter() - started
             sequences = self._tensor([[*self._ids, *[self._pad] * (longest - len(ids)), *ids] for ids in asked])
             emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, on_text)
-            result = run(
-                self.model,
-                cache,
-                sequences,
-                logits,
-                mask=mask,
-                position=place,
-                processors=_processors(sampling),
-                criteria=self._criteria(sampling, sequences.shape[1]),
+            choice = TokenChoice(
+                self._criteria(sampling, sequences.shape[1]),
+                _processors(sampling),
                 do_sample=sampling.temperature > 0,
-                pad_id=self._pad,
-                on_token=emit,
                 generator=_generator(sampling, input_device(self.model)),
+                pad_id=self._pad,
             )
+            result = run(self.model, cache, PromptState(sequences, logits, place, mask), choice, on_token=emit)
         if emit is not None:
             emit.end()
         result.prefill_seconds = prefill_seconds

@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieval_attn.cache.cache import RetrievalCache, is_empty
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.decode import Generated, forward, positions, run
+from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import CacheMismatchError, ConfigError
 
@@ -64,21 +64,16 @@ def generate(
             mask = None if mask is None else mask.repeat_interleave(step, dim=0)
         prefill_seconds = time.perf_counter() - started
         pad = generation_config._pad_token_tensor
-        result = run(
-            model,
-            cache,
-            input_ids,
-            logits,
-            mask=mask,
-            position=last,
-            processors=logits_processor,
-            criteria=stopping_criteria,
+        returned = bool(generation_config.return_dict_in_generate)
+        choice = TokenChoice(
+            stopping_criteria,
+            logits_processor,
             do_sample=bool(generation_config.do_sample),
             pad_id=0 if pad is None else int(pad),
-            on_token=on_token,
-            keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
-            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            keep_scores=returned and bool(generation_config.output_scores),
+            keep_logits=returned and bool(generation_config.output_logits),
         )
+        result = run(model, cache, PromptState(input_ids, logits, last, mask), choice, on_token=on_token)
     result.prefill_seconds = prefill_seconds
     if embeds is None:
         cache.batch.note_ids(result.sequences)

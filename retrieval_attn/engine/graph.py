@@ -32,15 +32,15 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.cpu.step import descriptor as words
-from retrieval_attn.engine.decode import CAPTURABLE
+from retrieval_attn.engine.graph_emulation import emulated_runtime
 from retrieval_attn.engine.graph_host import MOST_TURNS
 from retrieval_attn.engine.graph_layer import GraphLayer
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError, RetrievalAttentionError
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import Hop, Replay, asked_hop
+from retrieval_attn.gpu.capture.exchange import Replay, asked_hop
 from retrieval_attn.gpu.capture.runtime import Runtime, cuda_runtime
 from retrieval_attn.gpu.codes.search import Scratch
 from retrieval_attn.gpu.decode.kernels import advance
+from retrieval_attn.model.capturable import is_capturable
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -91,8 +91,8 @@ def _hooked(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         for hook in _hooks_of(module):
             # transformers' own stay in place after a call that asked for hidden states, and do nothing otherwise
-            if not hasattr(hook, CAPTURABLE) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                return f"{name or 'the model'} has a forward hook, which replays would not call (decode.capturable)"
+            if not is_capturable(hook) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return f"{name or 'the model'} has a forward hook, which replays would not call (model.capturable)"
     return None
 
 
@@ -490,23 +490,18 @@ _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.We
 _lock = threading.Lock()
 
 
-@functools.cache
-def _emulated(hop: Hop) -> EmulatedRuntime:
-    return EmulatedRuntime(Server, hop)
-
-
-def runtime_for(model: PreTrainedModel, emulate: bool = False) -> Runtime | None:
+def runtime_for(model: PreTrainedModel) -> Runtime | None:
     """The runtime of the model's device, or None where there is none, with the exchange that the environment asks for.
 
     Raises BackendError where there is none that works, ConfigError if the environment asks for one that is unknown.
     """
-    hop = asked_hop()
-    if emulate:
-        return _emulated(hop or "push")
+    runtime = emulated_runtime()
+    if runtime is not None:
+        return runtime
     device = input_device(model)
     if device.type != "cuda":
         return None
-    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, hop)
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, asked_hop())
 
 
 def acquire(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> GraphDecoder:

@@ -20,12 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.engine.decode import capturable, forward
+from retrieval_attn.engine.decode import forward
 from retrieval_attn.engine.prefill import decoder_layers, finish_prefill
 from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.eval.bench.place import BLOCK, Span, fill_watching, place
 from retrieval_attn.index.synthetic import synthetic_heads
+from retrieval_attn.model.capturable import capturable
 
 BANK = 32
 """Different synthetic queries per head; positions take them in turn."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.layer import LayerStats
 from retrieval_attn.config import Config
 from retrieval_attn.cpu import prepare
 from retrieval_attn.engine.decode import run
 from retrieval_attn.engine.switch import using_retrieval
-from retrieval_attn.eval.bench.keys import Source
-from retrieval_attn.eval.bench.place import Span
+from retrieval_attn.eval.bench.place import place
+from retrieval_attn.eval.bench.source import Source, Span
 
 OnToken = Callable[[list[int]], None]
 
@@ -180,7 +180,9 @@ class Static(Retrieval):
     def prepare(self, source: Source, room: int) -> None:
         self.config = self.config.replace(spill=max(room + 1, 128), index="flat", index_options={})
         compile_for(self.config, self.model.dtype)
-        self.hold(source.part(self.config, self.spans(source.tokens)), source.tokens)
+        self.hold(
+            place(self.model, RetrievalCache(self.model, self.config), source, self.spans(source.tokens)), source.tokens
+        )
 
 
 @torch.no_grad()

@@ -57,13 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, "16k,64k,128k")
     add = parser.add_argument
     add("--index", default="flat", metavar="NAME", help="with options as in roargraph:beam=250 (default: %(default)s)")
-    add(
-        "--read",
-        type=as_tokens,
-        default="128k",
-        metavar="N",
-        help="beyond, keys are synthetic (default: %(default)s)",
-    )
+    add("--read", default="128k", metavar="N", help="beyond it, keys are synthetic (default: %(default)s)")
     add("--distinct-layers", type=int, metavar="N", help="layers with synthetic keys of their own (default: all)")
     add("--tokens", type=as_tokens, default=16, metavar="N", help="tokens generated (default: %(default)s)")
 

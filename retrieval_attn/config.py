@@ -29,9 +29,9 @@ class Config:
     retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
         those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
-        keeps a few bytes of every key on the GPU, which then searches; a `Context` with "auto" does so where it can.
+        keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
-    train_queries: prompt queries per query head that an index which trains (roargraph, postings, sketch) is shown;
+    train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
         None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's

@@ -18,7 +18,7 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
-from retrieval_attn.index.base import check_kind
+from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.offload.stats import LayerStats
 
 
@@ -38,12 +38,12 @@ class RetrievalCache(Cache):
         check=False skips the support check (and its one-time verification of untested model types).
         """
         self.config = resolve(config, overrides)
-        check_kind(self.config.index, dict(self.config.index_options))
+        self.index = IndexChoice(model, self.config)
         if check:
             require_supported(model)
         text_config = model.config.get_text_config(decoder=True)
         self.batch = Batch()
-        super().__init__(layers=_make_layers(model, text_config, self.config, self.batch))
+        super().__init__(layers=_make_layers(model, text_config, self.config, self.index, self.batch))
         self.model_type = text_config.model_type
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         # Called after each decoder layer of a forward (progress of a long prefill), or None.
@@ -168,6 +168,7 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forget everything; the cache can be filled again."""
         super().reset()
+        self.index.reset()
         self.batch.reset()
 
     def _select(self, rows: list[int], other: Callable[[Any], object]) -> None:
@@ -239,19 +240,21 @@ class RetrievalCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
 
-def _make_layers(model: PreTrainedModel, text_config: Any, config: Config, batch: Batch) -> list[Any]:
+def _make_layers(
+    model: PreTrainedModel, text_config: Any, config: Config, index: IndexChoice, batch: Batch
+) -> list[Any]:
     layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
     layers: list[Any] = []
-    for index, layer_type in enumerate(layer_types):
+    for number, layer_type in enumerate(layer_types):
         if layer_type == "full_attention":
-            layers.append(RetrievalLayer(config, model, index, batch))
+            layers.append(RetrievalLayer(config, index, model, number, batch))
         elif layer_type == "sliding_attention":
             layers.append(SlidingLayer(config, layer_kwargs["sliding_window"], batch))
         elif layer_type in ("linear_attention", "conv", "mlp", "moe"):
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_kwargs))
         else:
             raise UnsupportedModelError(
-                f"Layer {index} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "
+                f"Layer {number} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "
                 "full_attention, sliding_attention and linear_attention layers."
             )
     for layer in reversed(layers):

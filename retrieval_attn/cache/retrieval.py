@@ -25,12 +25,9 @@ from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.codes.search import CodeShape
-from retrieval_attn.index.base import check_kind
-from retrieval_attn.index.device import RESCORE, DeviceIndex, bytes_per_key
-from retrieval_attn.index.flat import rescore_count
-from retrieval_attn.index.kernels.key_codes import split_bytes
+from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format
@@ -44,18 +41,23 @@ class RetrievalLayer(CacheLayer):
     """
 
     def __init__(
-        self, config: Config, model: nn.Module | None = None, number: int = 0, batch: Batch | None = None
+        self,
+        config: Config,
+        index: IndexChoice,
+        model: nn.Module | None = None,
+        number: int = 0,
+        batch: Batch | None = None,
     ) -> None:
-        """model: the model the layer belongs to; without it training queries stay at their own positions.
-
-        number: of the layer in the model. batch: the rows, shared with the other layers; None: rows of its own.
+        """index: of all layers of the cache. model: the model the layer belongs to; without it training queries stay at
+        their own positions. number: of the layer in the model. batch: the rows, shared with the other layers; None:
+        rows of its own.
         """
         super().__init__(config, batch)
         self.number = number
         self.mass_heads = 0
         self.held: HeldTokens | None = None
         self._model = None if model is None else weakref.ref(model)
-        self._kind = check_kind(config.index, dict(config.index_options))
+        self._index = index
         self._work: HostWork | None = None
         self._reading: Reading | None = None
 
@@ -83,11 +85,11 @@ class RetrievalLayer(CacheLayer):
         return held_bytes(self.hosts)
 
     @property
-    def coded_indexes(self) -> dict[int, DeviceIndex]:
+    def coded_indexes(self) -> dict[int, KeyIndex]:
         """Indexes that keep codes of keys in device memory, each once, by identity."""
         self.finish_index()
         indexes = [index for host in self.hosts for one in host.segments for index in one.indexes]
-        return {id(index): index for index in indexes if isinstance(index, DeviceIndex)}
+        return {id(index): index for index in indexes if index.keeps_device_keys}
 
     @property
     def coded_nbytes(self) -> int:
@@ -109,23 +111,17 @@ class RetrievalLayer(CacheLayer):
 
     def code_shape(self, head_dim: int) -> CodeShape | None:
         """What a captured step searches codes on the device by; None where the index has none there."""
-        options, k = self.config.index_options, self.config.retrieve
-        if self.config.index != DeviceIndex.kind or isinstance(k, float | str):
-            return None
-        numbers = split_bytes(bytes_per_key(options.get("key_bytes"), head_dim), head_dim)
-        return CodeShape(*numbers, rescore_count(options.get("rescore", RESCORE), k))
+        k = self.config.retrieve
+        shape = None if isinstance(k, float | str) else self._index.spec.code_shape(head_dim, k)
+        return None if shape is None else CodeShape(*shape)
 
     def _new_host(self, key: Tensor, value_dim: int) -> HostPath:
-        options = dict(self.config.index_options)
-        if self.config.index == DeviceIndex.kind:
-            options["coder"] = DeviceCoder(key.device, key.shape[1])
         return HostPath(
             key.shape[1],
             key.shape[3],
             value_dim,
             host_format(self.config.host_dtype, key.dtype),
-            index_kind=self.config.index,
-            index_options=options,
+            index=self._index.spec,
             threads=self.config.threads,
             layer=self.number,
         )
@@ -134,6 +130,7 @@ class RetrievalLayer(CacheLayer):
         """What is held; made for tokens like these if they are the first."""
         if self.held is None:
             self.batch.start(key.shape[0])
+            self._index.decide(self._announced or key.shape[2], key.shape[0])
             self.batch.add_layer(self.number, lambda: self._new_host(key, value.shape[3]))
             self.held = HeldTokens(self.config, self.batch, self.number, self.stats, key, value)
         return self.held
@@ -190,8 +187,9 @@ class RetrievalLayer(CacheLayer):
     def _open_reading(self, held: HeldTokens, total: int) -> Reading:
         """Bring this layer's past to its device: the pass attends to it exactly, one layer at a time."""
         self.stats.wait_seconds += make_room(held.device)
-        count = self._kind.training_queries(total, self.config.train_queries)
-        sample = TrainingQueries(total, count) if self._kind.trains else None
+        spec = self._index.spec
+        count = spec.training_queries(total, self.config.train_queries)
+        sample = TrainingQueries(total, count) if spec.trains else None
         return Reading(ExactPass(total, held.past()), sample)
 
     def _finish_reading(self, held: HeldTokens, reading: Reading) -> None:
@@ -275,7 +273,7 @@ class RetrievalLayer(CacheLayer):
 
     def fork(self, batch: Batch) -> RetrievalLayer:
         """An independent continuation that shares all host memory and index with this layer."""
-        other = RetrievalLayer(self.config)
+        other = RetrievalLayer(self.config, self._index)
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.batch, other.stats = batch, LayerStats()

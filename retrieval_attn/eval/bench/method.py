@@ -18,6 +18,7 @@ from retrieval_attn.engine.decode import PromptState, TokenChoice, run
 from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.bench.place import place
 from retrieval_attn.eval.bench.source import Source, Span
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 
 OnToken = Callable[[list[int]], None]
@@ -187,4 +188,4 @@ def compile_for(config: Config, dtype: torch.dtype) -> None:
     """Compile what the first token would wait for."""
     from retrieval_attn.offload.transfer import host_format
 
-    prepare(host_format(config.host_dtype, dtype), config.index, dict(config.index_options))
+    prepare(host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options))

@@ -26,6 +26,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelE
 from retrieval_attn.eval.recording.files import HeadRecording, Recording
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import train_positions
+from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.rotation import Rotation
 from retrieval_attn.offload.queries import SPAN
@@ -92,7 +93,7 @@ class _TappedLayer(RetrievalLayer):
     """A retrieval layer that keeps what passes through it."""
 
     def __init__(self, config: Config, index: int, wanted: _Wanted) -> None:
-        super().__init__(config, number=index)
+        super().__init__(config, IndexChoice(None, config), number=index)
         self._layer_index, self._wanted = index, wanted
         self._heads: list[int] = []
         self._asked: list[Tensor] = []

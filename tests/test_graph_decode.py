@@ -224,7 +224,6 @@ def test_contexts_answer_the_same(needle_model_path: Path) -> None:
     [
         ("phi3", {}, "longrope"),
         ("llama", {"retrieve": "all"}, "reference mode"),
-        ("llama", {"mass_heads": 1}, "mass_heads"),
         ("llama", {"index": "ivf"}, "no compiled search"),
     ],
 )

@@ -1,6 +1,6 @@
 """A cache bound to a decoder: its windows lie in the decoder's buffers while graphs append tokens to them.
 
-The cache learns of appended tokens late: `commit` counts a token, `sync` tells the layers of all that were counted.
+The windows learn of appended tokens late: `commit` counts a token, `sync` tells the layers of all that were counted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from retrieval_attn.engine.graph_layer import GraphLayer
 from retrieval_attn.engine.graph_memory import ordinary_tensors
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.model.padding import join
 
 
 class Binding:
     """See the module.
 
-    layers: the bound ones. columns: tokens per row, those of `commit` among them. room: tokens that every window still
+    layers: the bound ones. room: tokens that every window still
     takes. stale: the cache was changed by something else, so `refresh` comes before the next step. recording: a step is
     being recorded. kind: what a graph has to be captured for now.
     """
@@ -35,7 +34,7 @@ class Binding:
         self.decoder, self.model, self.cache = decoder, model, cache
         self.layers: list[GraphLayer] = []
         self.recording, self.stale = False, True
-        self.columns = self.room = self._unsynced = 0
+        self.room = self._unsynced = 0
         self._work = np.zeros((len(decoder.slots), words.METER_WORDS), np.int64)
         self._nanoseconds = np.zeros(len(decoder.slots), np.int64)
         self.kind = StepKind(False, False, 0)
@@ -90,7 +89,7 @@ class Binding:
         """Count the token of a step that is over. work, nanoseconds: as `StepMemory.host_meters` gives them."""
         self._work += work
         self._nanoseconds += nanoseconds
-        self.columns += 1
+        self.cache.batch.commit(1)
         self.room -= 1
         self._unsynced += 1
 
@@ -100,9 +99,7 @@ class Binding:
         if not count:
             return
         for bound, work, nanoseconds in zip(self.layers, self._work.tolist(), self._nanoseconds.tolist(), strict=True):
-            layer, stats = bound.layer, bound.layer.stats
-            layer.valid = join(layer.valid, layer.columns, None, count, self.decoder.batch)
-            layer.columns += count
+            stats = bound.layer.stats
             bound.window.note_appended(count)
             search, attend = work[words.SEARCH_TIME], work[words.ATTEND_TIME]
             seconds, share = nanoseconds / 1e9, search / max(1, search + attend)
@@ -130,7 +127,6 @@ class Binding:
     def _replan(self, changed: list[GraphLayer]) -> None:
         """Windows have moved: upload where they are, and plan what the host searches now."""
         layers = [bound.layer for bound in self.layers]
-        self.columns = layers[0].columns
         self.room = min(bound.window.room for bound in self.layers)
         padded = any(bound.window.valid is not None for bound in self.layers)
         retrieving = [layer for layer in layers if isinstance(layer, RetrievalLayer)]

@@ -38,7 +38,7 @@ def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
     with _recording(binding):
         try:
             seen = []
-            for shift in (0, binding.columns // 2):
+            for shift in (0, binding.cache.batch.columns // 2):
                 restart()
                 _try_shifted(binding, shift, record)
                 seen.append(outputs[0].clone())
@@ -66,15 +66,14 @@ def _try_shifted(binding: Binding, shift: int, record: Callable[[], None]) -> No
 
     What follows from that number on the CPU would be frozen in a graph; a model that uses none gives equal logits.
     """
-    layers = [bound.layer for bound in binding.layers]
-    for layer in layers:
-        layer.columns -= shift
+    batch = binding.cache.batch
+    batch.columns -= shift
     try:
         binding.runtime.warm_up(record)
     finally:
-        for layer in layers:
-            layer.columns += shift
-            layer._pending = None
+        batch.columns += shift
+        for bound in binding.layers:
+            bound.layer._pending = None
 
 
 def _forward(binding: Binding) -> Tensor:

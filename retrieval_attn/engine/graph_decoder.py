@@ -56,12 +56,11 @@ class GraphDecoder:
         key = layers[0].window.buffers[0]
         self.signature = signature(model, cache, runtime)
         self.runtime = runtime
-        self.batch = key.shape[0]
         self.captures = self.replays = 0
         self.capture_failure: str | None = None
         self.graphs: dict[StepKind, CapturedStep] = {}
         resources = HostResources(runtime, default_pool())
-        self.memory = StepMemory(len(layers), self.batch, resources.pool.workers, key.device)
+        self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
         self.slots = [LayerSlot(number, layer, resources, self.memory) for number, layer in enumerate(layers)]
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
@@ -76,7 +75,8 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
         slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
         fmt = codes = None
         if isinstance(layer, RetrievalLayer):
-            fmt, codes = layer.fmt, layer.code_shape(key.shape[3])
+            fmt = None if layer.held is None else layer.held.fmt
+            codes = layer.code_shape(key.shape[3])
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
     weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))

@@ -63,7 +63,7 @@ class Launcher:
         BackendError where device and host lost each other: the step then did not happen.
         """
         binding = self._binding
-        binding.cache.require_room(1, binding.columns)
+        binding.cache.require_room(1)
         if binding.stale:
             binding.sync()
             binding.refresh()
@@ -85,7 +85,7 @@ class Launcher:
         if alone is None or not alone.host_done or alone.error is not None or binding.stale or binding.room < 2:
             return False
         try:
-            binding.cache.require_room(1, binding.columns + 1)
+            binding.cache.require_room(2)
         except ContextLengthError:
             return False
         self._launch(self.decoder.graphs[binding.kind])

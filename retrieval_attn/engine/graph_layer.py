@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph_decoder import StepKind
-from retrieval_attn.engine.graph_host import Scoring
 from retrieval_attn.engine.graph_slot import LayerSlot, window_of
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.window import WindowCache

@@ -28,8 +28,8 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the cache has no layers"
     if cache.config.retrieve == "all":
         return 'retrieve="all" attends to every key on the host, the reference mode'
-    if cache.config.mass_heads:
-        return "mass_heads measures attention on the CPU at every step"
+    if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in cache.layers):
+        return "measure_mass measures attention on the CPU at every step"
     places = devices(model)
     if len(places) > 1:
         return f"the model's layers run on {', '.join(map(str, places))}"

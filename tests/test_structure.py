@@ -45,7 +45,7 @@ INSIDE = {
     "cpu.pool",
     "cpu.store",
     "engine.decode",
-    "engine.graph",
+    "engine.graph_registry",
     "engine.prefill",
     "engine.switch",
     "gpu.attention.flash",

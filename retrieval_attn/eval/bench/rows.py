@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from retrieval_attn.engine.graph import forget
+from retrieval_attn.engine.graph_registry import forget
 from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.eval.bench.busy import Busy, Recorder

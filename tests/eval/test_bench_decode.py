@@ -14,6 +14,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.engine.graph_emulation import emulated
 from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
 from retrieval_attn.eval.bench import decode as bench_decode
 from retrieval_attn.eval.bench import keys as bench_keys
@@ -256,9 +257,10 @@ def test_layers_may_share_keys(bench: Bench) -> None:
 
 def test_the_captured_step_is_measured_too(source: Any) -> None:
     """The loop that replays one graph, emulated: two contexts of other keys, checked and replayed by the same graph."""
-    bench = Bench(arguments("unused", "--graph", "emulate"))
+    bench = Bench(arguments("unused"))
     for tokens in (600, 700):
-        row = measure(bench, bench.source(tokens), parse("flat")[0])
+        with emulated():
+            row = measure(bench, bench.source(tokens), parse("flat")[0])
         assert (row.status, row.how, row.recall) == ("ok", "graph", 1.0), row.note
 
 

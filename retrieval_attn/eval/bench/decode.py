@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--graph",
         default="auto",
-        choices=["auto", "off", "emulate"],
-        help="retrieval's step as one CUDA graph; emulate: on a CPU, to try (default: %(default)s)",
+        choices=["auto", "off"],
+        help="retrieval's step as one CUDA graph, where it can be captured (default: %(default)s)",
     )
     add("--tokens", type=as_tokens, default=32, metavar="N", help="decode steps that are timed (default: %(default)s)")
     add("--seconds", type=float, default=20.0, metavar="S", help="most time for them per method (default: %(default)s)")

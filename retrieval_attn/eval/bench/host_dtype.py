@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn import Config, Context
 from retrieval_attn.config import HOST_DTYPES
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads

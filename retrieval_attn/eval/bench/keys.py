@@ -19,13 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.engine.decode import capturable, forward
+from retrieval_attn.engine.decode import forward
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.place import fill_watching, place
 from retrieval_attn.eval.bench.source import BLOCK, Source, attentions
 from retrieval_attn.index.synthetic import synthetic_heads
+from retrieval_attn.model.capturable import capturable
 
 BANK = 32
 """Different synthetic queries per head; positions take them in turn."""
@@ -61,7 +62,7 @@ class ReadSource(Source):
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         rows = [host.read(start, stop) for host in kept.hosts]
         keys, values = zip(
-            *[(to_device(k, kept.fmt, like), to_device(v, kept.fmt, like)) for k, v in rows], strict=True
+            *[(to_device(k, kept.held.fmt, like), to_device(v, kept.held.fmt, like)) for k, v in rows], strict=True
         )
         return torch.stack(keys), torch.stack(values)
 

@@ -40,9 +40,11 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
                 layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
                 filled += stop - start
             layer.end_pass()
-    for number in range(source.distinct, len(modules)):
-        cache.layers[number] = _adopted(cache.layers[number % source.distinct], number)
     finish_prefill(cache)
+    for number in range(source.distinct, len(modules)):
+        cache.share_layer(number, number % source.distinct)
+    if source.distinct < len(modules):
+        cache.batch.commit(total)
     return cache
 
 
@@ -59,14 +61,6 @@ def fill_watching(cache: Any, source: Source) -> None:
             spec = MaskSpec(q_offset=start, q_length=stop - start)
             layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
         layer.end_pass()
-
-
-def _adopted(layer: Any, number: int) -> Any:
-    """Another layer that shares the host keys and indexes of `layer`."""
-    other = layer.fork()
-    other._owner = None  # belongs to the module that uses it first
-    other._number = number
-    return other
 
 
 @contextmanager

@@ -28,12 +28,10 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu import prepare
-from retrieval_attn.engine.decode import Generated, forward, positions, run
+from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.engine.switch import enabled_config, using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.memory.device_room import chosen_index, free_device_bytes
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.template import PromptTemplate
@@ -167,8 +165,6 @@ class Context:
                 f"Token ids must be in [0, {vocabulary}) for this model, got {min(ids)} to {max(ids)}; tokenize with "
                 "the model's own tokenizer."
             )
-        if not self._ids:
-            self._choose_index(len(ids))
         self._cache.require_room(len(ids))
         self._prepare(len(ids))
         started = time.perf_counter()
@@ -181,16 +177,7 @@ class Context:
             finish_prefill(self._cache, self._cache.on_layer)
         self._ids += ids
         self.read_seconds += time.perf_counter() - started
-        self._cache.token_ids = torch.tensor([self._ids])
-
-    def _choose_index(self, tokens: int) -> None:
-        """Where index="auto" may keep codes on the device, have a cache that does."""
-        free = free_device_bytes(self.model) if self.config.index == "auto" else None
-        chosen = chosen_index(self.model.config, self.config, tokens, free)
-        if chosen is not self.config:
-            on_layer = self._cache.on_layer
-            self.config, self._cache = chosen, RetrievalCache(self.model, chosen)
-            self._cache.on_layer = on_layer
+        self._cache.batch.note_ids(torch.tensor([self._ids]))
 
     def _question_ids(self, question: str, raw: bool) -> list[int]:
         return self.template.plain_ids(question) if raw else self.template.question_ids(question)
@@ -219,31 +206,23 @@ class Context:
             prefill_seconds = time.perf_counter() - started
             sequences = self._tensor([[*self._ids, *[self._pad] * (longest - len(ids)), *ids] for ids in asked])
             emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, on_text)
-            result = run(
-                self.model,
-                cache,
-                sequences,
-                logits,
-                mask=mask,
-                position=place,
-                processors=_processors(sampling),
-                criteria=self._criteria(sampling, sequences.shape[1]),
+            choice = TokenChoice(
+                self._criteria(sampling, sequences.shape[1]),
+                _processors(sampling),
                 do_sample=sampling.temperature > 0,
-                pad_id=self._pad,
-                on_token=emit,
                 generator=_generator(sampling, input_device(self.model)),
+                pad_id=self._pad,
             )
+            result = run(self.model, cache, PromptState(sequences, logits, place, mask), choice, on_token=emit)
         if emit is not None:
             emit.end()
         result.prefill_seconds = prefill_seconds
         return self._answers(result, cache, sequences.shape[1], sampling)
 
     def _prepare(self, tokens: int) -> None:
-        """Compile now what the first token would wait for."""
-        kind, options = self.config.index, dict(self.config.index_options)
-        if kind == "auto" and tokens < SKETCH_FROM:
-            kind, options = "flat", {"codes": "int8"}
-        prepare(host_format(self.config.host_dtype, self.model.dtype), kind, options)
+        """Decide the index and compile now what the first token would wait for."""
+        spec = self._cache.index.decide(tokens)
+        prepare(host_format(self.config.host_dtype, self.model.dtype), spec, tokens)
 
     def _read_questions(
         self, cache: RetrievalCache, asked: list[list[int]], longest: int

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.template import PromptTemplate
@@ -62,12 +62,10 @@ def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, 
 def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with an empty retrieved part the number cannot be found."""
 
-    def nothing(
-        layer: RetrievalLayer, query: torch.Tensor, static_lse: torch.Tensor, value_dim: int, *rest: Any
-    ) -> Partial:
-        return empty_partial(query, value_dim)
+    def nothing(part: HostPart, config: ra.Config, value_dim: int, *rest: Any) -> Partial:
+        return empty_partial(torch.empty(*part._shape, 1), value_dim)
 
-    monkeypatch.setattr(RetrievalLayer, "_retrieve", nothing)
+    monkeypatch.setattr(HostPart, "attend", nothing)
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, append="retrieval").text
 
 
@@ -75,8 +73,9 @@ def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTra
     """All keys have the whole weight, one key has less than fifty; unasked it is not measured."""
     shares = []
     for retrieve in ("all", 50, 1):
-        asked = CONFIG.replace(retrieve=retrieve, mass_heads=8)
-        answer = ra.Context(*loaded, asked).read(text[:6000], progress=False).ask(QUESTION, max_new_tokens=6)
+        context = ra.Context(*loaded, CONFIG.replace(retrieve=retrieve)).read(text[:6000], progress=False)
+        context.cache.measure_mass(8)
+        answer = context.ask(QUESTION, max_new_tokens=6)
         assert answer.stats.captured_mass is not None
         shares.append(answer.stats.captured_mass)
     assert shares[0] == pytest.approx(1, abs=1e-4)
@@ -89,7 +88,7 @@ def test_ask_equals_full_attention_and_leaves_the_context(
     context: ra.Context, loaded: tuple[Any, PreTrainedTokenizerBase]
 ) -> None:
     """Same tokens as transformers on context + question, twice in a row."""
-    ids = [*context.cache.token_ids[0].tolist(), *context.template.question_ids(QUESTION)]  # type: ignore[index]
+    ids = [*context.cache.batch.sequences[0].token_ids, *context.template.question_ids(QUESTION)]
     expected = full_attention(loaded, ids, 16)
     for _ in range(2):
         got = context.ask(QUESTION, max_new_tokens=16).tokens

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +23,44 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
+from retrieval_attn.engine.graph import GraphDecoder, acquire, give_back, runtime_for
 from retrieval_attn.engine.lookahead import Follower, Teller
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
 
-if TYPE_CHECKING:
-    from retrieval_attn.engine.graph import GraphDecoder
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptState:
+    """What the token loop continues: a cache holds the prompt's tokens, and this is the rest.
+
+    sequences: (batch, columns) ids so far, which processors and criteria see. logits: (batch, vocabulary) float32 of
+    the next token. position: int64 (batch,) of the last real token. mask: (batch, cached columns) bool, None without
+    padding. All on the model's input device.
+    """
+
+    sequences: Tensor
+    logits: Tensor
+    position: Tensor
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenChoice:
+    """How a token is chosen from logits, and when a row ends.
+
+    do_sample: draw with `generator` (None: torch's own) instead of taking the likeliest token. pad_id: fills rows that
+    have ended. keep_scores, keep_logits: collect them, after and before the processors, in `Generated`.
+    """
+
+    criteria: StoppingCriteriaList
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    do_sample: bool = False
+    generator: torch.Generator | None = None
+    pad_id: int = 0
+    keep_scores: bool = False
+    keep_logits: bool = False
 
 
 @dataclass
@@ -83,25 +114,6 @@ def forward(
         arguments["input_ids"] = ids
     logits: Tensor = model(**arguments, return_dict=True).logits
     return logits[:, -1].float()
-
-
-def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a module's forward hook as nothing but operations on tensors, in place or not: a graph may record it.
-
-    Other hooks keep a model from being captured, for replays would not call them. Returns the hook.
-    """
-    setattr(hook, CAPTURABLE, True)
-    return hook
-
-
-CAPTURABLE = "_retrieval_attn_capturable"
-
-
-def forget_graphs(model: PreTrainedModel) -> None:
-    """Free what the model keeps for decoding its next cache as a graph: buffers on the device, and captured graphs."""
-    from retrieval_attn.engine.graph import forget
-
-    forget(model)
 
 
 class Steps:
@@ -166,16 +178,12 @@ class Steps:
     def close(self) -> None:
         """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
         if self._decoder is not None:
-            from retrieval_attn.engine.graph import give_back
-
             decoder, self._decoder = self._decoder, None
             give_back(self._model, decoder)
 
     def _acquire(self) -> None:
-        from retrieval_attn.engine.graph import acquire, runtime_for
-
         try:
-            runtime = runtime_for(self._model, emulate=self._wanted == "emulate")
+            runtime = runtime_for(self._model)
             if runtime is None:
                 if self._wanted == "auto":
                     self._open = False  # on a CPU a graph gains nothing: nothing to tell
@@ -189,11 +197,9 @@ class Steps:
         """Go on eagerly, said once for a model and reason; or raise, where a graph was demanded."""
         self._open, self.reason = False, reason
         if self._decoder is not None:
-            from retrieval_attn.engine.graph import give_back
-
             decoder, self._decoder = self._decoder, None
             give_back(self._model, decoder)
-        if self._wanted in (True, "emulate"):
+        if self._wanted is True:
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
         told = _told.setdefault(self._model, set())
         if reason not in told:
@@ -208,36 +214,32 @@ _told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDic
 def run(
     model: PreTrainedModel,
     cache: RetrievalCache,
-    sequences: Tensor,
-    logits: Tensor,
+    prompt: PromptState,
+    choice: TokenChoice,
     *,
-    mask: Tensor | None,
-    position: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    do_sample: bool,
-    pad_id: int,
     on_token: Callable[[list[int]], None] | None = None,
-    generator: torch.Generator | None = None,
-    keep_scores: bool = False,
-    keep_logits: bool = False,
+    cancelled: threading.Event | None = None,
     graph: GraphMode | None = None,
 ) -> Generated:
-    """Generate until every row meets a criterion.
+    """Generate until every row meets a criterion, or until `cancelled` is set.
 
-    sequences: (batch, columns) ids so far (what processors and criteria see). logits: (batch, vocabulary) of
-    the next token. mask: (batch, cached columns) bool or None. position: (batch,) of the last real token.
-    on_token gets the new id of every row, pad for rows that stopped. The last token is not fed back: the
-    cache then holds one column less than `sequences`, as transformers leaves it. graph: see `Config.graph`; None: what
-    the cache's options say. Raises BackendError if the host's search failed, CaptureError for graph=True without one.
+    on_token gets the new id of every row, pad for rows that stopped. cancelled: looked at after each token, when
+    `on_token` has it; the loop then ends as if every row had met a criterion. The last token is not fed back:
+    the cache then holds one column less than `sequences`, as transformers leaves it. graph: see `Config.graph`; None:
+    what the cache's options say. Raises BackendError if the host's search failed, CaptureError for graph=True without
+    one.
     """
     started = time.perf_counter()
+    sequences, logits, position, mask = prompt.sequences, prompt.logits, prompt.position, prompt.mask
+    processors, criteria = choice.processors, choice.criteria
+    cancelled = cancelled or threading.Event()
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
     steps, teller = Steps(model, cache, graph), Teller(sequences.device)
-    plain = not (processors or do_sample or keep_scores or keep_logits) and Follower.serves(criteria)
-    follower = Follower(steps, teller, criteria, sequences) if plain else None
+    own_memory = bool(processors) or choice.keep_scores or choice.keep_logits
+    plain = not (own_memory or choice.do_sample) and Follower.serves(criteria)
+    follower = Follower(steps, teller, criteria, cancelled, sequences) if plain else None
 
     def tell(token: list[int]) -> None:
         result.new_tokens += 1
@@ -247,18 +249,18 @@ def run(
     try:
         while True:
             # processors may return, or write to, what they are given, which the next replay overwrites
-            own = logits.clone() if processors or keep_scores or keep_logits else logits
+            own = logits.clone() if own_memory else logits
             scores: Tensor = processors(sequences, own)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
-            if keep_scores:
+            if choice.keep_scores:
                 result.scores.append(scores)
-            if keep_logits:
+            if choice.keep_logits:
                 result.logits.append(logits.clone() if processors else own)
-            if do_sample:
+            if choice.do_sample:
                 probabilities = torch.softmax(scores, dim=-1)
-                chosen = agreed(torch.multinomial(probabilities, 1, generator=generator).squeeze(1), model)
+                chosen = agreed(torch.multinomial(probabilities, 1, generator=choice.generator).squeeze(1), model)
             else:
                 chosen = scores.argmax(dim=-1)
-            chosen = torch.where(running, chosen, pad_id)
+            chosen = torch.where(running, chosen, choice.pad_id)
             sequences = torch.cat([sequences, chosen[:, None]], dim=1)
             running = running & ~criteria(sequences, None)
             # here, and where the follower reads a token, the CPU waits for the device
@@ -266,7 +268,7 @@ def run(
             numbers = teller.read()
             steps.confirm()
             tell(numbers[:batch])
-            if not any(numbers[batch:]):
+            if not any(numbers[batch:]) or cancelled.is_set():
                 break
             position = position + 1
             if mask is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -65,8 +66,15 @@ class Follower:
 
     CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
-    def __init__(self, steps: Steps, teller: Teller, criteria: StoppingCriteriaList, sequences: Tensor) -> None:
-        self._steps, self._teller, self._criteria = steps, teller, criteria
+    def __init__(
+        self,
+        steps: Steps,
+        teller: Teller,
+        criteria: StoppingCriteriaList,
+        cancelled: threading.Event,
+        sequences: Tensor,
+    ) -> None:
+        self._steps, self._teller, self._criteria, self._cancelled = steps, teller, criteria, cancelled
         self._ids, self._columns = sequences.cpu(), sequences.shape[1]
         self._most = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=None)
         self.stopped = torch.zeros(sequences.shape[0], dtype=torch.bool)
@@ -103,6 +111,8 @@ class Follower:
             self.note(token)
             tell(token)
             self.stopped = self._criteria(self._ids[:, : self._columns], None)
+            if self._cancelled.is_set():
+                self.stopped = torch.ones_like(self.stopped)
         if failed is not None and not self.stopped.all():
             raise failed
         if gone:

@@ -1,4 +1,4 @@
-"""Amounts of memory: what parses, what is refused by name, how they are shown."""
+"""Amounts of memory and of tokens: what parses, what is refused by name, how they are shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
+from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, parse_tokens, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,19 @@ def test_sizes_are_shown_in_the_unit_that_fits() -> None:
 
 def test_this_machine_has_memory() -> None:
     assert host_memory_bytes() > 2**28
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens"),
+    [(4096, 4096), ("4096", 4096), ("4k", 4096), (" 128K ", 131072), ("1 m", 1 << 20), ("1M", 1 << 20)],
+)
+def test_tokens_parse(value: int | str, tokens: int) -> None:
+    """k counts 1024 tokens, as models' context lengths do."""
+    assert parse_tokens(value) == tokens
+
+
+@pytest.mark.parametrize("value", ["", "k", "4x", "0", "0k", "-4096", "4.5k", "4k8", "٤", 0, -1, True, 1.5, None])
+def test_bad_tokens_are_refused_by_name(value: object) -> None:
+    """A guessed unit would measure another length than the one asked for."""
+    with pytest.raises(ConfigError, match=re.escape(f"--context={value!r} is not a number of tokens")):
+        parse_tokens(value, "--context")  # type: ignore[arg-type]

@@ -14,8 +14,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieval_attn.cache.cache import RetrievalCache, is_empty
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.decode import Generated, forward, positions, run
-from retrieval_attn.engine.switch import enabled_config, using_retrieval
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
+from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError
 
 
@@ -64,24 +65,19 @@ def generate(
             mask = None if mask is None else mask.repeat_interleave(step, dim=0)
         prefill_seconds = time.perf_counter() - started
         pad = generation_config._pad_token_tensor
-        result = run(
-            model,
-            cache,
-            input_ids,
-            logits,
-            mask=mask,
-            position=last,
-            processors=logits_processor,
-            criteria=stopping_criteria,
+        returned = bool(generation_config.return_dict_in_generate)
+        choice = TokenChoice(
+            stopping_criteria,
+            logits_processor,
             do_sample=bool(generation_config.do_sample),
             pad_id=0 if pad is None else int(pad),
-            on_token=on_token,
-            keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
-            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            keep_scores=returned and bool(generation_config.output_scores),
+            keep_logits=returned and bool(generation_config.output_logits),
         )
+        result = run(model, cache, PromptState(input_ids, logits, last, mask), choice, on_token=on_token)
     result.prefill_seconds = prefill_seconds
     if embeds is None:
-        cache.token_ids = result.sequences[:, : cache.get_seq_length()].cpu()
+        cache.batch.note_ids(result.sequences)
     return _output(result, cache, generation_config)
 
 
@@ -141,18 +137,15 @@ def new_tokens(cache: RetrievalCache, prompt: Tensor, columns: int) -> Tensor:
     past = cache.get_seq_length()
     if past == 0 or prompt.shape[1] < columns:
         return prompt
-    known = cache.token_ids
-    shared = min(past, prompt.shape[1])
-    if known is not None and not torch.equal(known[:, :shared], prompt[:, :shared].cpu()):
-        row_matches = (known[:, :shared] == prompt[:, :shared].cpu()).all(dim=0)
-        first = int(torch.nonzero(~row_matches)[0])
+    first = cache.batch.first_difference(prompt)
+    if first is not None:
         raise CacheMismatchError(
             f"The cache was filled with other tokens: they differ from the prompt at token {first} of {past} cached "
             "ones. Pass the same conversation with new tokens at its end, or a fresh RetrievalCache."
         )
     if past < prompt.shape[1]:
         return prompt[:, past:]
-    if known is None:
+    if cache.batch.known_columns() < past:
         raise CacheMismatchError(
             f"The cache holds {past} tokens and the prompt only {prompt.shape[1]}: nothing is left to compute the next "
             "token from. Call cache.crop(-n) so that at least the prompt's last token is not cached."

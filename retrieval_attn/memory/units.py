@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them ("24GiB", "24 GB", 25769803776) and as they read them."""
+"""Amounts of memory ("24GiB", "24 GB", 25769803776) and of tokens ("128k") as people write and read them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,19 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     if size <= 0:
         raise ConfigError(f"{name}={value!r} must be more than 0 bytes; {advice}.")
     return size
+
+
+def parse_tokens(value: int | str, name: str = "tokens") -> int:
+    """Number of tokens of `value`: 4096, "4096", "4k" or "1M"; k is 1024 and m 1024 * 1024.
+
+    Raises ConfigError, naming the option `name`, for anything else: other types, other units, not positive.
+    """
+    text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    match = re.fullmatch(r"(\d+)\s*([km]?)", text, re.IGNORECASE | re.ASCII)
+    count = int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
+    if count < 1:
+        raise ConfigError(f"{name}={value!r} is not a number of tokens; give 4096, 128k or 1m.")
+    return count
 
 
 def show_bytes(size: int) -> str:

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.layer import LayerStats
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, RetrievalAttentionError
@@ -33,6 +32,7 @@ from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.threads import kernel_threads, single_blas
 from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.staging import Piece, staging
+from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import Crew
 from retrieval_attn.offload.transfer import pack, to_host
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from retrieval_attn.engine.decode import run
-from retrieval_attn.engine.switch import using_retrieval
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import PromptState, TokenChoice, run
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory, attention_modules
 from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation, require_projection
 from retrieval_attn.eval.baselines.infllm import Blocks, require_rotation
@@ -93,18 +93,9 @@ class PolicyMethod:
         if stops:
             criteria.append(EosTokenCriteria(stops))
         with using_retrieval(model, self._reader.config.prefill_chunk):
-            done = run(
-                model,
-                cache,
-                sequence,
-                logits,
-                mask=None,
-                position=torch.tensor([len(prompt) - 1], device=model.device),
-                processors=LogitsProcessorList(),
-                criteria=criteria,
-                do_sample=False,
-                pad_id=stops[0] if stops else 0,
-            )
+            position = torch.tensor([len(prompt) - 1], device=model.device)
+            choice = TokenChoice(criteria, pad_id=stops[0] if stops else 0)
+            done = run(model, cache, PromptState(sequence, logits, position), choice)
         new: list[int] = done.sequences[0, len(prompt) :].tolist()
         return new
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.layer import LayerStats
+from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu import prepare
-from retrieval_attn.engine.decode import run
-from retrieval_attn.engine.switch import using_retrieval
-from retrieval_attn.eval.bench.keys import Source
-from retrieval_attn.eval.bench.place import Span
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import PromptState, TokenChoice, run
+from retrieval_attn.eval.bench.place import place
+from retrieval_attn.eval.bench.source import Source, Span
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.offload.stats import LayerStats
 
 OnToken = Callable[[list[int]], None]
 
@@ -142,20 +142,10 @@ class Retrieval(Method):
         criteria: Any = StoppingCriteriaList([MaxLengthCriteria(1 + steps), MaxTimeCriteria(seconds)])
         start = torch.zeros(self._batch, 1, dtype=torch.long, device=self.model.device)
         with using_retrieval(self.model, self.config.prefill_chunk):
-            done = run(
-                self.model,
-                cache,
-                start,
-                self._first(),
-                mask=None,
-                position=torch.full((self._batch,), self.position - 1, device=self.model.device),
-                processors=LogitsProcessorList(),
-                criteria=criteria,
-                do_sample=False,
-                pad_id=0,
-                on_token=on_token,
-                keep_logits=keep,
-            )
+            position = torch.full((self._batch,), self.position - 1, device=self.model.device)
+            choice = TokenChoice(criteria, keep_logits=keep)
+            prompt = PromptState(start, self._first(), position)
+            done = run(self.model, cache, prompt, choice, on_token=on_token)
         self._work = cache.stats()
         return Decoded(done.sequences[:, 1:], done.logits[1:], str(getattr(done, "how", "eager")))
 
@@ -181,7 +171,9 @@ class Static(Retrieval):
     def prepare(self, source: Source, room: int) -> None:
         self.config = self.config.replace(spill=max(room + 1, 128), index="flat", index_options={})
         compile_for(self.config, self.model.dtype)
-        self.hold(source.part(self.config, self.spans(source.tokens)), source.tokens)
+        self.hold(
+            place(self.model, RetrievalCache(self.model, self.config), source, self.spans(source.tokens)), source.tokens
+        )
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.eval.recording.files import HeadRecording, Recording
 from retrieval_attn.index.formats import Format, from_float32
@@ -93,7 +93,7 @@ class _TappedLayer(RetrievalLayer):
     """A retrieval layer that keeps what passes through it."""
 
     def __init__(self, config: Config, index: int, wanted: _Wanted) -> None:
-        super().__init__(config, IndexChoice(None, config))
+        super().__init__(config, IndexChoice(None, config), number=index)
         self._layer_index, self._wanted = index, wanted
         self._heads: list[int] = []
         self._asked: list[Tensor] = []
@@ -189,7 +189,7 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
     for i, tap in taps.items():
-        cache.layers[i] = tap
+        cache.replace_layer(i, tap)
     return list(taps.values())
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.engine import graph_registry, graph_slot
 from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from numba import carray, cfunc, njit
 
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
-from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_swap, nanoseconds
 from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
 from retrieval_attn.cpu.host_attend import attend_apart
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
@@ -33,6 +32,7 @@ from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import synthetic_head
+from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_swap, nanoseconds
 
 __all__ = ["add_arguments", "main", "run"]
 

@@ -18,6 +18,7 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
 from retrieval_attn.cache.host_part import HostPart
+from retrieval_attn.cache.instruments import measure_mass
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine import decode
 from retrieval_attn.engine.prefill import finish_prefill
@@ -79,7 +80,7 @@ def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTra
     shares = []
     for retrieve in ("all", 50, 1):
         context = ra.Context(*loaded, CONFIG.replace(retrieve=retrieve)).read(text[:6000], progress=False)
-        context.cache.measure_mass(8)
+        measure_mass(context.cache, 8)
         answer = context.ask(QUESTION, max_new_tokens=6)
         assert answer.stats.captured_mass is not None
         shares.append(answer.stats.captured_mass)

@@ -34,6 +34,7 @@ EVAL_MAY_USE = {"model.loading", "memory.units", "index"}
 INSTRUMENTS = ("recording", "bench", "baselines")
 INSIDE = {
     "cache.exact",
+    "cache.instruments",
     "cache.layer",
     "cache.retrieval",
     "cache.sequence",

@@ -165,6 +165,7 @@ class FlatIndex(PiecesIndex):
         """
         self._keys = KeyPieces(keys, fmt)
         self._codes = codes
+        self.exact = codes is None
         self._rescore = rescore
         self._measured = len(keys)  # how many keys the range of the codes was taken from
 
@@ -186,10 +187,10 @@ class FlatIndex(PiecesIndex):
         coder: Any,
     ) -> FlatIndex:
         """See KeyIndex.make; nothing is trained. Raises ShapeError for codes="int8" and keys that are not finite."""
-        index = cls(keys, fmt, None, int(options.rescore))
+        codes = None
         if options.codes == "int8":
-            index._codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
-        return index
+            codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
+        return cls(keys, fmt, codes, int(options.rescore))
 
     @property
     def codes(self) -> Codes | None:
@@ -204,11 +205,6 @@ class FlatIndex(PiecesIndex):
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
         return rescore_count(self._rescore, k)
-
-    @property
-    def exact(self) -> bool:
-        """See KeyIndex.exact."""
-        return self._codes is None
 
     @classmethod
     def prepare(cls, options: FlatOptions, fmt: Format, tokens: int | None = None) -> bool:

@@ -19,7 +19,7 @@ from retrieval_attn.index.base import MAX_KEYS, KeyIndex
 from retrieval_attn.index.formats import Format, check_rows, kernel_view
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.kernels.scan import rescore
-from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.memory import aligned_empty, one_layout
 
 
 class KeyPieces:
@@ -91,6 +91,45 @@ class KeyPieces:
         scores = np.full((num, k), -np.inf, np.float32)
         unpack(np.sort(exact[:, count - width :], axis=1)[:, ::-1], ids[:, :width], scores[:, :width])
         return ids, scores
+
+
+class JoinedKeys(KeyPieces):
+    """Keys in one array: those that do not follow the earlier ones in memory are copied, with room for more."""
+
+    def __init__(self, keys: npt.NDArray[Any], fmt: Format) -> None:
+        """keys (n, head_dim), rows contiguous; n may be 0. Raises ShapeError."""
+        self._room = keys[:0]
+        super().__init__(keys, fmt)
+
+    @property
+    def whole(self) -> npt.NDArray[Any]:
+        """All keys (n, head_dim)."""
+        return self.arrays[0] if self.arrays else self._room[:0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys that had to be copied, and of room for more."""
+        return int(self._room.nbytes)
+
+    def add(self, keys: npt.NDArray[Any]) -> None:
+        """Append keys (n, head_dim). Raises ShapeError as `check` does."""
+        self.check(keys)
+        if not len(keys):
+            return
+        self.arrays, self.length = [self._extended(keys)], self.length + len(keys)
+
+    def _extended(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        start, stop = self.length, self.length + len(keys)
+        if not len(self._room):
+            whole = keys if not start else joined(self.whole, keys)
+            if whole is not None:
+                return whole
+        if len(self._room) < stop:
+            room = aligned_empty((stop + stop // 4, keys.shape[1]), self.fmt.dtype)
+            room[:start] = self.whole
+            self._room = room
+        self._room[start:stop] = keys
+        return self._room[:stop]
 
 
 class PiecesIndex(KeyIndex):

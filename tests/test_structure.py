@@ -180,6 +180,15 @@ def test_all_is_sorted_and_complete(name: str) -> None:
     assert public <= set(exported), f"public but not in {name}.__all__: {sorted(public - set(exported))}"
 
 
+def test_every_error_is_public() -> None:
+    """`except retrieval_attn.MemoryPlanError` works for each of them, and a new one is not forgotten."""
+    errors = importlib.import_module("retrieval_attn.errors")
+    names = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    package = importlib.import_module("retrieval_attn")
+    assert names and names <= set(package.__all__)
+    assert all(getattr(package, name) is getattr(errors, name) for name in names)
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_root_shows_each_room_as_a_relative_link(room: str) -> None:
     """A copied folder instead of a link would drift from the package silently."""

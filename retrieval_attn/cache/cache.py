@@ -90,7 +90,7 @@ class RetrievalCache(Cache):
                 raise UnsupportedModelError(
                     f"Layer {index} is a {type(layer).__name__}; its state cannot be forked. Read the context again."
                 )
-        self._quiet()
+        self.quiet()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.batch = self.batch.fork()
@@ -108,7 +108,7 @@ class RetrievalCache(Cache):
         count = columns - min(given, columns) if given > 0 else -given
         if count > columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
-        self._quiet()
+        self.quiet()
         layers: list[Any] = self.layers
         for layer in layers:
             if not isinstance(layer, CacheLayer):
@@ -119,23 +119,6 @@ class RetrievalCache(Cache):
             self.batch.reset()
         elif count:
             self.batch.crop(columns - count)
-
-    def rollback(self, columns: int) -> None:
-        """Be as the cache was when it held `columns`, after a forward that failed or was interrupted anywhere.
-
-        Raises UnsupportedModelError for layers of transformers' own, whose state cannot be taken back, and
-        CacheMismatchError where a sliding layer has forgotten what would be newest.
-        """
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, CacheLayer):
-                raise UnsupportedModelError(f"Layer {index} is a {type(layer).__name__}; make a new cache.")
-        for layer in self._own_layers():
-            layer.leave_graph()
-            layer.roll_back(columns)
-        if columns:
-            self.batch.crop(columns)
-        else:
-            self.batch.reset()
 
     def replace_layer(self, number: int, layer: CacheLayer) -> None:
         """Put an instrument's own `layer` in the place of layer `number`, such as one that records."""
@@ -173,7 +156,7 @@ class RetrievalCache(Cache):
 
     def _select(self, rows: list[int], other: Callable[[Any], object]) -> None:
         """Continue with these rows. other: does the same for a layer of transformers' own."""
-        self._quiet()
+        self.quiet()
         for layer in self.layers:
             if isinstance(layer, CacheLayer):
                 layer.select(rows)
@@ -181,8 +164,8 @@ class RetrievalCache(Cache):
                 other(layer)
         self.batch.select(rows)
 
-    def _quiet(self) -> None:
-        """Nothing is under way in any layer, and a captured step looks at the cache anew before its next replay."""
+    def quiet(self) -> None:
+        """Wait until nothing is under way in any layer; a captured step looks at the cache anew before it goes on."""
         for layer in self._own_layers():
             layer.leave_graph()
             layer.finish_index()

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -256,12 +256,9 @@ class RetrievalLayer(CacheLayer):
         if self.held is not None:
             self.held.select(list(rows))
 
-    def roll_back(self, columns: int) -> None:
-        self._reading = None
-        work, self._work = self._work, None
-        if work is not None:
-            work.give_up()
-        super().roll_back(columns)
+    def snapshot(self) -> dict[str, Any]:
+        state = super().snapshot()
+        return {**state, "held": None if self.held is None else self.held.fork(self.batch, state["stats"])}
 
     def drop_newest(self, count: int) -> None:
         if self.held is None or not count:

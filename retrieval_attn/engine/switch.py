@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -58,24 +61,47 @@ def enabled_config(model: PreTrainedModel) -> Config | None:
     return state["config"] if state else None
 
 
+@dataclass
+class _Use:
+    """What a model had before it was first used, and by how many it is used now."""
+
+    attention: str
+    chunk: int | None
+    count: int = 0
+
+
+_uses: weakref.WeakKeyDictionary[PreTrainedModel, _Use] = weakref.WeakKeyDictionary()
+_uses_lock = threading.Lock()
+
+
 @contextmanager
 def using_retrieval(model: PreTrainedModel, chunk: int) -> Iterator[None]:
-    """Retrieval attention and layer-major prefill for the duration, then whatever the model had before."""
-    attention = model.config._attn_implementation
-    layers = wrapped_chunk(model)
-    if attention != hooks.NAME:
-        set_attention(model, hooks.NAME)
-    if layers != chunk:
-        wrap_layers(model, chunk)
+    """Retrieval attention and layer-major prefill for the duration, then whatever the model had before.
+
+    Several threads may use a model at once: the last one to leave gives it back.
+    """
+    with _uses_lock:
+        attention, layers = model.config._attn_implementation, wrapped_chunk(model)
+        if attention != hooks.NAME:
+            set_attention(model, hooks.NAME)
+        use = _uses.setdefault(model, _Use(attention, layers))
+        use.count += 1
+        if layers != chunk:
+            wrap_layers(model, chunk)
     try:
         yield
     finally:
-        if attention != hooks.NAME:
-            set_attention(model, attention)
-        if layers is None:
-            unwrap_layers(model)
-        elif layers != chunk:
-            wrap_layers(model, layers)
+        with _uses_lock:
+            use.count -= 1
+            if use.count == 0:
+                _uses.pop(model, None)
+                layers = use.chunk
+                if use.attention != hooks.NAME:
+                    set_attention(model, use.attention)
+            if layers is not None and layers != wrapped_chunk(model):
+                wrap_layers(model, layers)
+            elif layers is None and use.count == 0:
+                unwrap_layers(model)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

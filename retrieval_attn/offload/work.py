@@ -190,11 +190,6 @@ class HostWork:
         for future in reversed(self._futures()):
             future.cancel()
 
-    def give_up(self) -> None:
-        """`abandon`, and wait until nothing is under way. What was copied or indexed so far stays."""
-        self.abandon()
-        concurrent.futures.wait(self._futures())
-
     @property
     def done(self) -> bool:
         """Whether nothing is under way any more."""

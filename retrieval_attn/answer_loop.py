@@ -26,9 +26,9 @@ from transformers.generation import (
 
 from retrieval_attn.answer import Answer, Sampling, Stats
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.model.placement import input_device
 
 

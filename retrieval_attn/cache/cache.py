@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.layered import LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.sliding import SlidingLayer
@@ -22,7 +23,7 @@ from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.offload.stats import LayerStats
 
 
-class RetrievalCache(Cache):
+class RetrievalCache(LayeredCache):
     """Keys and values of one batch: a constant part on the device, the rest on the host behind indexes.
 
     Use it as `past_key_values=` of `model(...)` or `model.generate(...)`, with a model loaded or switched to
@@ -40,14 +41,12 @@ class RetrievalCache(Cache):
         self.config = resolve(config, overrides)
         self.index = IndexChoice(model, self.config)
         if check:
-            require_supported(model)
+            require_supported(model, unchecked_cache)
         text_config = model.config.get_text_config(decoder=True)
         self.batch = Batch()
         super().__init__(layers=_make_layers(model, text_config, self.config, self.index, self.batch))
         self.model_type = text_config.model_type
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        # Called after each decoder layer of a forward (progress of a long prefill), or None.
-        self.on_layer: Callable[[], object] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -221,6 +220,11 @@ class RetrievalCache(Cache):
 
     def _own_layers(self) -> list[CacheLayer]:
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+
+def unchecked_cache(model: PreTrainedModel, config: Config) -> RetrievalCache:
+    """An empty cache for a model whose support is just being checked."""
+    return RetrievalCache(model, config, check=False)
 
 
 def _make_layers(

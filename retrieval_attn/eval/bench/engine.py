@@ -1,4 +1,4 @@
-"""`python -m retrieval_attn.eval.bench_engine`: what the host side of a decode step costs on this machine.
+"""`python -m retrieval_attn.eval.bench.engine`: what the host side of a decode step costs on this machine.
 
 Times the pool of worker threads, attention over ids, and whole steps of one layer by kind of index and number of
 threads, beside the earlier way (one parallel kernel after the other) in the same run. Prints tables; the last line is
@@ -411,7 +411,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m retrieval_attn.eval.bench_engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m retrieval_attn.eval.bench.engine", description=__doc__)
     add_arguments(parser)
     print(json.dumps(run(parser.parse_args(argv))))
     return 0

@@ -24,7 +24,7 @@ from retrieval_attn.eval.flags import (
     parse_lengths,
     parse_retrieve,
 )
-from retrieval_attn.eval.models import BUNDLED_MODEL
+from retrieval_attn.eval.models import model_path
 from retrieval_attn.eval.suite.suite import TaskSuite
 
 __all__ = ["Options", "add_arguments", "run"]
@@ -192,7 +192,7 @@ class Options:
         method_options = _method_options(args)
         check_options(methods, method_options)
         return cls(
-            model=args.model or str(BUNDLED_MODEL),
+            model=model_path(args.model or "bundled"),
             device=args.device,
             dtype=args.dtype,
             threads=args.threads,

@@ -267,12 +267,12 @@ def test_dry_run_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_export_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--export writes what a run would ask, and runs nothing."""
-    from retrieval_attn.eval.export import read_rows
-
     file = tmp_path / "rows.jsonl"
     assert arguments.run(parse("--export", str(file), "--tasks", "niah_single_1"), ToySuite()) == 0
     expected = [row for block in make_run(n=2, seed=42).blocks for _, row in make_run(seed=42).rows(block)]
-    assert [(row.id, row.prompt) for row in read_rows(file)] == [(row.id, row.prompt) for row in expected]
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    prompts = [(row["id"], row["context"] + row["question"] + row["answer_prefix"]) for row in written]
+    assert prompts == [(row.id, row.prompt) for row in expected]
     assert "2 samples" in capsys.readouterr().out and list(tmp_path.iterdir()) == [file]
 
 

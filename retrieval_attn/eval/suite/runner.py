@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
+from retrieval_attn.eval.baselines.reply import POSITIONS
 from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts, frame
 from retrieval_attn.eval.runs import RunFolder, utc_now, write_atomically
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.suite.suite import TaskSuite
 
 __all__ = ["Block", "Outcome", "RunOptions", "Selection", "SuiteRun", "run_suite", "score_fields"]
-
-POSITIONS = ("inside", "after")
 
 
 @dataclass(frozen=True)
@@ -365,7 +364,7 @@ def _cost(block: Block) -> int:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a suite is run on a loaded model.  options: of the methods given by name, as in `answerers.build`."""
+    """How a suite is run on a loaded model.  options: of the methods given by name, as in `build_methods`."""
 
     positions: tuple[str, ...] = POSITIONS
     chat_template: str = "auto"
@@ -387,8 +386,8 @@ def run_suite(
 
     methods: names, or methods by name.  Raises RetrievalAttentionError before anything runs on bad input.
     """
+    from retrieval_attn.eval.baselines import build_methods
     from retrieval_attn.eval.runs import environment
-    from retrieval_attn.eval.suite.answerers import build
     from retrieval_attn.eval.suite.report import write_report
 
     how = how or RunOptions()
@@ -407,7 +406,7 @@ def run_suite(
     }
     RunFolder.check(out, settings)
     run.check_contexts()
-    answerers = methods if isinstance(methods, Mapping) else build(methods, model, tokenizer, how.options)
+    answerers = methods if isinstance(methods, Mapping) else build_methods(methods, model, tokenizer, how.options)
     outcome = run.execute(answerers, out, settings, start=environment(), progress=how.progress)
     write_report(out, outcome.rows, suite, settings, plot=how.plot)
     return outcome

@@ -20,21 +20,49 @@ if TYPE_CHECKING:
     from retrieval_attn.engine.prefill import prefill_by_layer
     from retrieval_attn.engine.switch import disable, enable
     from retrieval_attn.engine.verify import Report, verify
+    from retrieval_attn.errors import (
+        BackendError,
+        CacheMismatchError,
+        CaptureError,
+        ConfigError,
+        ContextLengthError,
+        InputDataError,
+        MemoryPlanError,
+        RetrievalAttentionError,
+        RunFolderError,
+        ShapeError,
+        UnsupportedMaskError,
+        UnsupportedModelError,
+    )
     from retrieval_attn.llm import LLM
     from retrieval_attn.memory.plan import Plan, plan
+    from retrieval_attn.stream import Stream
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Answer": "answer",
+    "BackendError": "errors",
+    "CacheMismatchError": "errors",
+    "CaptureError": "errors",
     "Config": "config",
+    "ConfigError": "errors",
     "Context": "context",
+    "ContextLengthError": "errors",
+    "InputDataError": "errors",
     "LLM": "llm",
+    "MemoryPlanError": "errors",
     "Plan": "memory.plan",
     "Report": "engine.verify",
+    "RetrievalAttentionError": "errors",
     "RetrievalCache": "cache.cache",
+    "RunFolderError": "errors",
     "Sampling": "answer",
+    "ShapeError": "errors",
     "Stats": "answer",
+    "Stream": "stream",
+    "UnsupportedMaskError": "errors",
+    "UnsupportedModelError": "errors",
     "disable": "engine.switch",
     "enable": "engine.switch",
     "generate": "engine.generate",
@@ -45,14 +73,27 @@ _HOME = {
 
 __all__ = [
     "Answer",
+    "BackendError",
+    "CacheMismatchError",
+    "CaptureError",
     "Config",
+    "ConfigError",
     "Context",
+    "ContextLengthError",
+    "InputDataError",
     "LLM",
+    "MemoryPlanError",
     "Plan",
     "Report",
+    "RetrievalAttentionError",
     "RetrievalCache",
+    "RunFolderError",
     "Sampling",
+    "ShapeError",
     "Stats",
+    "Stream",
+    "UnsupportedMaskError",
+    "UnsupportedModelError",
     "disable",
     "enable",
     "generate",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from retrieval_attn.errors import ConfigError
@@ -14,6 +16,7 @@ class Sampling:
     """How tokens are chosen. temperature 0 is greedy; top_p and top_k apply to sampling only.
 
     stop: strings that end an answer when they appear in it. seed: None leaves torch's global generator.
+    Raises ConfigError for a value of the wrong type or out of range.
     """
 
     max_new_tokens: int = 128
@@ -24,16 +27,52 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be an integer >= 1, got {self.max_new_tokens!r}.")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be >= 0 (0 is greedy), got {self.temperature!r}.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p!r}; 1 keeps every token.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"sampling top_k must be >= 1 or None, got {self.top_k!r}.")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {self.temperature!r}.")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be a number in (0, 1], got {self.top_p!r}; 1 keeps every token.")
+        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
+            raise ConfigError(f"sampling top_k must be an integer >= 1 or None, got {self.top_k!r}.")
+        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise ConfigError(f"seed must be an integer of 64 bits, or None for no seed, got {self.seed!r}.")
         if isinstance(self.stop, str):
             raise ConfigError(f"stop must be a tuple of strings, got the string {self.stop!r}; write ({self.stop!r},).")
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(one, str) and one for one in self.stop):
+            raise ConfigError(
+                f"stop must be a tuple of non-empty strings, got {self.stop!r}; write () for no stop strings."
+            )
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+    @classmethod
+    def of(cls, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
+        """`sampling`, or one made of keyword `options`. Raises ConfigError for both at once and for unknown names."""
+        if sampling is None:
+            known = [one.name for one in fields(cls)]
+            unknown = sorted(set(options) - set(known))
+            if unknown:
+                raise ConfigError(f"Unknown sampling option {', '.join(unknown)}; the options are {', '.join(known)}.")
+            return cls(**options)
+        if not isinstance(sampling, Sampling):
+            raise ConfigError(
+                f"sampling must be a retrieval_attn.Sampling, got {sampling!r}; give one, or its fields as keywords "
+                "such as max_new_tokens=64."
+            )
+        if options:
+            raise ConfigError(
+                f"A Sampling and the keyword {', '.join(sorted(options))} were given; put all of them into one or the "
+                "other."
+            )
+        return sampling
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,20 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.context import Context
 from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
+from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
+from retrieval_attn.template import checked_text
 
 # Tokens planned for when a model does not say how many positions it has.
 DEFAULT_CONTEXT = 131072
@@ -40,7 +45,6 @@ class LLM:
         dtype: str = "auto",
         gpu_memory: str | int | None = None,
         max_context: int | None = None,
-        threads: int | None = None,
         device_map: str | Mapping[str, Any] | None = None,
         tensor_parallel: bool = False,
         config: Config | None = None,
@@ -52,14 +56,11 @@ class LLM:
         and float32 on the CPU, where 16-bit arithmetic is slower. gpu_memory: a hard cap, e.g. "24GiB", CUDA context
         included; what the plan for `max_context` tokens (default: the model's positions) needs beyond it, or beyond
         what is free on the device, is refused before anything is loaded.
-        threads: CPU threads of search and host attention. device_map: layers on several GPUs, as transformers takes it
-        ("auto"). tensor_parallel: heads shared by the processes of a torchrun, one GPU each. With either, gpu_memory
-        holds for each GPU; weights that a device_map keeps on "cpu" or "disk" are not planned for. Further keywords are
-        fields of Config.
+        device_map: layers on several GPUs, as transformers takes it ("auto"). tensor_parallel: heads shared by the
+        processes of a torchrun, one GPU each. With either, gpu_memory holds for each GPU; weights that a device_map
+        keeps on "cpu" or "disk" are not planned for. Further keywords (threads, window, ...) are fields of Config.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
-        if threads is not None:
-            overrides["threads"] = threads
         self.config = resolve(config, overrides)
         self.device = choose_device(device)
         if tensor_parallel and self.device.type == "cuda":
@@ -130,22 +131,68 @@ class LLM:
         return Context(self.model, self.tokenizer, self.config).read(text, progress=progress)
 
     def generate(
-        self, prompts: str | Sequence[str], sampling: Sampling | None = None, *, progress: bool = True
+        self,
+        prompts: str | Sequence[str],
+        sampling: Sampling | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
     ) -> list[Answer]:
         """Continue each prompt; the prompt is taken as it is (apply a chat template yourself).
 
-        The prompt is read exactly; generated tokens retrieve. One answer per prompt, in order.
+        The prompt is read exactly; generated tokens retrieve. One answer per prompt, in order. Short prompts of like
+        length are read and continued together, as many as `prefill_chunk` tokens; with a temperature and a seed their
+        texts depend on which ones these are. sampling: a Sampling, or its fields as keywords.
+        Raises InputDataError, ConfigError, ContextLengthError, MemoryPlanError.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not texts or not all(texts):
+        chosen = Sampling.of(sampling, options)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(texts, Sequence) or isinstance(texts, bytes) or not texts or not all(texts):
             raise InputDataError("generate needs non-empty prompts.")
-        options = vars(sampling or Sampling())
-        answers = []
-        for text in texts:
-            ids = self.tokenizer(text)["input_ids"]
+        rows = [self.tokenizer(checked_text(text))["input_ids"] for text in texts]
+        for text, ids in zip(texts, rows, strict=True):
             if len(ids) < 2:
                 raise InputDataError(f"The prompt {text!r} is a single token; give at least two.")
-            # The last token is the "question": its logits are the first to sample from.
-            context = self.read(ids[:-1], progress=progress)
-            answers.append(context.continue_with(ids[-1:], **options))
-        return answers
+        answers: dict[int, Answer] = {}
+        for group in self._groups([len(ids) for ids in rows]):
+            found = self._continue([rows[number] for number in group], chosen, progress)
+            answers |= dict(zip(group, found, strict=True))
+        return [answers[number] for number in range(len(rows))]
+
+    def _continue(self, rows: list[list[int]], sampling: Sampling, progress: bool) -> list[Answer]:
+        """Read all but the last token of each row; that one is the "question", whose logits are sampled first."""
+        if len(rows) == 1:
+            return [self.read(rows[0][:-1], progress=progress).continue_with(rows[0][-1:], sampling)]
+        loop, cache = AnswerLoop(self.model, self.tokenizer), RetrievalCache(self.model, self.config)
+        batch = loop.batch(rows)
+        columns = batch.ids.shape[1]
+        cache.require_room(columns + sampling.max_new_tokens)
+        loop.fill(cache, batch.first(columns - 1), progress)
+        return loop.answer(cache, batch, sampling)
+
+    def _groups(self, lengths: list[int]) -> list[list[int]]:
+        """Numbers of the prompts that go together: no more tokens, or windows, than one chunk of a long prompt has.
+
+        Padding is at most half of what is read.
+        """
+        config = self.config
+        free = free_device_bytes(self.model)
+        groups: list[list[int]] = []
+        for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+            group = [*groups[-1], number] if groups else [number]
+            longest, real = lengths[number], sum(lengths[one] for one in group)
+            kept = max(longest, config.sink + config.window + config.spill)
+            small = len(group) * kept <= config.prefill_chunk and len(group) * longest <= 2 * real
+            if len(group) > 1 and small and _fits(self.model, config, longest, len(group), free):
+                groups[-1] = group
+            else:
+                groups.append([number])
+        return groups
+
+
+def _fits(model: PreTrainedModel, config: Config, tokens: int, batch: int, free: int | None) -> bool:
+    """Whether the device has room for so many sequences beside the weights; True where its memory is not known."""
+    if free is None:
+        return True
+    needs = plan(model, context=tokens, batch=batch, host_memory=1, config=config)
+    return needs.device_bytes - needs.shape.weight_bytes - DEVICE_RESERVE <= free

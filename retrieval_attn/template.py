@@ -1,13 +1,26 @@
-"""Where a context ends and a question begins in a model's prompt."""
+"""Where a context ends and a question begins in a model's prompt; texts and ids as they come from users."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from retrieval_attn.errors import InputDataError
+
+Message = Mapping[str, str]
+Question = str | Sequence[Message]
+"""A question, or chat messages {"role": "user" or "assistant", "content": text} in turn, the last one from the user."""
+
 # Stand-ins that are put through the chat template once, to learn the text around context and question.
 _CONTEXT, _QUESTION = "CONTEXT-GOES-HERE", "QUESTION-GOES-HERE"
+_MESSAGES = (
+    'give messages {"role": ..., "content": ...} whose roles are user, assistant, user, ..., beginning and ending with '
+    "the user; the context stands at the start of the first of them"
+)
 
 
 @dataclass(frozen=True)
@@ -26,30 +39,132 @@ class PromptTemplate:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> PromptTemplate:
-        """The template of a tokenizer: its chat template if it has one."""
+        """The template of a tokenizer: its chat template if it has one. Raises InputDataError if that does not work."""
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "\n\nQuestion: ", "\nAnswer:", False)
-        turn = [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        opening, rest = str(text).split(_CONTEXT, 1)
-        middle, closing = rest.split(_QUESTION, 1)
+        text = _rendered(tokenizer, [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
+        opening, context, rest = text.partition(_CONTEXT)
+        middle, question, closing = rest.partition(_QUESTION)
+        if not context or not question:
+            raise InputDataError(
+                "The tokenizer's chat template must write out what the user says; it turned a message into "
+                f"{text!r}. Correct tokenizer.chat_template, or set it to None to ask without one."
+            )
         return cls(tokenizer, opening, middle, closing, True)
 
     def context_ids(self, text: str) -> list[int]:
         """Ids of opening and context, with exactly the special tokens the model expects at a start."""
         add_specials = not self.opening_has_specials  # a chat template writes its own begin-of-sequence token
-        ids: list[int] = self.tokenizer(self.opening + text, add_special_tokens=add_specials)["input_ids"]
+        ids: list[int] = self.tokenizer(self.opening + checked_text(text), add_special_tokens=add_specials)["input_ids"]
         bos = self.tokenizer.bos_token_id
         eos = self.tokenizer.eos_token_id
         if add_specials and eos is not None and ids and ids[-1] == eos and eos != bos:
             ids = ids[:-1]  # some tokenizers close every text; a context goes on
         return ids
 
-    def question_ids(self, question: str) -> list[int]:
-        """Ids of everything from the end of the context to where the answer starts."""
-        return self.plain_ids(f"{self.middle}{question}{self.closing}") if question.strip() else []
+    def question_ids(self, question: Question, raw: bool = False) -> list[int]:
+        """Ids of everything from the end of the context to where the answer starts; none for a blank question.
+
+        raw: `question`, a string, is all of that already. Raises InputDataError for anything else than a `Question`.
+        """
+        if isinstance(question, str):
+            if raw:
+                return self.plain_ids(question)
+            return self.plain_ids(f"{self.middle}{question}{self.closing}") if question.strip() else []
+        messages = _checked_messages(question)
+        if raw:
+            raise InputDataError("raw=True needs the text that continues the context, got chat messages; drop raw.")
+        return self.plain_ids(self._conversation(messages))
 
     def plain_ids(self, text: str) -> list[int]:
         """Ids of a text that continues another: no special tokens are added."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(checked_text(text), add_special_tokens=False)["input_ids"]
         return ids
+
+    def _conversation(self, messages: list[dict[str, str]]) -> str:
+        """The text of the messages after the context, up to where the answer starts."""
+        first = messages[0]["content"]
+        if len(messages) == 1:
+            return f"{self.middle}{first}{self.closing}"
+        if not self.opening_has_specials:
+            texts = [message["content"] for message in messages]
+            texts[::2] = [f"{self.middle}{text}{self.closing} " for text in texts[::2]]
+            return "".join(texts)[:-1]
+        turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{first}"}, *messages[1:]]
+        opening, context, rest = _rendered(self.tokenizer, turns).partition(_CONTEXT)
+        if not context or opening != self.opening:
+            raise InputDataError(
+                "The tokenizer's chat template must begin every conversation alike, for the context is read before the "
+                f"question is known; it began with {self.opening!r}, and with {opening!r} for {len(messages)} "
+                "messages. Ask with a single string, or raw=True."
+            )
+        return rest
+
+
+def checked_text(text: str) -> str:
+    """`text`, if it is a string that a tokenizer can read. Raises InputDataError."""
+    if not isinstance(text, str):
+        raise InputDataError(f"A text must be a string, got {type(text).__name__}; decode bytes first.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputDataError(
+            f"A text must be valid Unicode, got the lone surrogate {text[error.start]!r} at position {error.start}; "
+            'read files with encoding="utf-8" and errors="replace".'
+        ) from error
+    return text
+
+
+def checked_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
+    """Token ids as a list, each an integer in [0, vocabulary). Raises InputDataError."""
+    if isinstance(ids, str | bytes | bytearray | Mapping):
+        raise InputDataError(f"Token ids must be a list of integers, got {type(ids).__name__}; decode bytes.")
+    try:
+        numbers = [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise InputDataError(
+            f"Token ids must be a list of integers, got {_shown(ids)} ({error}); tokenize text with the model's own "
+            "tokenizer, or give it as a string."
+        ) from error
+    if numbers and (min(numbers) < 0 or max(numbers) >= vocabulary):
+        raise InputDataError(
+            f"Token ids must be in [0, {vocabulary}) for this model, got {min(numbers)} to {max(numbers)}; tokenize "
+            "with the model's own tokenizer."
+        )
+    return numbers
+
+
+def _checked_messages(question: object) -> list[dict[str, str]]:
+    if not isinstance(question, Sequence) or isinstance(question, bytes | bytearray):
+        raise InputDataError(
+            f"A question must be a string or a list of chat messages, got {_shown(question)}; ask a non-empty question."
+        )
+    if not question:
+        raise InputDataError(f"A list of chat messages must not be empty; {_MESSAGES}.")
+    messages = []
+    for turn, message in enumerate(question):
+        role = ("user", "assistant")[turn % 2]
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping) or message.get("role") != role:
+            raise InputDataError(f"Message {turn} must be from the {role}, got {_shown(message)}; {_MESSAGES}.")
+        if not isinstance(content, str) or not content.strip():
+            raise InputDataError(f"Message {turn} must have a non-empty string as content, got {_shown(content)}.")
+        messages.append({"role": role, "content": content})
+    if len(messages) % 2 == 0:
+        raise InputDataError(f"The last message must be from the user, got one from the assistant; {_MESSAGES}.")
+    return messages
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # whatever a template's author wrote
+        raise InputDataError(
+            f"The tokenizer's chat template does not take {len(turns)} messages from user and assistant in turn "
+            f"({type(error).__name__}: {error}). Correct tokenizer.chat_template, or set it to None to ask without one."
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

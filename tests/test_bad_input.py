@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BloomConfig
@@ -269,12 +272,128 @@ def test_llm_arguments(tmp_path: Any) -> None:
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "1"}, "temperature must be a number"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_p": "1"}, "top_p"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"seed": "a"}, "seed must be an integer of 64 bits"),
+        ({"seed": 2**70}, "seed"),
+        ({"seed": True}, "seed"),
         ({"stop": "x"}, "tuple of strings"),
+        ({"stop": ("",)}, "non-empty strings"),
+        ({"stop": (5,)}, "non-empty strings"),
+        ({"stop": None}, "non-empty strings"),
     ],
 )
 def test_sampling_values(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ra.Sampling(**options)
+
+
+def test_sampling_is_given_once_and_anywhere(context: ra.Context) -> None:
+    """An object or keywords, wherever tokens are generated; both at once is an error, and so is another object."""
+    sampling = ra.Sampling(max_new_tokens=3)
+    by_keyword = context.ask("Who?", max_new_tokens=3).tokens
+    assert context.ask("Who?", sampling).tokens == by_keyword
+    assert [answer.tokens for answer in context.ask_many(["Who?"], sampling)] == [by_keyword]
+    ids = context.template.question_ids("Who?")
+    assert context.continue_with(ids, sampling).tokens == context.continue_with(ids, max_new_tokens=3).tokens
+    stream = context.stream("Who?", sampling)
+    assert list(stream) and stream.answer is not None and stream.answer.tokens == by_keyword
+    assert ra.Sampling(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]  # a list is as good
+    for wrong in (lambda: context.ask("Who?", sampling, seed=1), lambda: context.stream("Who?", sampling, seed=1)):
+        with pytest.raises(ConfigError, match="A Sampling and the keyword seed were given"):
+            wrong()
+    with pytest.raises(ConfigError, match="must be a retrieval_attn.Sampling"):
+        context.ask("Who?", {"max_new_tokens": 3})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def context(loaded: tuple[Any, Any]) -> ra.Context:
+    return ra.Context(*loaded, ra.Config(sink=8, window=64, retrieve=20)).read("The sky is blue. " * 40, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (b"hello", "got bytes"),
+        ([5.7], r"got \[5.7\]"),
+        (["5"], "list of integers"),
+        ([-5], "-5 to -5"),
+        ([10**6], "1000000"),
+        (None, "got None"),
+        (7, "got 7"),
+        ({"role": "user"}, "got dict"),
+        ("a \ud800 b", "lone surrogate .* at position 2"),
+    ],
+)
+def test_texts_and_ids_that_are_none(context: ra.Context, loaded: tuple[Any, Any], given: Any, message: str) -> None:
+    empty = ra.Context(*loaded)
+    with pytest.raises(InputDataError, match=message):
+        empty.read(given)
+    with pytest.raises(InputDataError, match=message):
+        context.extend(given)
+    if not isinstance(given, str):
+        with pytest.raises(InputDataError, match=message):
+            context.continue_with(given)
+    assert empty.read([3, torch.tensor(4), np.int32(5)]).num_tokens == 3  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        (None, "got None"),
+        (5, "got 5"),
+        (b"Who?", "got b'Who"),
+        ({"role": "user", "content": "Who?"}, "string or a list of chat messages"),
+        ("a \udfff", "lone surrogate"),
+        ([], "must not be empty"),
+        (["Who?"], "Message 0 must be from the user, got 'Who\\?'"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}], "Message 0 must be"),
+        ([{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}], "last message must be from"),
+        ([{"role": "user", "content": "Who?"}, {"role": "user", "content": "I?"}], "Message 1 must be from the assist"),
+        ([{"role": "user", "content": None}], "Message 0 must have a non-empty string"),
+        ([{"role": "user"}], "Message 0 must have"),
+    ],
+)
+def test_questions_that_are_none(context: ra.Context, question: Any, message: str) -> None:
+    with pytest.raises(InputDataError, match=message):
+        context.ask(question)
+    with pytest.raises(InputDataError, match=message):
+        context.ask_many([question])
+    with pytest.raises(InputDataError, match=message):
+        context.stream(question)
+
+
+def test_messages_are_no_raw_text(context: ra.Context) -> None:
+    with pytest.raises(InputDataError, match="raw=True needs the text"):
+        context.ask([{"role": "user", "content": "Who?"}], raw=True)
+
+
+def test_contexts_are_forked_not_copied(context: ra.Context) -> None:
+    """A copy would share the keys and change with the original."""
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(InputDataError, match=r"context.fork\(\)"):
+            copied(context)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ nothing.at.all }}", "does not take 1 messages .*UndefinedError"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ raise_exception('no users') }}", "no users"),
+        ("Hello!", "must write out what the user says; it turned a message into 'Hello!'"),
+    ],
+)
+def test_a_chat_template_that_does_not_work(loaded: tuple[Any, Any], template: str, message: str) -> None:
+    model, tokenizer = loaded
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template = template
+    with pytest.raises(InputDataError, match=message):
+        ra.Context(model, broken)

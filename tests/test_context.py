@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +18,9 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
 from retrieval_attn.cache.host_part import HostPart
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.engine import decode
+from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.template import PromptTemplate
@@ -130,10 +135,126 @@ def test_forks_are_independent_and_share_memory(context: ra.Context) -> None:
     assert "1112223" not in context.ask("What is the special magic Turin number?", max_new_tokens=16).text
 
 
-def test_stream_yields_the_answer_in_pieces(context: ra.Context) -> None:
-    pieces = list(context.stream(QUESTION, max_new_tokens=16))
-    assert len(pieces) > 1
-    assert "".join(pieces) == context.ask(QUESTION, max_new_tokens=16).text
+def failing(model: Any, where: str, error: BaseException) -> Any:
+    """Raises `error` inside the model's last layer, after its keys are stored; inside its first; or in neither."""
+    layers = {"first layer": 0, "last layer": -1}
+    if where not in layers:
+        return contextlib.nullcontext()
+    module = model.model.layers[layers[where]].self_attn.o_proj  # the layer's attention is over
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    return contextlib.closing(_Handle(module.register_forward_pre_hook(fail)))
+
+
+class _Handle:
+    def __init__(self, handle: Any) -> None:
+        self.close = handle.remove
+
+
+WHERE = ["first layer", "last layer", "before the last index", "after the last index"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [("auto", KeyboardInterrupt()), ("auto", RuntimeError("no")), ("roargraph", KeyboardInterrupt())],
+    ids=["auto, Ctrl-C", "auto, error", "roargraph, Ctrl-C"],
+)
+def test_an_extension_that_failed_has_not_happened(
+    loaded: tuple[Any, PreTrainedTokenizerBase],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    index: str,
+    where: str,
+    error: BaseException,
+) -> None:
+    """Wherever it ended: same keys, same answers, and the same text can be appended, to the same index."""
+    options: dict[str, Any] = {"index_options": {"exact_below": 64}} if index == "roargraph" else {}
+    context = ra.Context(*loaded, CONFIG, index=index, **options).read(text[:4000], progress=False)
+    never = ra.Context(*loaded, CONFIG, index=index, **options).read(text[:4000], progress=False)
+    added = text[4000:6000] + NEEDLE
+    for _ in range(2):
+        interrupt(context, added, where, error, monkeypatch)
+        assert context.num_tokens == never.num_tokens == context.cache.get_seq_length()
+        mine_ids, other_ids = (one.cache.batch.sequences[0].token_ids for one in (context, never))
+        assert mine_ids == other_ids and len(mine_ids) == never.num_tokens
+        for mine, other in zip(layers_of(context), layers_of(never), strict=True):
+            assert mine.columns == other.columns and len(mine.hosts[0]) == len(other.hosts[0])
+            for here, there in zip(*(layer.hosts[0].read(0, mine.columns) for layer in (mine, other)), strict=True):
+                assert np.array_equal(here, there)
+            assert mine.held is not None and other.held is not None
+            assert torch.equal(mine.held.window.tail()[0], other.held.window.tail()[0])
+    assert context.extend(added, progress=False).num_tokens == never.extend(added, progress=False).num_tokens
+    assert [len(layer.hosts[0].segments) for layer in layers_of(context)] == [1] * len(layers_of(context))
+    for mine, other in zip(layers_of(context), layers_of(never), strict=True):
+        assert mine.hosts[0].indexed_tokens == other.hosts[0].indexed_tokens
+    asked = [one.ask(QUESTION, max_new_tokens=16) for one in (context, never)]
+    assert asked[0].tokens == asked[1].tokens and "7391846" in asked[0].text
+
+
+def interrupt(context: ra.Context, added: str, where: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+    """An extend() that ends with `error` at some place."""
+
+    def end(*arguments: Any) -> None:
+        if where == "after the last index":
+            finish_prefill(*arguments)
+        raise error
+
+    with patch.context() as patched, failing(context.model, where, error), pytest.raises(type(error)):
+        if where.endswith("index"):
+            patched.setattr("retrieval_attn.answer_loop.finish_prefill", end)
+        context.extend(added, progress=False)
+
+
+def layers_of(context: ra.Context) -> list[RetrievalLayer]:
+    return [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
+
+
+def test_an_extension_of_a_forked_context_that_failed(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are shared then, and the new text goes to one of its own."""
+    expected = context.ask(QUESTION, max_new_tokens=16).tokens
+    fork = context.fork()
+    interrupt(
+        fork, " The special magic Turin number is: 1112223. " * 40, "last layer", KeyboardInterrupt(), monkeypatch
+    )
+    assert fork.ask(QUESTION, max_new_tokens=16).tokens == expected
+    fork.extend(" The special magic Turin number is: 1112223. ")
+    assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text
+    assert context.ask(QUESTION, max_new_tokens=16).tokens == expected
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_reading_that_failed_can_be_done_again(
+    loaded: tuple[Any, PreTrainedTokenizerBase], text: str, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    context = ra.Context(*loaded, CONFIG)
+    interrupt(context, text, where, KeyboardInterrupt(), monkeypatch)
+    assert context.num_tokens == context.cache.get_seq_length() == 0
+    assert "7391846" in context.read(text, progress=False).ask(QUESTION, max_new_tokens=16).text
+
+
+def test_a_context_that_could_not_be_put_back_says_so(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C, while the first is cleaned up after: never an answer from half a context."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    fork = context.fork()
+    monkeypatch.setattr("retrieval_attn.cache.rollback.Rollback.undo", fail)
+    interrupt(fork, "And so on.", "last layer", KeyboardInterrupt(), monkeypatch)
+    for use in (lambda: fork.ask(QUESTION), fork.fork, lambda: fork.extend("More."), lambda: fork.stream(QUESTION)):
+        with pytest.raises(ra.CacheMismatchError, match="in a new Context"):
+            use()
+
+
+def test_many_short_extensions_stay_in_one_index(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
+    """A context that grows turn by turn is one segment per layer, however many turns it takes."""
+    context = ra.Context(*loaded, CONFIG).read(text[:4000], progress=False)
+    for start in range(4000, 8000, 200):
+        context.extend(text[start : start + 200], progress=False)
+    assert [len(layer.hosts[0].segments) for layer in layers_of(context)] == [1] * len(layers_of(context))
 
 
 def test_sampling_is_seeded_and_stop_strings_stop(context: ra.Context) -> None:
@@ -172,6 +293,56 @@ def test_llm_generates_and_reads(needle_model_path: Path, text: str) -> None:
     answers = llm.generate([prompt, prompt], ra.Sampling(max_new_tokens=16))
     assert ["7391846" in answer.text for answer in answers] == [True, True]
     assert "7391846" in llm.read(text).ask(QUESTION, max_new_tokens=16).text
+    assert llm.generate("The sky is", max_new_tokens=3)[0].stats.new_tokens == 3
+    with pytest.raises(ConfigError, match="A Sampling and the keyword"):
+        llm.generate("The sky is", ra.Sampling(), max_new_tokens=3)
+    wrong: dict[str, list[Any]] = {
+        "non-empty prompts": ["", [], ["The sky", ""], None, b"The sky is"],
+        "must be a string": [["The sky", 5], [b"The sky"]],
+    }
+    for message, given in wrong.items():
+        for prompts in given:
+            with pytest.raises(InputDataError, match=message):
+                llm.generate(prompts)
+
+
+def test_llm_generates_for_many_prompts_together(
+    needle_model_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of like length are read and continued in one batch, with the texts that each gets alone, in order."""
+    llm = ra.LLM(needle_model_path, device="cpu", config=CONFIG.replace(prefill_chunk=2048))
+    sizes = [300, 60, 1100, 250, 40, 9000, 320, 900]  # characters
+    prompts = [f"{text[:size]} {NEEDLE}\n\nQuestion: {QUESTION}\nAnswer:" for size in sizes]
+    alone = [llm.generate(prompt, max_new_tokens=12)[0] for prompt in prompts]
+    batches: list[int] = []
+    inner = decode.run
+
+    def counted(model: Any, cache: Any, prompt: Any, *rest: Any, **options: Any) -> Any:
+        batches.append(len(prompt.sequences))
+        return inner(model, cache, prompt, *rest, **options)
+
+    monkeypatch.setattr("retrieval_attn.answer_loop.run", counted)
+    together = llm.generate(prompts, max_new_tokens=12, progress=False)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    assert [answer.stats.context_tokens for answer in together] == [a.stats.context_tokens for a in alone]
+    assert sum(batches) == len(prompts) and max(batches) >= 4 and batches[-1] == 1  # the long one goes alone
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([10, 10, 10], [[0, 1, 2]]),
+        ([100, 2, 3, 90], [[1, 2], [3, 0]]),
+        ([500, 500], [[0], [1]]),
+        ([100] * 12, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]),
+        ([2000], [[0]]),
+    ],
+)
+def test_prompts_are_grouped_by_tokens(needle_model_path: Path, lengths: list[int], groups: list[list[int]]) -> None:
+    """At most 800 tokens, or windows, in one batch, and no more padding than tokens."""
+    llm = ra.LLM(needle_model_path, device="cpu", sink=10, window=70, spill=20, prefill_chunk=800)
+    assert llm._groups(lengths) == groups
 
 
 def test_streamer_of_plain_generate() -> None:
@@ -316,6 +487,53 @@ def test_chat_templates_are_split_around_context_and_question(
     whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     assert template.opening + "A story." + template.middle + "Who?" + template.closing == whole
     assert template.context_ids("A story.").count(tokenizer.bos_token_id) == 1
+
+
+TURNS = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "She."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def test_messages_are_put_through_the_chat_template(loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
+    """Context and continuation join to the conversation as the template writes it; one message is like a string."""
+    tokenizer = copy.deepcopy(loaded[1])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    template = PromptTemplate.of(tokenizer)
+    whole = tokenizer.apply_chat_template(
+        [{**TURNS[0], "content": "A story.\n\nWho?"}, *TURNS[1:]], tokenize=False, add_generation_prompt=True
+    )
+    rest = str(whole).removeprefix(template.opening + "A story.")
+    assert rest == "\n\nWho?\n[assistant] She.\n[user] Why?\n[assistant]"
+    assert template.question_ids(TURNS) == template.plain_ids(rest)
+    assert template.question_ids(TURNS[:1]) == template.question_ids("Who?")
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InputDataError, match="begin every conversation alike"):
+        PromptTemplate.of(tokenizer).question_ids(TURNS)
+
+
+def test_messages_without_a_chat_template(context: ra.Context) -> None:
+    """ "Question: ... Answer:" turns; asked, asked together and streamed they get the same answer."""
+    asked = context.template.question_ids(TURNS)
+    text = "\n\nQuestion: Who?\nAnswer: She.\n\nQuestion: Why?\nAnswer:"
+    assert asked == context.template.plain_ids(text)
+    turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    turns.append({"role": "user", "content": QUESTION})
+    answer = context.ask(turns, max_new_tokens=16)
+    assert "7391846" in answer.text
+    assert [one.tokens for one in context.ask_many([turns, QUESTION], max_new_tokens=16)] == [
+        answer.tokens,
+        context.ask(QUESTION, max_new_tokens=16).tokens,
+    ]
+    assert "".join(context.stream(turns, max_new_tokens=16)) == answer.text
+
+
+def test_a_context_says_why_it_has_its_indexes(context: ra.Context) -> None:
+    assert context.index_notes() == context.cache.index_notes()
 
 
 @pytest.fixture(autouse=True)

@@ -44,10 +44,10 @@ INSIDE = {
     "cpu.host_attend",
     "cpu.pool",
     "cpu.store",
+    "engine.attention",
     "engine.decode",
-    "engine.graph",
+    "engine.graph_registry",
     "engine.prefill",
-    "engine.switch",
     "gpu.attention.flash",
     "gpu.attention.merge",
     "gpu.memory",
@@ -63,6 +63,7 @@ INSIDE = {
     "index.threads",
     "model.capturable",
     "model.hooks",
+    "model.layers",
     "model.rotation",
     "offload.queries",
     "offload.stats",
@@ -178,6 +179,15 @@ def test_all_is_sorted_and_complete(name: str) -> None:
         and key not in {"annotations", "TYPE_CHECKING", "Any"}
     }
     assert public <= set(exported), f"public but not in {name}.__all__: {sorted(public - set(exported))}"
+
+
+def test_every_error_is_public() -> None:
+    """`except retrieval_attn.MemoryPlanError` works for each of them, and a new one is not forgotten."""
+    errors = importlib.import_module("retrieval_attn.errors")
+    names = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    package = importlib.import_module("retrieval_attn")
+    assert names and names <= set(package.__all__)
+    assert all(getattr(package, name) is getattr(errors, name) for name in names)
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -162,12 +162,13 @@ class Segment:
         """Drop tokens from `length` on, to be overwritten; freezes if the index cannot forget them."""
         assert not self.frozen and length <= self.length, (self.frozen, length, self.length)
         index = self._index
-        if index is not None and index.stop > length:
+        longest = 0 if index is None else max(map(len, index.heads))  # an insertion may have ended between two heads
+        if index is not None and index.first + longest > length:
             kept = length - index.first
             self._changes += 1
             if kept <= 0:
                 self._index = None
-            elif not all([head.truncate(kept) for head in index.heads]):
+            elif not all([head.truncate(min(kept, len(head))) for head in index.heads]):
                 self.freeze()
                 return
         self.length = length
@@ -268,11 +269,9 @@ class Segment:
                 self.build_index(IndexSpec.of("flat"), start, stop, None)
             index = self._index
             assert index is not None
-            done = index.stop
-            if done < stop:
-                keys, _ = self.read(done, stop)
+            if index.stop < stop:
                 for head, one in enumerate(index.heads):
-                    one.insert(keys[head])
+                    one.insert(self.read(index.first + len(one), stop)[0][head])
                 self._changes += 1
             return index
 

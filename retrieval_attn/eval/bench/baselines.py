@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from retrieval_attn.engine.switch import using_retrieval
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.eval.baselines.cache import ContextCache
 from retrieval_attn.eval.baselines.method import policies_of
 from retrieval_attn.eval.baselines.registry import POLICIES

@@ -29,6 +29,7 @@ from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
 from retrieval_attn.cpu.host_attend import attend_apart
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
 from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.eval.flags import parse_lengths
 from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.spec import IndexSpec
@@ -399,7 +400,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print("\ntorch.mm of 768 x 768, milliseconds\n" + _table([figures["torch"]]), flush=True)
     if "step" in parts:
         figures["step"] = []
-        for tokens in (int(part) for part in args.tokens.split(",")):
+        for tokens in parse_lengths(args.tokens, "--tokens"):
             rows = [row for fmt in formats for row in measure_steps(args, tokens, threads, fmt)]
             figures["step"] += rows
             print(f"\nOne layer, {args.kv_heads * args.group} heads, {tokens} keys\n" + _table(rows), flush=True)

@@ -1,0 +1,262 @@
+"""AnswerLoop: from token ids that a cache is to continue with to answers, for one sequence or a batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from retrieval_attn.answer import Answer, Sampling, Stats
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
+from retrieval_attn.engine.prefill import abandon, finish_prefill
+from retrieval_attn.model.placement import input_device
+
+
+class Cancelled(Exception):
+    """The answer was cancelled while its question was read; nobody waits for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRows:
+    """Sequences side by side, on the model's device: ids int64 and valid bool, both (batch, columns).
+
+    Columns that are not valid are padding.
+    """
+
+    ids: Tensor
+    valid: Tensor
+
+    def first(self, columns: int) -> PromptRows:
+        """The first `columns` columns, a view."""
+        return PromptRows(self.ids[:, :columns], self.valid[:, :columns])
+
+
+class AnswerLoop:
+    """What answers of one model have in common: reading token ids, decoding, cutting at stops, counting costs."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that the model has embeddings for."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    def batch(self, rows: Sequence[list[int]], before: Sequence[int] = ()) -> PromptRows:
+        """Every row after the same ids `before`, with padding in front of the shorter rows."""
+        longest = max(map(len, rows))
+        pads = [longest - len(row) for row in rows]
+        ids = [[*before, *[self._pad] * pad, *row] for pad, row in zip(pads, rows, strict=True)]
+        valid = torch.ones(len(rows), len(before) + longest, dtype=torch.bool)
+        for row, pad in enumerate(pads):
+            valid[row, len(before) : len(before) + pad] = False
+        device = input_device(self.model)
+        return PromptRows(torch.tensor(ids, device=device), valid.to(device))
+
+    def read(self, cache: RetrievalCache, batch: PromptRows) -> PromptState:
+        """Run the model over the columns of `batch` that `cache` does not hold yet.
+
+        Raises what a forward raises: ContextLengthError, MemoryPlanError, CacheMismatchError.
+        """
+        past = cache.get_seq_length()
+        mask = None if bool(batch.valid.all()) else batch.valid
+        place = positions(batch.valid)
+        with torch.no_grad(), using_retrieval(self.model, cache.config.prefill_chunk):
+            logits = forward(self.model, cache, batch.ids[:, past:], mask=mask, position_ids=place[:, past:])
+        return PromptState(batch.ids, logits, place[:, -1], mask)
+
+    def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
+        """As `read`, until the keys are on the host and indexed; with a bar if `progress`. Returns the seconds."""
+        started = time.perf_counter()
+        tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
+        with _Progress(cache, f"reading {tokens:,} tokens", progress):
+            self.read(cache, batch)
+        with _Progress(cache, "waiting for the last indexes", progress):
+            finish_prefill(cache, cache.on_layer)
+        return time.perf_counter() - started
+
+    def answer(
+        self,
+        cache: RetrievalCache,
+        batch: PromptRows,
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> list[Answer]:
+        """Read the rest of `batch` into `cache` and generate after it: one answer for each row.
+
+        on_text: called with each new piece of the first row's text. cancelled: looked at after each layer while
+        reading (Cancelled is raised then) and after each token (the answers end there). The cache goes on with the
+        generated tokens: fork it before if it is still needed.
+        """
+        started = time.perf_counter()
+        held = batch.first(cache.get_seq_length()).valid.sum(dim=1).tolist()
+        with using_retrieval(self.model, cache.config.prefill_chunk):
+            with _cancellable(cache, cancelled):
+                prompt = self.read(cache, batch)
+            prefill_seconds = time.perf_counter() - started
+            emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, on_text)
+            choice = TokenChoice(
+                self._criteria(sampling, batch.ids.shape[1]),
+                _processors(sampling),
+                do_sample=sampling.temperature > 0,
+                generator=_generator(sampling, input_device(self.model)),
+                pad_id=self._pad,
+            )
+            result = run(self.model, cache, prompt, choice, on_token=emit, cancelled=cancelled)
+        if emit is not None:
+            emit.end()
+        result.prefill_seconds = prefill_seconds
+        stats = _stats(result, cache)
+        rows = result.sequences[:, batch.ids.shape[1] :].tolist()
+        return [
+            self._answer(row, replace(stats, context_tokens=tokens), sampling)
+            for row, tokens in zip(rows, held, strict=True)
+        ]
+
+    def _answer(self, row: list[int], stats: Stats, sampling: Sampling) -> Answer:
+        ended = next((place for place, token in enumerate(row) if token in self._eos), None)
+        tokens = row if ended is None else row[:ended]
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        stopped = ended is not None or any(stop in text for stop in sampling.stop)
+        for stop in sampling.stop:
+            text = text.split(stop, 1)[0]
+        return Answer(text, tokens, "stop" if stopped else "length", stats)
+
+    def _criteria(self, sampling: Sampling, prompt_columns: int) -> StoppingCriteriaList:
+        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_columns + sampling.max_new_tokens)])
+        if self._eos:
+            criteria.append(EosTokenCriteria(sorted(self._eos)))
+        if sampling.stop:
+            criteria.append(StopStringCriteria(self.tokenizer, list(sampling.stop)))
+        return criteria
+
+    @property
+    def _eos(self) -> set[int]:
+        """Ids that end an answer: the generation config's, else the tokenizer's."""
+        configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        given = configured if configured is not None else self.tokenizer.eos_token_id
+        return set(given) if isinstance(given, list | tuple) else {given} - {None}
+
+    @property
+    def _pad(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else next(iter(sorted(self._eos)), 0)
+
+
+class _Progress:
+    """A bar over the layers of a cache, shown only when it takes longer than two seconds."""
+
+    def __init__(self, cache: RetrievalCache, what: str, show: bool) -> None:
+        self._cache, self._what, self._show = cache, what, show
+
+    def __enter__(self) -> None:
+        if self._show:
+            layers = len(self._cache.layers)
+            self._bar = tqdm(total=layers, desc=self._what, unit="layer", delay=2.0, leave=False)
+            self._cache.on_layer = self._bar.update
+
+    def __exit__(self, *error: object) -> None:
+        self._cache.on_layer = None
+        if self._show:
+            self._bar.close()
+
+
+class _TextPieces:
+    """Turns token ids into pieces of text, holding back bytes of a character that is not complete yet."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: set[int], on_text: Callable[[str], None]) -> None:
+        self._tokenizer, self._eos, self._on_text = tokenizer, eos, on_text
+        self._tokens: list[int] = []
+        self._sent = 0
+
+    def __call__(self, new: list[int]) -> None:
+        if new[0] in self._eos:
+            return
+        self._tokens.append(new[0])
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._send(text)
+
+    def end(self) -> None:
+        """Send what was held back."""
+        self._send(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
+
+    def _send(self, text: str) -> None:
+        if len(text) > self._sent:
+            self._on_text(text[self._sent :])
+            self._sent = len(text)
+
+
+@contextmanager
+def _cancellable(cache: RetrievalCache, cancelled: threading.Event | None) -> Iterator[None]:
+    """Reading into `cache` stops after the layer in which `cancelled` is set: Cancelled is raised."""
+
+    def look() -> None:
+        if cancelled is not None and cancelled.is_set():
+            raise Cancelled
+
+    cache.on_layer = look
+    try:
+        yield
+    except Cancelled:
+        abandon(cache)
+        raise
+    finally:
+        cache.on_layer = None
+
+
+def _stats(result: Generated, cache: RetrievalCache) -> Stats:
+    work = cache.stats()
+    return Stats(
+        context_tokens=0,
+        new_tokens=result.new_tokens,
+        prefill_seconds=result.prefill_seconds,
+        decode_seconds=result.decode_seconds,
+        index_seconds=work.index_seconds,
+        host_seconds=work.host_seconds,
+        keys_scanned=work.keys_scanned,
+        host_bytes_read=work.bytes_read,
+        host_bytes=cache.host_nbytes,
+        device_bytes=cache.device_nbytes,
+        search_seconds=work.search_seconds,
+        attend_seconds=work.attend_seconds,
+        captured_mass=work.mass / work.mass_count if work.mass_count else None,
+        indexes=cache.index_kinds(),
+    )
+
+
+def _processors(sampling: Sampling) -> LogitsProcessorList:
+    processors = LogitsProcessorList()
+    if sampling.temperature > 0:
+        processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k is not None:
+            processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            processors.append(TopPLogitsWarper(sampling.top_p))
+    return processors
+
+
+def _generator(sampling: Sampling, device: torch.device) -> torch.Generator | None:
+    return None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)

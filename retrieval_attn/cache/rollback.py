@@ -1,0 +1,48 @@
+"""Rollback: puts a cache back to where it was before a forward that failed or was interrupted anywhere."""
+
+from __future__ import annotations
+
+import logging
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.sequence import distinct
+
+log = logging.getLogger(__name__)
+
+
+class Rollback:
+    """Where a cache stands now. Costs a copy of its sinks and windows; keys on the host are marked, not copied.
+
+    A fork would do too, but what is appended to a fork begins a new segment, outside the index of the one before.
+    """
+
+    def __init__(self, cache: RetrievalCache) -> None:
+        """Waits for the last indexes of `cache`, and raises what went wrong there."""
+        cache.quiet()
+        self._cache = cache
+        self._layers = [(layer, layer.snapshot()) for layer in cache.layers if isinstance(layer, CacheLayer)]
+        self._batch = cache.batch.snapshot()
+        paths = distinct(host for sequence in cache.batch.sequences for host in sequence.kv.values())
+        self._hosts = [(host, len(host)) for host in paths]
+
+    def undo(self) -> bool:
+        """Forget what came after; threads that still copy or index it have ended then.
+
+        False where that cannot be done: for layers that keep another state than keys (linear attention).
+        """
+        for layer, _ in self._layers:
+            layer.leave_graph()
+            layer.abandon()
+        for layer, state in self._layers:
+            try:
+                layer.finish_index()
+            except Exception as error:  # what failed is forgotten
+                log.debug("an extension that is undone had failed: %s", error)
+            vars(layer).clear()
+            vars(layer).update(state)
+        self._cache.batch.restore(self._batch)
+        for host, length in self._hosts:
+            host.truncate(length)
+        self._cache.on_layer = None
+        return len(self._layers) == len(self._cache.layers)

@@ -29,7 +29,6 @@ COMMANDS = {
     ),
     "reproduce": ("retrieval_attn.eval.reproduce.command", "a table or figure of the paper, ours beside its numbers"),
     "lm-eval": ("retrieval_attn.eval.lm_eval.command", "lm-evaluation-harness with retrieval attention"),
-    "speed": ("retrieval_attn.eval.speed", "milliseconds per token and bytes touched, beside full attention"),
     "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),
     "bench": ("retrieval_attn.eval.bench.command", "compare indexes on attention keys; the paper's studies of them"),
 }

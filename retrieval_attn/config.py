@@ -17,7 +17,7 @@ from retrieval_attn.errors import ConfigError
 HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 
 Retrieve = int | float | Literal["all"]
-GraphMode = bool | Literal["auto", "emulate"]
+GraphMode = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Config:
     retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
         those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
-        keeps a few bytes of every key on the GPU, which then searches; a `Context` with "auto" does so where it can.
+        keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
-    train_queries: prompt queries per query head that an index which trains (roargraph, postings, sketch) is shown;
+    train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
         None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
@@ -41,11 +41,8 @@ class Config:
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
         largest number of each key and value of each head, with the step as float32 behind them: 132 bytes instead
         of 256 for head_dim 128 in bfloat16.
-    mass_heads: query heads per layer for which every decode step also computes exact attention's denominator, so
-        that `Stats.captured_mass` can be given. Slow: each reads all keys of its head. 0 measures nothing.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
-        "emulate": captured operations are run again one by one, on a CPU too; for tests.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 
@@ -60,7 +57,6 @@ class Config:
     decode_tokens: int = 8
     spill: int = 128
     host_dtype: str = "auto"
-    mass_heads: int = 0
     graph: GraphMode = "auto"
     threads: int | None = None
 
@@ -71,7 +67,6 @@ class Config:
         if self.train_queries is not None:
             _require_int("train_queries", self.train_queries, 0, "use None for what the index asks for; 0 trains none")
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
-        _require_int("mass_heads", self.mass_heads, 0, "use 0 to measure nothing")
         _require_int("spill", self.spill, 1, "128 is a good start")
         _check_retrieve(self.retrieve)
         if not isinstance(self.exact_append, bool):
@@ -83,8 +78,8 @@ class Config:
             )
         if self.host_dtype not in HOST_DTYPES:
             raise ConfigError(f"host_dtype must be one of {', '.join(HOST_DTYPES)}; got {self.host_dtype!r}.")
-        if not isinstance(self.graph, bool) and self.graph not in ("auto", "emulate"):
-            raise ConfigError(f'graph must be "auto", True, False or "emulate", got {self.graph!r}.')
+        if not isinstance(self.graph, bool) and self.graph != "auto":
+            raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if self.threads is not None:
             _require_int("threads", self.threads, 1, "use None for all threads")
         object.__setattr__(self, "index_options", MappingProxyType(dict(self.index_options)))

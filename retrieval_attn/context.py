@@ -19,8 +19,6 @@ from retrieval_attn.cpu import prepare
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
-from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.memory.device_room import chosen_index, free_device_bytes
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
@@ -84,13 +82,11 @@ class Context:
                 f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
             )
         ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
-        config = self.config
         try:
-            self._choose_index(len(ids))
             self._append(ids, progress)
         except BaseException:  # Ctrl-C too
             abandon(self._cache)
-            self.config, self._cache, self._ids = config, RetrievalCache(self.model, config), []
+            self._cache, self._ids = RetrievalCache(self.model, self.config), []
             raise
         return self
 
@@ -198,24 +194,13 @@ class Context:
         self._prepare(len(ids))
         seconds = self._loop.fill(self._cache, self._loop.batch([ids], before=self._ids), progress)
         self._ids = [*self._ids, *ids]
-        self._cache.token_ids = torch.tensor([self._ids])
+        self._cache.batch.note_ids(torch.tensor([self._ids]))
         self.read_seconds += seconds
 
-    def _choose_index(self, tokens: int) -> None:
-        """Where index="auto" may keep codes on the device, have a cache that does."""
-        free = free_device_bytes(self.model) if self.config.index == "auto" else None
-        chosen = chosen_index(self.model.config, self.config, tokens, free)
-        if chosen is not self.config:
-            on_layer = self._cache.on_layer
-            self.config, self._cache = chosen, RetrievalCache(self.model, chosen)
-            self._cache.on_layer = on_layer
-
     def _prepare(self, tokens: int) -> None:
-        """Compile now what the first token would wait for."""
-        kind, options = self.config.index, dict(self.config.index_options)
-        if kind == "auto" and tokens < SKETCH_FROM:
-            kind, options = "flat", {"codes": "int8"}
-        prepare(host_format(self.config.host_dtype, self.model.dtype), kind, options)
+        """Decide the index and compile now what the first token would wait for."""
+        spec = self._cache.index.decide(tokens)
+        prepare(host_format(self.config.host_dtype, self.model.dtype), spec, tokens)
 
     def _require_whole(self) -> None:
         if not self._whole:

@@ -171,3 +171,32 @@ def needle_model_path() -> Path:
     if not (path / "model.safetensors").is_file():
         pytest.fail(f"no model.safetensors in {path}; set RETRIEVAL_ATTN_TEST_MODEL to a folder that has one")
     return path
+
+
+@pytest.fixture
+def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test continues another's graphs, or takes their exchange from its environment."""
+    from retrieval_attn.engine import graph
+    from retrieval_attn.gpu.capture.exchange import VARIABLE
+
+    graph._decoders.clear()
+    graph._failed.clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def emulated_graphs(fresh_decoders: None) -> Iterator[None]:
+    """Graphs are captured and replayed on the CPU."""
+    from retrieval_attn.engine.graph_emulation import emulated
+
+    with emulated():
+        yield
+
+
+@pytest.fixture(params=["push", "node"])
+def hop(request: pytest.FixtureRequest, fresh_decoders: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test runs once with each exchange."""
+    from retrieval_attn.gpu.capture.exchange import VARIABLE
+
+    monkeypatch.setenv(VARIABLE, request.param)
+    return str(request.param)

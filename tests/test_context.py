@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
+from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine import decode
 from retrieval_attn.engine.prefill import finish_prefill
@@ -66,12 +67,10 @@ def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, 
 def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with an empty retrieved part the number cannot be found."""
 
-    def nothing(
-        layer: RetrievalLayer, query: torch.Tensor, static_lse: torch.Tensor, value_dim: int, *rest: Any
-    ) -> Partial:
-        return empty_partial(query, value_dim)
+    def nothing(part: HostPart, config: ra.Config, value_dim: int, *rest: Any) -> Partial:
+        return empty_partial(torch.empty(*part._shape, 1), value_dim)
 
-    monkeypatch.setattr(RetrievalLayer, "_retrieve", nothing)
+    monkeypatch.setattr(HostPart, "attend", nothing)
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, append="retrieval").text
 
 
@@ -79,8 +78,9 @@ def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTra
     """All keys have the whole weight, one key has less than fifty; unasked it is not measured."""
     shares = []
     for retrieve in ("all", 50, 1):
-        asked = CONFIG.replace(retrieve=retrieve, mass_heads=8)
-        answer = ra.Context(*loaded, asked).read(text[:6000], progress=False).ask(QUESTION, max_new_tokens=6)
+        context = ra.Context(*loaded, CONFIG.replace(retrieve=retrieve)).read(text[:6000], progress=False)
+        context.cache.measure_mass(8)
+        answer = context.ask(QUESTION, max_new_tokens=6)
         assert answer.stats.captured_mass is not None
         shares.append(answer.stats.captured_mass)
     assert shares[0] == pytest.approx(1, abs=1e-4)
@@ -93,7 +93,7 @@ def test_ask_equals_full_attention_and_leaves_the_context(
     context: ra.Context, loaded: tuple[Any, PreTrainedTokenizerBase]
 ) -> None:
     """Same tokens as transformers on context + question, twice in a row."""
-    ids = [*context.cache.token_ids[0].tolist(), *context.template.question_ids(QUESTION)]  # type: ignore[index]
+    ids = [*context.cache.batch.sequences[0].token_ids, *context.template.question_ids(QUESTION)]
     expected = full_attention(loaded, ids, 16)
     for _ in range(2):
         got = context.ask(QUESTION, max_new_tokens=16).tokens
@@ -178,7 +178,7 @@ def test_an_extension_that_failed_has_not_happened(
     for _ in range(2):
         interrupt(context, added, where, error, monkeypatch)
         assert context.num_tokens == never.num_tokens == context.cache.get_seq_length()
-        assert torch.equal(tensor(context.cache.token_ids), tensor(never.cache.token_ids))
+        assert [one.token_ids for one in context.cache.batch.sequences] == [never._ids]
         for mine, other in zip(layers_of(context), layers_of(never), strict=True):
             assert mine.columns == other.columns and len(mine.hosts[0]) == len(other.hosts[0])
             for here, there in zip(*(layer.hosts[0].read(0, mine.columns) for layer in (mine, other)), strict=True):
@@ -208,11 +208,6 @@ def interrupt(context: ra.Context, added: str, where: str, error: BaseException,
 
 def layers_of(context: ra.Context) -> list[RetrievalLayer]:
     return [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
-
-
-def tensor(given: torch.Tensor | None) -> torch.Tensor:
-    assert given is not None
-    return given
 
 
 def test_an_extension_of_a_forked_context_that_failed(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
 from tests.tiny_models import build_model, random_ids
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def path_of(keys: np.ndarray[Any, Any]) -> tuple[HostPath, DeviceCoder]:
     """A path of these keys (2, n, 32) whose index is yet to be built, and its coder."""
     coder = DeviceCoder(CPU, 2)
-    path = HostPath(2, 32, 32, Format.FLOAT32, index_kind="device", index_options={"coder": coder}, layer=0)
+    path = HostPath(2, 32, 32, Format.FLOAT32, index=IndexSpec.of("device"), layer=0)
     path.append(keys, keys)
     return path, coder
 
@@ -40,7 +41,7 @@ def test_lent_keys_are_coded_in_place_of_those_that_would_cross() -> None:
     keys, others = (rng.standard_normal((2, 700, 32), dtype=np.float32) for _ in range(2))
     path, coder = path_of(keys)
     with coder.lent(torch.from_numpy(others), None):
-        path.build_index(0, 700)
+        path.build_index(0, 700, coder=coder)
     more = rng.standard_normal((2, 40, 32), dtype=np.float32)
     path.append(more, more)
     path.extend_index(740)
@@ -50,7 +51,7 @@ def test_lent_keys_are_coded_in_place_of_those_that_would_cross() -> None:
         assert torch.equal(codes.codes[:740], encoded(codes.space, torch.from_numpy(wanted)))
     path, coder = path_of(keys)
     with coder.lent(torch.from_numpy(others[:, :600]), None):
-        path.build_index(0, 700)
+        path.build_index(0, 700, coder=coder)
     for head, codes in enumerate(codes_of(path)):
         assert torch.equal(codes.codes[:700], encoded(codes.space, torch.from_numpy(keys[head])))
 
@@ -62,7 +63,7 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
     bad = torch.from_numpy(keys.copy())
     bad[1, 7, 3] = torch.inf
     with coder.lent(bad, None), pytest.raises(ShapeError, match="finite"):
-        path.build_index(0, 300)
+        path.build_index(0, 300, coder=coder)
 
 
 @pytest.mark.cuda

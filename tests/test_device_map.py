@@ -224,9 +224,9 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
         "retrieval_attn.engine.prefill.require_host_room", lambda *sizes: None
     )  # builds the model again
     monkeypatch.setattr("retrieval_attn.offload.work.to_host", to_host)
-    monkeypatch.setattr("retrieval_attn.cache.retrieval.to_device", to_device)
+    monkeypatch.setattr("retrieval_attn.cache.held.to_device", to_device)
     monkeypatch.setattr(
-        "retrieval_attn.cache.retrieval.to_queries", lambda query: np.ones(tuple(query.shape), np.float32)
+        "retrieval_attn.cache.host_part.to_queries", lambda query: np.ones(tuple(query.shape), np.float32)
     )
     config = ra.Config(**{**TINY, "index": "flat"})
     with FakeTensorMode(), torch.no_grad():

@@ -43,7 +43,7 @@ def test_nothing_is_chosen_without_need() -> None:
 def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache has codes, asks them, and keeps who watches the layers."""
     monkeypatch.setattr(device_room, "SKETCH_FROM", 100)
-    monkeypatch.setattr("retrieval_attn.context.free_device_bytes", lambda model: GIB)
+    monkeypatch.setattr(device_room, "free_device_bytes", lambda model: GIB)
     model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, spill=8, retrieve=2))
     tokenizer: Any = Tokenizer()
     context = ra.Context(model, tokenizer)
@@ -51,12 +51,35 @@ def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     context.cache.on_layer = lambda: seen.append(None)
     context.read(random_ids(1, 400)[0].tolist(), progress=False)
     assert context.cache.index_kinds() == {"device": sum(context.cache.index_kinds().values())}
-    assert context.config.index == "device" and seen
+    assert context.config.index == "auto" and context.cache.index.config.index == "device" and seen
     layers: list[Any] = context.cache.layers
     codes = context.cache.device_nbytes - sum(layer.window.nbytes for layer in layers)
     assert 0 < codes == sum(layer.coded_nbytes for layer in layers)
     with torch.no_grad():
         assert context.continue_with([5], max_new_tokens=3).tokens
+
+
+def test_auto_is_decided_for_every_cache_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain calls and `generate` get what a context gets; later layers do not decide by the memory that is left, and a
+    cache that is emptied decides anew.
+    """
+    free = iter([GIB, GIB, 0])
+    monkeypatch.setattr(device_room, "SKETCH_FROM", 100)
+    monkeypatch.setattr(device_room, "free_device_bytes", lambda model: next(free))
+    config = ra.Config(sink=4, window=16, spill=8, retrieve=2)
+    model: Any = ra.enable(build_model("llama"), config)
+    cache = ra.RetrievalCache(model, config)
+    ids = random_ids(1, 400)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        assert set(cache.index_kinds()) == {"device"}
+        other = ra.RetrievalCache(model, config)
+        options = {"custom_generate": ra.generate, "max_new_tokens": 2, "do_sample": False}
+        model.generate(ids, past_key_values=other, **options)
+        assert set(other.index_kinds()) == {"device"}
+        cache.reset()
+        model(ids, past_key_values=cache)
+    assert set(cache.index_kinds()) == {"flat"} and next(free, None) is None
 
 
 class Tokenizer:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ import retrieval_attn as ra
 from retrieval_attn.engine import graph as graph_decode
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.exchange import VARIABLE, Hop
-from tests.test_graph_decode import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
+from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -29,20 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test continues another's decoders; float32 is float32; the exchange is not the environment's choice."""
+def _float32_is_float32(fresh_decoders: None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    graph_decode._decoders.clear()
-    graph_decode._failed.clear()
-    monkeypatch.delenv(VARIABLE, raising=False)
-    yield
-
-
-@pytest.fixture(params=["push", "node"])
-def hop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hop]:
-    """The test runs once with each exchange."""
-    monkeypatch.setenv(VARIABLE, request.param)
-    yield request.param
 
 
 def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -51,7 +37,7 @@ def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
-def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
+def test_replays_equal_eager_decoding(name: str, hop: str) -> None:
     """float32, across spills."""
     model = on_device(name)
     eager = Decoded(model, False)
@@ -86,7 +72,7 @@ def test_replays_equal_eager_decoding(name: str, hop: Hop) -> None:
         *DEVICE_CASES,
     ],
 )
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: Hop) -> None:
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: str) -> None:
     model = on_device("llama")
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 2e-5
@@ -101,7 +87,7 @@ def test_bfloat16_is_as_close_as_rounding() -> None:
     assert (graphed.logits[1].float() - exact.logits[1]).abs().max() <= 2 * rounding
 
 
-def test_thousands_of_tokens_in_constant_memory(hop: Hop) -> None:
+def test_thousands_of_tokens_in_constant_memory(hop: str) -> None:
     """2,000 replays of one capture; host threads and device memory as after the first hundred."""
     model = on_device("llama")
     decoded = Decoded(model, True, new=100)
@@ -123,7 +109,7 @@ def test_thousands_of_tokens_in_constant_memory(hop: Hop) -> None:
 
 
 @torch.no_grad()
-def test_an_error_of_a_search_names_its_layer(hop: Hop) -> None:
+def test_an_error_of_a_search_names_its_layer(hop: str) -> None:
     """A search that fails inside the graph; the same graph goes on when it works again."""
     broken_search(on_device("llama"), True)
 
@@ -186,7 +172,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_ends_a_running_graph(hop: Hop) -> None:
+def test_an_interrupt_ends_a_running_graph(hop: str) -> None:
     """SIGINT while replays run: no hang, no thread left over, and the model decodes on."""
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],

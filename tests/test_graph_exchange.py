@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,22 +13,19 @@ from torch import Tensor
 from retrieval_attn.cpu import serve
 from retrieval_attn.engine import graph as graph_decode
 from retrieval_attn.engine.decode import Steps
+from retrieval_attn.engine.graph_emulation import emulated
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import VARIABLE
 from tests.gpu.test_push import Careless
+from tests.graph_cases import Decoded, enabled
 from tests.test_graph_cuda import on_device
-from tests.test_graph_decode import Decoded, enabled
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test continues another's decoders."""
+def _push(fresh_decoders: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    graph_decode._decoders.clear()
-    graph_decode._failed.clear()
     monkeypatch.setenv(VARIABLE, "push")
-    yield
 
 
 class Two:
@@ -36,9 +33,9 @@ class Two:
 
     def __init__(self, model: Any, new: int = 10) -> None:
         self.model, self.device = model, model.device
-        decoded = Decoded(model, True if self.device.type == "cuda" else "emulate", new=new)
+        decoded = Decoded(model, True, new=new)
         self.cache, self.eager = decoded.cache, decoded.cache.fork()
-        self.steps = Steps(model, self.cache, True if self.device.type == "cuda" else "emulate")
+        self.steps = Steps(model, self.cache, True)
         self.others = Steps(model, self.eager, False)
 
     def step(self, steps: Steps, token: int) -> Tensor:
@@ -61,23 +58,24 @@ class Two:
 
 
 @torch.no_grad()
-def test_a_layer_that_is_not_answered_costs_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_not_answered_costs_its_token() -> None:
     """And keeps the cache: emulated."""
     runtime = EmulatedRuntime(Careless)
-    monkeypatch.setattr(graph_decode, "runtime_for", lambda model, emulate: runtime)
-    two = Two(enabled("llama"))
-    two.check(5)
-    runtime.patience, two.replay.server.mistake = 0.3, "skip"
-    before = two.cache.get_seq_length()
-    with pytest.raises(BackendError, match="layer 1: the device gave up waiting"):
-        two.step(two.steps, 6)
-    assert two.cache.get_seq_length() == before
-    two.replay.server.mistake = ""
-    for token in (6, 7, 8):
-        two.check(token)
-    two.steps.close()
+    with emulated(runtime):
+        two = Two(enabled("llama"))
+        two.check(5)
+        runtime.patience, two.replay.server.mistake = 0.3, "skip"
+        before = two.cache.get_seq_length()
+        with pytest.raises(BackendError, match="layer 1: the device gave up waiting"):
+            two.step(two.steps, 6)
+        assert two.cache.get_seq_length() == before
+        two.replay.server.mistake = ""
+        for token in (6, 7, 8):
+            two.check(token)
+        two.steps.close()
 
 
+@emulated()
 @torch.no_grad()
 def test_a_replay_that_is_not_served_costs_its_token() -> None:
     """The step itself raises, with nothing launched left over: emulated."""
@@ -101,10 +99,11 @@ def test_decoders_share_a_runtime(where: str, hop: str, monkeypatch: pytest.Monk
     """Two models' steps in turn."""
     monkeypatch.setenv(VARIABLE, hop)
     make = enabled if where == "emulated" else on_device
-    pairs = [Two(make("llama")), Two(make("qwen3"))]
-    for token in range(5, 17):
-        for two in pairs:
-            two.check(token)
+    with emulated() if where == "emulated" else contextlib.nullcontext():
+        pairs = [Two(make("llama")), Two(make("qwen3"))]
+        for token in range(5, 17):
+            for two in pairs:
+                two.check(token)
     assert pairs[0].steps._decoder is not None and pairs[1].steps._decoder is not None
     assert pairs[0].steps._decoder.runtime is pairs[1].steps._decoder.runtime
     for two in pairs:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.layer import LayerStats
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
@@ -26,6 +25,7 @@ from retrieval_attn.memory import host_room
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.staging import Staging
+from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import Crew
 from retrieval_attn.offload.work import HostWork
 from tests.test_background import workers
@@ -236,15 +236,15 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
         order.append("built")
         return index
 
-    opened = RetrievalLayer._open_pass
+    opened = RetrievalLayer._open_reading
 
-    def opening(self: RetrievalLayer, total: int) -> Any:
-        done = opened(self, total)
+    def opening(self: RetrievalLayer, held: Any, total: int) -> Any:
+        done = opened(self, held, total)
         order.append("opened")
         return done
 
     monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noting))
-    monkeypatch.setattr(RetrievalLayer, "_open_pass", opening)
+    monkeypatch.setattr(RetrievalLayer, "_open_reading", opening)
     cache = read(CONFIG, random_ids(1, 300), 128)
     finish_prefill(cache)
     assert order[:4] == ["opened", "built", "built", "opened"]

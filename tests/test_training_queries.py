@@ -11,7 +11,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
-from retrieval_attn.index.base import check_kind
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from tests.tiny_models import random_ids, tiny_model
 
@@ -77,7 +77,7 @@ def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:
     ],
 )
 def test_graphs_train_on_more_queries_of_longer_contexts(kind: str, tokens: int, count: int) -> None:
-    assert check_kind(kind, {}).training_queries(tokens) == count
+    assert IndexSpec.of(kind).training_queries(tokens) == count
 
 
 @pytest.mark.parametrize(("given", "count"), [(None, 250), (40, 40)])
@@ -88,13 +88,13 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
     monkeypatch.setattr("retrieval_attn.index.base.TRAIN_QUERIES", 100)
     model = tiny_model("llama")
     trained: list[int] = []
-    build = RoarGraphIndex.build.__func__  # type: ignore[attr-defined]
+    make = RoarGraphIndex.make.__func__  # type: ignore[attr-defined]
 
-    def noted(cls: Any, keys: Any, fmt: Any, queries: Any, **options: Any) -> RoarGraphIndex:
+    def noted(cls: Any, keys: Any, fmt: Any, options: Any, queries: Any, *others: Any) -> RoarGraphIndex:
         trained.append(queries.shape[1])
-        return build(cls, keys, fmt, queries, **options)
+        return make(cls, keys, fmt, options, queries, *others)
 
-    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noted))
+    monkeypatch.setattr(RoarGraphIndex, "make", classmethod(noted))
     config = ra.Config(sink=8, window=64, spill=16, retrieve=5, index="roargraph", index_options=GRAPH)
     config = config.replace(train_queries=given)
     with torch.no_grad():

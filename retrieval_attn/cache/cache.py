@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
-from retrieval_attn.cache.layer import CacheLayer, LayerStats
+from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
-from retrieval_attn.index.base import check_kind
+from retrieval_attn.memory.device_room import IndexChoice
+from retrieval_attn.offload.stats import LayerStats
 
 
 class RetrievalCache(Cache):
@@ -36,15 +38,14 @@ class RetrievalCache(Cache):
         check=False skips the support check (and its one-time verification of untested model types).
         """
         self.config = resolve(config, overrides)
-        check_kind(self.config.index, dict(self.config.index_options))
+        self.index = IndexChoice(model, self.config)
         if check:
             require_supported(model)
         text_config = model.config.get_text_config(decoder=True)
-        super().__init__(layers=_make_layers(model, text_config, self.config))
+        self.batch = Batch()
+        super().__init__(layers=_make_layers(model, text_config, self.config, self.index, self.batch))
         self.model_type = text_config.model_type
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        # Ids of the cached tokens, where the caller says them (Context, generate): (batch, columns) on the CPU.
-        self.token_ids: Tensor | None = None
         # Called after each decoder layer of a forward (progress of a long prefill), or None.
         self.on_layer: Callable[[], object] | None = None
 
@@ -63,12 +64,12 @@ class RetrievalCache(Cache):
                 f"Layer {layer_idx} of this {self.model_type} cache keeps no keys, but the model stores some; make a "
                 "RetrievalCache for this model."
             )
-        self.require_room(key_states.shape[2], layer.get_seq_length())
+        self.require_room(key_states.shape[2], layer.columns)
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def require_room(self, new_tokens: int, cached: int | None = None) -> None:
         """Raise ContextLengthError when `new_tokens` more would pass the model's positions."""
-        cached = self.get_seq_length() if cached is None else cached
+        cached = self.batch.columns if cached is None else cached
         if self.max_positions is not None and cached + new_tokens > self.max_positions:
             raise ContextLengthError(
                 f"{cached} cached and {new_tokens} new tokens are more than the model's {self.max_positions} "
@@ -76,56 +77,124 @@ class RetrievalCache(Cache):
                 "whose rope scaling and max_position_embeddings cover it."
             )
 
+    # -- rows and lengths, for all layers together ---------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that every layer has stored."""
+        return self.batch.columns
+
     def fork(self) -> RetrievalCache:
         """An independent continuation. Host memory and indexes are shared, the device window is copied."""
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, RetrievalLayer | SlidingLayer):
+            if not isinstance(layer, CacheLayer):
                 raise UnsupportedModelError(
                     f"Layer {index} is a {type(layer).__name__}; its state cannot be forked. Read the context again."
                 )
-        other = object.__new__(RetrievalCache)
+        self._quiet()
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.layers = [layer.fork() for layer in self._own_layers()]
+        other.batch = self.batch.fork()
+        other.layers = [layer.fork(other.batch) for layer in self._own_layers()]
         other.on_layer = None
         return other
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest -`tokens_to_remove` tokens (transformers 5.17: negative counts)."""
-        super().crop(tokens_to_remove)
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids[:, : self.get_seq_length()]
+        """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many.
+
+        Raises CacheMismatchError for more than there are, or where a sliding layer has forgotten what would be newest.
+        """
+        given = int(tokens_to_remove)  # assisted decoding passes a tensor
+        columns = self.batch.columns
+        count = columns - min(given, columns) if given > 0 else -given
+        if count > columns:
+            raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
+        self._quiet()
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if not isinstance(layer, CacheLayer):
+                layer.crop(tokens_to_remove)
+            elif count:
+                layer.drop_newest(layer.ahead + count)
+        if count == columns:
+            self.batch.reset()
+        elif count:
+            self.batch.crop(columns - count)
+
+    def rollback(self, columns: int) -> None:
+        """Be as the cache was when it held `columns`, after a forward that failed or was interrupted anywhere.
+
+        Raises UnsupportedModelError for layers of transformers' own, whose state cannot be taken back, and
+        CacheMismatchError where a sliding layer has forgotten what would be newest.
+        """
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, CacheLayer):
+                raise UnsupportedModelError(f"Layer {index} is a {type(layer).__name__}; make a new cache.")
+        for layer in self._own_layers():
+            layer.leave_graph()
+            layer.roll_back(columns)
+        if columns:
+            self.batch.crop(columns)
+        else:
+            self.batch.reset()
+
+    def replace_layer(self, number: int, layer: CacheLayer) -> None:
+        """Put an instrument's own `layer` in the place of layer `number`, such as one that records."""
+        layers: list[Any] = self.layers
+        layer.batch, layer.commits = self.batch, layers[number].commits
+        layers[number] = layer
+
+    def share_layer(self, number: int, source: int) -> None:
+        """Make layer `number` share the host keys and indexes of layer `source`: for benchmarks that decode with fewer
+        distinct layers than the model has.
+        """
+        layers: list[Any] = self.layers
+        self.replace_layer(number, layers[source].share(number))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times; the host part is shared, not copied."""
-        super().batch_repeat_interleave(repeats)
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids.repeat_interleave(repeats, dim=0)
+        rows = range(len(self.batch.sequences))
+        repeated = [row for row in rows for _ in range(repeats)]
+        self._select(repeated, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences."""
-        super().batch_select_indices(indices)
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids[indices.cpu()]
+        chosen = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+        self._select(chosen.tolist(), lambda layer: layer.batch_select_indices(indices))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue from these sequences (beam search). The host part is shared, not copied."""
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)  # type: ignore[arg-type]  # transformers says LongTensor for any int64
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids[beam_idx.cpu()]
+        self._select(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
 
     def reset(self) -> None:
         """Forget everything; the cache can be filled again."""
         super().reset()
-        self.token_ids = None
+        self.index.reset()
+        self.batch.reset()
+
+    def _select(self, rows: list[int], other: Callable[[Any], object]) -> None:
+        """Continue with these rows. other: does the same for a layer of transformers' own."""
+        self._quiet()
+        for layer in self.layers:
+            if isinstance(layer, CacheLayer):
+                layer.select(rows)
+            else:
+                other(layer)
+        self.batch.select(rows)
+
+    def _quiet(self) -> None:
+        """Nothing is under way in any layer, and a captured step looks at the cache anew before its next replay."""
+        for layer in self._own_layers():
+            layer.leave_graph()
+            layer.finish_index()
+
+    # -- what it holds and cost ----------------------------------------------------------------------
 
     def stats(self) -> LayerStats:
         """Sum over layers of what happened since the cache (or its fork) was made."""
         total = LayerStats()
         for layer in self._own_layers():
             layer.settle()
-            if isinstance(layer, RetrievalLayer):
-                layer.finish_index()
+            layer.finish_index()
             total.add(layer.stats)
         return total
 
@@ -159,25 +228,39 @@ class RetrievalCache(Cache):
         windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
         return windows + sum(layer.coded_nbytes for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
 
-    def _own_layers(self) -> list[RetrievalLayer | SlidingLayer]:
-        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer | SlidingLayer)]
+    def measure_mass(self, heads: int) -> None:
+        """From now on every eager decode step measures, for so many query heads of each layer in turn, what share of
+        exact attention's weight took part (`Stats.captured_mass`). Slow: each reads all keys of its head. 0: none.
+        """
+        for layer in self._own_layers():
+            if isinstance(layer, RetrievalLayer):
+                layer.mass_heads = heads
+
+    def _own_layers(self) -> list[CacheLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
 
-def _make_layers(model: PreTrainedModel, text_config: Any, config: Config) -> list[Any]:
+def _make_layers(
+    model: PreTrainedModel, text_config: Any, config: Config, index: IndexChoice, batch: Batch
+) -> list[Any]:
     layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
     layers: list[Any] = []
-    for index, layer_type in enumerate(layer_types):
+    for number, layer_type in enumerate(layer_types):
         if layer_type == "full_attention":
-            layers.append(RetrievalLayer(config, model, index))
+            layers.append(RetrievalLayer(config, index, model, number, batch))
         elif layer_type == "sliding_attention":
-            layers.append(SlidingLayer(config, layer_kwargs["sliding_window"]))
+            layers.append(SlidingLayer(config, layer_kwargs["sliding_window"], batch))
         elif layer_type in ("linear_attention", "conv", "mlp", "moe"):
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_kwargs))
         else:
             raise UnsupportedModelError(
-                f"Layer {index} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "
+                f"Layer {number} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "
                 "full_attention, sliding_attention and linear_attention layers."
             )
+    for layer in reversed(layers):
+        if isinstance(layer, CacheLayer):
+            layer.commits = True
+            break
     return layers
 
 

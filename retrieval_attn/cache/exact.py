@@ -25,9 +25,15 @@ class ExactPass:
         self.total = total
         self.filled = 0
         self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
-        self.key: Tensor | None = None  # (batch, kv_heads, total, head_dim)
-        self.value: Tensor | None = None
+        self._new: tuple[Tensor, Tensor] | None = None
         self._past = past
+
+    @property
+    def new(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pass, (batch, kv_heads, total, dim). Raises CacheMismatchError before the first."""
+        if self._new is None:
+            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought none.")
+        return self._new
 
     def step(
         self,
@@ -44,8 +50,7 @@ class ExactPass:
         self._store(key, value, start)
         self.valid = join(self.valid, start, valid, count, batch)
         self.filled += count
-        assert self.key is not None and self.value is not None
-        key, value = self.key[:, :, : self.filled], self.value[:, :, : self.filled]
+        key, value = (tensor[:, :, : self.filled] for tensor in self.new)
         if self.valid is None and all(past is None for past in self._past):
             return _causal(query, [], (key, value), scale, softcap)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
@@ -62,18 +67,17 @@ class ExactPass:
 
     def keys_of(self, row: int) -> Tensor:
         """All real keys of a row, past and new: (kv_heads, tokens, head_dim) on the device. May be a view."""
-        assert self.key is not None
-        new = self.key[row][:, self._real(row, 0, self.filled)]
+        new = self.new[0][row][:, self._real(row, 0, self.filled)]
         past = self._past[row]
         return new if past is None else torch.cat([past[0][0].to(new.dtype), new], dim=1)
 
     def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:
         """The first `count` real new tokens of a row: keys and values (kv_heads, count, dim)."""
-        assert self.key is not None and self.value is not None
+        key, value = self.new
         if self.valid is None:
-            return self.key[row, :, :count], self.value[row, :, :count]
-        first = self.valid[row].nonzero().squeeze(1)[:count].to(self.key.device)
-        return self.key[row][:, first], self.value[row][:, first]
+            return key[row, :, :count], value[row, :, :count]
+        first = self.valid[row].nonzero().squeeze(1)[:count].to(key.device)
+        return key[row][:, first], value[row][:, first]
 
     def mark(self) -> object:
         """What `restore` needs to forget the chunks that follow."""
@@ -87,22 +91,21 @@ class ExactPass:
     def _store(self, key: Tensor, value: Tensor, start: int) -> None:
         count = key.shape[2]
         if start == 0 and count == self.total:
-            self.key, self.value = key, value
+            self._new = key, value
             return
-        if self.key is None or self.value is None:
-            self.key = key.new_empty(*key.shape[:2], self.total, key.shape[3])
-            self.value = value.new_empty(*value.shape[:2], self.total, value.shape[3])
         if start + count > self.total:
             raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
-        self.key[:, :, start : start + count] = key
-        self.value[:, :, start : start + count] = value
+        if self._new is None:
+            shapes = ((*tensor.shape[:2], self.total, tensor.shape[3]) for tensor in (key, value))
+            self._new = key.new_empty(next(shapes)), value.new_empty(next(shapes))
+        for held, tensor in zip(self._new, (key, value), strict=True):
+            held[:, :, start : start + count] = tensor
 
     def _real(self, row: int, start: int, stop: int) -> Tensor | slice:
         """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
         if self.valid is None:
             return slice(None)
-        assert self.key is not None
-        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.key.device)
+        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.new[0].device)
 
 
 def _causal(

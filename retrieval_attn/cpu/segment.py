@@ -11,9 +11,9 @@ import logging
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import FlatIndex, search_exact
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,13 @@ _advice_failed = threading.Event()
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
+
+
+class HeadCoders(Protocol):
+    """Makes the codes of a layer's heads where a device keeps them."""
+
+    def for_head(self, head: int) -> Any:
+        """What makes the codes of this head: a `index.device.Coder`."""
 
 
 class Hits(NamedTuple):
@@ -171,27 +179,26 @@ class Segment:
 
     def build_index(
         self,
-        kind: str,
-        options: Mapping[str, Any],
+        spec: IndexSpec,
         start: int,
         stop: int,
         queries: npt.NDArray[np.float32] | None,
         lists: npt.NDArray[np.int32] | None = None,
         each: Each = map,
+        coder: HeadCoders | None = None,
     ) -> None:
         """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) and lists (kv_heads,
-        group, m, kk) or None. each: as `map`, for the heads.
+        group, m, kk) or None. each: as `map`, for the heads. coder: see `HostPath.build_index`.
         """
         keys, _ = self.read(start, stop)
 
         def build(head: int) -> base.KeyIndex:
-            given = {
-                name: value.for_head(head) if hasattr(value, "for_head") else value for name, value in options.items()
-            }
-            if lists is not None:
-                given["lists"] = lists[head]
-            return base.create(
-                kind, keys[head], fmt=self.fmt, queries=None if queries is None else queries[head], **given
+            return spec.build(
+                keys[head],
+                self.fmt,
+                None if queries is None else queries[head],
+                lists=None if lists is None else lists[head],
+                coder=None if coder is None else coder.for_head(head),
             )
 
         heads = list(each(build, range(len(self.keys))))
@@ -259,7 +266,7 @@ class Segment:
             return index
         with self._extending:  # forks in two threads must not insert the same tokens twice
             if self._index is None:
-                self.build_index("flat", {}, start, stop, None)
+                self.build_index(IndexSpec.of("flat"), start, stop, None)
             index = self._index
             assert index is not None
             if index.stop < stop:

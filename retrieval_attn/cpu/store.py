@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,14 @@ from retrieval_attn.cpu.attend import (
 )
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
-from retrieval_attn.cpu.segment import Each, Segment
+from retrieval_attn.cpu.segment import Each, HeadCoders, Segment
 from retrieval_attn.cpu.step.given_task import given_task
 from retrieval_attn.cpu.step.plan import LayerStep, Piece
 from retrieval_attn.cpu.step.search_tasks import coded_task, graph_task, sketch_task
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index import base
+from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.formats import Format, check_queries, check_rows
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
 RESERVE_TOKENS = 4096
@@ -64,8 +65,7 @@ class HostPath:
         value_dim: int,
         fmt: Format,
         *,
-        index_kind: str = "flat",
-        index_options: Mapping[str, Any] | None = None,
+        index: IndexSpec | None = None,
         reserve_tokens: int = RESERVE_TOKENS,
         threads: int | None = None,
         tail_tokens: int = TAIL_TOKENS,
@@ -76,10 +76,10 @@ class HostPath:
 
         reserve_tokens: tokens the first segment has room for (address space; memory is taken as tokens
         come). Give the expected length: a path that outgrows it continues in further segments, each
-        searched on its own. index_kind, index_options: what `build_index` builds. threads: of `attend`,
-        None = all of the pool (or as many as Numba has). tail_tokens: tokens after the end of an index that are
-        scanned before they are inserted into it, all at once. pool: of worker threads, None = the shared one. layer:
-        named in errors. Raises ConfigError.
+        searched on its own. index: what `build_index` builds, None = flat. threads: of `attend`, None = all of the pool
+        (or as many as Numba has). tail_tokens: tokens after the end of an index that are scanned before they are
+        inserted into it, all at once. pool: of worker threads, None = the shared one. layer: named in errors.
+        Raises ConfigError.
         """
         if tail_tokens < 0:
             raise ConfigError(f"tail_tokens={tail_tokens} must be >= 0")
@@ -88,9 +88,7 @@ class HostPath:
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         check_threads(threads)
-        self._options = dict(index_options or {})
-        base.check_kind(index_kind, self._options)
-        self._kind = index_kind
+        self.spec = IndexSpec.of("flat") if index is None else index
         self._heads, self._head_dim, self._value_dim = num_kv_heads, head_dim, value_dim
         self._fmt = fmt
         self._threads = threads
@@ -109,16 +107,6 @@ class HostPath:
     def fmt(self) -> Format:
         """Storage format of keys and values."""
         return self._fmt
-
-    @property
-    def index_kind(self) -> str:
-        """What `build_index` builds."""
-        return self._kind
-
-    @property
-    def index_options(self) -> Mapping[str, Any]:
-        """Options of `index_kind`."""
-        return self._options
 
     @property
     def num_kv_heads(self) -> int:
@@ -263,8 +251,7 @@ class HostPath:
             self._head_dim,
             self._value_dim,
             self._fmt,
-            index_kind=self._kind,
-            index_options=self._options,
+            index=self.spec,
             reserve_tokens=0,
             threads=self._threads,
             tail_tokens=self._tail_tokens,
@@ -324,14 +311,15 @@ class HostPath:
         queries: npt.NDArray[np.float32] | None = None,
         lists: npt.NDArray[np.int32] | None = None,
         each: Each | None = None,
+        coder: HeadCoders | None = None,
     ) -> None:
         """Build this path's kind of index over tokens [start, stop), one per key-value head and segment.
 
         queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. lists: (q_heads, m, kk) int32,
         the best tokens of each, counted from `start`, best first, for kinds that take them; used where the range lies
         in one segment. each: does what `map` does, in threads say, for the heads of a segment; it then looks after
-        Numba's threads. Replaces earlier indexes of the segments touched, for their forks too (answers stay right).
-        Adds to `index_seconds`.
+        Numba's threads. coder: makes codes on a device, for kinds that keep some there. Replaces earlier indexes of the
+        segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
         """
         began = time.perf_counter()
         pieces = self._pieces(start, stop)
@@ -339,7 +327,7 @@ class HostPath:
         by_head = None if lists is None or len(pieces) > 1 else self._by_kv_head(lists)
         with kernel_threads(self._threads) if each is None else contextlib.nullcontext():
             for segment, low, high in pieces:
-                segment.build_index(self._kind, self._options, low, high, grouped, by_head, each or map)
+                segment.build_index(self.spec, low, high, grouped, by_head, each or map, coder)
         self._index_seconds += time.perf_counter() - began
 
     def _by_kv_head(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -450,24 +438,26 @@ def held_bytes(paths: Iterable[HostPath]) -> int:
     return sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
 
 
-def prepare(fmt: Format, kind: str = "flat", options: Mapping[str, Any] | None = None) -> float:
-    """Compile what `HostPath.attend` runs for `fmt` and this kind of index, or load it from Numba's cache.
+def prepare(fmt: Format, spec: IndexSpec | None = None, tokens: int | None = None) -> float:
+    """Compile what `HostPath.attend` runs for `fmt` and this kind of index (None: flat), or load it from Numba's cache.
 
     To be called while a model loads: otherwise the first token waits for the compiler (ten to twenty seconds once).
-    Returns the seconds it took. Raises ConfigError for an unknown kind or option.
+    tokens: of the context, where they are known. Returns the seconds it took.
     """
     began = time.perf_counter()
-    options = dict(options or {})
-    base.check_kind(kind, options)
+    spec = IndexSpec.of("flat") if spec is None else spec
     path = HostPath(2, 1, 1, fmt, reserve_tokens=4)
     row = np.zeros((2, 2, fmt.width(1)), fmt.dtype)
     path.append(row, row)
     queries = np.zeros((2, 1, 1), np.float32)
     for top_k in (1, None):
         path.attend(queries, 0, 2, top_k, scale=1.0)
-    if kind in ("roargraph", "auto"):
+    kind = spec.kind
+    if kind == "auto" and tokens is not None and tokens < SKETCH_FROM:
+        coded_task(fmt)
+    elif kind in ("roargraph", "auto"):
         graph_task(fmt)
-    if kind == "auto" or options.get("codes") == "int8":
+    if kind == "auto" or getattr(spec.options, "codes", None) == "int8":
         coded_task(fmt)
     if kind in ("sketch", "auto"):
         sketch_task(fmt)

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,10 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
+from retrieval_attn.engine.graph import GraphDecoder, acquire, give_back, runtime_for
 from retrieval_attn.engine.lookahead import Follower, Teller
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
-
-if TYPE_CHECKING:
-    from retrieval_attn.engine.graph import GraphDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -118,18 +116,6 @@ def forward(
     return logits[:, -1].float()
 
 
-def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a module's forward hook as nothing but operations on tensors, in place or not: a graph may record it.
-
-    Other hooks keep a model from being captured, for replays would not call them. Returns the hook.
-    """
-    setattr(hook, CAPTURABLE, True)
-    return hook
-
-
-CAPTURABLE = "_retrieval_attn_capturable"
-
-
 class Steps:
     """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
 
@@ -192,16 +178,12 @@ class Steps:
     def close(self) -> None:
         """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
         if self._decoder is not None:
-            from retrieval_attn.engine.graph import give_back
-
             decoder, self._decoder = self._decoder, None
             give_back(self._model, decoder)
 
     def _acquire(self) -> None:
-        from retrieval_attn.engine.graph import acquire, runtime_for
-
         try:
-            runtime = runtime_for(self._model, emulate=self._wanted == "emulate")
+            runtime = runtime_for(self._model)
             if runtime is None:
                 if self._wanted == "auto":
                     self._open = False  # on a CPU a graph gains nothing: nothing to tell
@@ -215,11 +197,9 @@ class Steps:
         """Go on eagerly, said once for a model and reason; or raise, where a graph was demanded."""
         self._open, self.reason = False, reason
         if self._decoder is not None:
-            from retrieval_attn.engine.graph import give_back
-
             decoder, self._decoder = self._decoder, None
             give_back(self._model, decoder)
-        if self._wanted in (True, "emulate"):
+        if self._wanted is True:
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
         told = _told.setdefault(self._model, set())
         if reason not in told:

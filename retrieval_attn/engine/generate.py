@@ -76,7 +76,7 @@ def generate(
         result = run(model, cache, PromptState(input_ids, logits, last, mask), choice, on_token=on_token)
     result.prefill_seconds = prefill_seconds
     if embeds is None:
-        cache.token_ids = result.sequences[:, : cache.get_seq_length()].cpu()
+        cache.batch.note_ids(result.sequences)
     return _output(result, cache, generation_config)
 
 
@@ -136,18 +136,15 @@ def new_tokens(cache: RetrievalCache, prompt: Tensor, columns: int) -> Tensor:
     past = cache.get_seq_length()
     if past == 0 or prompt.shape[1] < columns:
         return prompt
-    known = cache.token_ids
-    shared = min(past, prompt.shape[1])
-    if known is not None and not torch.equal(known[:, :shared], prompt[:, :shared].cpu()):
-        row_matches = (known[:, :shared] == prompt[:, :shared].cpu()).all(dim=0)
-        first = int(torch.nonzero(~row_matches)[0])
+    first = cache.batch.first_difference(prompt)
+    if first is not None:
         raise CacheMismatchError(
             f"The cache was filled with other tokens: they differ from the prompt at token {first} of {past} cached "
             "ones. Pass the same conversation with new tokens at its end, or a fresh RetrievalCache."
         )
     if past < prompt.shape[1]:
         return prompt[:, past:]
-    if known is None:
+    if cache.batch.known_columns() < past:
         raise CacheMismatchError(
             f"The cache holds {past} tokens and the prompt only {prompt.shape[1]}: nothing is left to compute the next "
             "token from. Call cache.crop(-n) so that at least the prompt's last token is not cached."

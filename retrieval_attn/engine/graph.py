@@ -32,16 +32,15 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.cpu.step import descriptor as words
-from retrieval_attn.engine.decode import CAPTURABLE
+from retrieval_attn.engine.graph_emulation import emulated_runtime
 from retrieval_attn.engine.graph_host import MOST_TURNS
 from retrieval_attn.engine.graph_layer import GraphLayer
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError, RetrievalAttentionError
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import Hop, Replay, asked_hop
+from retrieval_attn.gpu.capture.exchange import Replay, asked_hop
 from retrieval_attn.gpu.capture.runtime import Runtime, cuda_runtime
 from retrieval_attn.gpu.codes.search import Scratch
 from retrieval_attn.gpu.decode.kernels import advance
-from retrieval_attn.model.padding import join
+from retrieval_attn.model.capturable import is_capturable
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -63,8 +62,8 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the cache has no layers"
     if cache.config.retrieve == "all":
         return 'retrieve="all" attends to every key on the host, the reference mode'
-    if cache.config.mass_heads:
-        return "mass_heads measures attention on the CPU at every step"
+    if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in _layers(cache)):
+        return "measure_mass measures attention on the CPU at every step"
     places = devices(model)
     if len(places) > 1:
         return f"the model's layers run on {', '.join(map(str, places))}"
@@ -92,8 +91,8 @@ def _hooked(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         for hook in _hooks_of(module):
             # transformers' own stay in place after a call that asked for hidden states, and do nothing otherwise
-            if not hasattr(hook, CAPTURABLE) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                return f"{name or 'the model'} has a forward hook, which replays would not call (decode.capturable)"
+            if not is_capturable(hook) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return f"{name or 'the model'} has a forward hook, which replays would not call (model.capturable)"
     return None
 
 
@@ -168,7 +167,7 @@ class GraphDecoder:
         self._cache: RetrievalCache | None = None
         self._stale = False
         self._launched: list[_Launch] = []  # in order; the second one went ahead
-        self._columns = self._room = self._unsettled = 0
+        self._room = self._unsettled = 0
         self._kind = False, False, 0
 
     @_ordinary_tensors
@@ -200,7 +199,7 @@ class GraphDecoder:
         model's positions, BackendError where device and host lost each other: the step then did not happen.
         """
         assert self._cache is not None and not self._launched
-        self._cache.require_room(1, self._columns)
+        self._cache.require_room(1)
         if self._stale:
             self.settle()
             self._take()
@@ -226,7 +225,7 @@ class GraphDecoder:
             return False
         assert self._cache is not None
         try:
-            self._cache.require_room(1, self._columns + 1)
+            self._cache.require_room(2)
         except ContextLengthError:
             return False
         self._launch()
@@ -289,7 +288,8 @@ class GraphDecoder:
             raise launch.error or BackendError(failure)
         self._work += launch.work
         self._nanoseconds += launch.nanoseconds
-        self._columns += 1
+        if self._cache is not None:
+            self._cache.batch.commit(1)
         self._room -= 1
         self._unsettled += 1
 
@@ -300,8 +300,6 @@ class GraphDecoder:
             return
         for slot, work, nanoseconds in zip(self._slots, self._work.tolist(), self._nanoseconds.tolist(), strict=True):
             layer = slot.layer
-            layer.valid = join(layer.valid, layer.columns, None, count, self._batch)
-            layer.columns += count
             slot.window.note_appended(count)
             search, attend = work[words.SEARCH_TIME], work[words.ATTEND_TIME]
             seconds, share = nanoseconds / 1e9, search / max(1, search + attend)
@@ -343,6 +341,11 @@ class GraphDecoder:
         self._stale = False
 
     @property
+    def _bound_cache(self) -> RetrievalCache:
+        assert self._cache is not None
+        return self._cache
+
+    @property
     def _bound_model(self) -> PreTrainedModel:
         model = self._model()
         assert model is not None
@@ -359,7 +362,6 @@ class GraphDecoder:
     def _refresh(self, changed: list[GraphLayer]) -> None:
         """Windows have moved: upload where they are, and plan what the host searches now."""
         layers = [slot.layer for slot in self._slots]
-        self._columns = layers[0].columns
         self._room = min(slot.window.room for slot in self._slots)
         self.padded = any(slot.window.valid is not None for slot in self._slots)
         retrieving = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
@@ -389,7 +391,7 @@ class GraphDecoder:
         with self._recording():
             try:
                 seen = []
-                for shift in (0, self._columns // 2):
+                for shift in (0, self._bound_cache.batch.columns // 2):
                     self._place(token, position)
                     seen.append(self._dry_run(shift))
                 self._raise_errors()
@@ -421,16 +423,15 @@ class GraphDecoder:
 
         What follows from that number on the CPU would be frozen in a graph; a model that uses none gives equal logits.
         """
-        layers = [slot.layer for slot in self._slots]
+        batch = self._bound_cache.batch
         self._upload()
-        for layer in layers:
-            layer.columns -= shift
+        batch.columns -= shift
         try:
             self.runtime.warm_up(self._record)
         finally:
-            for layer in layers:
-                layer.columns += shift
-                layer._pending = None
+            batch.columns += shift
+            for slot in self._slots:
+                slot.layer._pending = None
         assert self._logits is not None
         return self._logits.clone()
 
@@ -475,7 +476,8 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
         slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
         fmt = codes = None
         if isinstance(layer, RetrievalLayer):
-            fmt, codes = layer.fmt, layer.code_shape(key.shape[3])
+            fmt = None if layer.held is None else layer.held.fmt
+            codes = layer.code_shape(key.shape[3])
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
     weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))
@@ -488,23 +490,18 @@ _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.We
 _lock = threading.Lock()
 
 
-@functools.cache
-def _emulated(hop: Hop) -> EmulatedRuntime:
-    return EmulatedRuntime(Server, hop)
-
-
-def runtime_for(model: PreTrainedModel, emulate: bool = False) -> Runtime | None:
+def runtime_for(model: PreTrainedModel) -> Runtime | None:
     """The runtime of the model's device, or None where there is none, with the exchange that the environment asks for.
 
     Raises BackendError where there is none that works, ConfigError if the environment asks for one that is unknown.
     """
-    hop = asked_hop()
-    if emulate:
-        return _emulated(hop or "push")
+    runtime = emulated_runtime()
+    if runtime is not None:
+        return runtime
     device = input_device(model)
     if device.type != "cuda":
         return None
-    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, hop)
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, asked_hop())
 
 
 def acquire(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> GraphDecoder:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import plan_paths
 from retrieval_attn.cpu.pool import Pool
@@ -22,7 +23,6 @@ from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.codes.search import Aim, CodeSearch, Scratch, class_of, shared_scratch
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
-from retrieval_attn.index.device import DeviceIndex
 
 MOST_TURNS = 2
 """Parts of a batch that take turns at most."""
@@ -82,7 +82,7 @@ class HostRows:
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if shape is None else CodeSearch(batch, self._q_heads, kv_heads, shape, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
-        self._step = LayerStep(owner.pool, layer.fmt, layer=number, buffers=self._buffers)
+        self._step = LayerStep(owner.pool, _held(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
 
     @property
@@ -155,16 +155,23 @@ def _aims(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[Aim 
     heads = next(len(piece.keys) for pieces in step.rows for piece in pieces)
     aims: list[Aim | None] = [None] * (heads * sum(map(len, rows_of)))
     for members, pieces in zip(rows_of, step.rows, strict=True):
-        coded = [piece for piece in pieces if piece.indexes and isinstance(piece.indexes[0], DeviceIndex)]
+        coded = [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
         if len(coded) > 1:
             raise CaptureError("a sequence has codes of several segments on the device")
         for piece in coded:
             stop = piece.high - piece.index_first
             for head, index in enumerate(piece.indexes or ()):
-                if isinstance(index, DeviceIndex) and index.serves(retrieve, stop) and piece.low == piece.index_first:
+                codes = index.device_codes(retrieve, stop) if piece.low == piece.index_first else None
+                if codes is not None:
                     for row in members:
-                        aims[row * heads + head] = index.codes.device, stop  # type: ignore[attr-defined]
+                        aims[row * heads + head] = codes, stop
     return aims
+
+
+def _held(layer: RetrievalLayer) -> HeldTokens:
+    if layer.held is None:
+        raise CaptureError("the cache holds no tokens yet")
+    return layer.held
 
 
 def _places(rows_of: list[list[int]], q_heads: int) -> Tensor:

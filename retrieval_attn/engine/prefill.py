@@ -234,7 +234,9 @@ class _ChunkedLayer:
     ) -> Any:
         if layer is next(item for item in cache.layers if isinstance(item, CacheLayer)):
             model = self._stream.model
-            require_host_room(model.config, cache.config, hidden_states.shape[1], hidden_states.shape[0])
+            batch, tokens = hidden_states.shape[:2]
+            cache.index.decide(tokens, batch)
+            require_host_room(model.config, cache.index.config, tokens, batch)
         for other in cache.layers:
             if isinstance(other, CacheLayer):
                 other.check_index()  # an index that failed five layers ago need not wait for the last layer

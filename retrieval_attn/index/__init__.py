@@ -5,14 +5,13 @@ torch.
 from __future__ import annotations
 
 from retrieval_attn.index.auto import AutoIndex
-from retrieval_attn.index.base import KeyIndex, SearchResult, available, create, register
+from retrieval_attn.index.base import KeyIndex, SearchResult
 from retrieval_attn.index.device import DeviceIndex
-from retrieval_attn.index.faiss_index import HnswIndex, IvfIndex
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.postings import PostingsIndex
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.index.sketch.index import SketchIndex
+from retrieval_attn.index.spec import IndexSpec, available, create, register
 
 # The root also shows this folder as the link `index`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
@@ -23,10 +22,8 @@ __all__ = [
     "DeviceIndex",
     "FlatIndex",
     "Format",
-    "HnswIndex",
-    "IvfIndex",
+    "IndexSpec",
     "KeyIndex",
-    "PostingsIndex",
     "RoarGraphIndex",
     "SearchResult",
     "SketchIndex",

@@ -1,82 +1,117 @@
 """`auto`: the index that fits the keys. A scan where it is as fast as a graph, else the graph if it finds enough.
 
-Where a scan stops being the faster one is measured once per machine (`crossover`). Whether a graph finds enough, or a
+Where a scan stops being the faster one is a constant, SCAN_BELOW. Whether a graph finds enough, or a
 sketch that is scanned, is measured for every head: some training queries are held out, and the index must find what an
 exact scan finds for them (DESIGN section 6: recall is measured at build time and the kind picked per head).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import KeyIndex, check_training, register
-from retrieval_attn.index.crossover import crossover
-from retrieval_attn.index.flat import FlatIndex, search_exact
+from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, KeyIndex, check_training
+from retrieval_attn.index.flat import FlatIndex, FlatOptions, search_exact
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
-from retrieval_attn.index.sketch.index import SketchIndex
+from retrieval_attn.index.roargraph.options import GraphOptions
+from retrieval_attn.index.sketch.index import SketchIndex, SketchOptions
+from retrieval_attn.index.spec import register
 
 EXACT_BELOW = 4096
 """So few keys are scanned as they are stored: codes would save nothing."""
 SKETCH_FROM = 16384
 """Fewer keys are scanned by codes of all their elements on any machine: what a sketch or a graph saves is less than
 what it costs to score more keys again, and to measure."""
+SCAN_BELOW = 262_144
+"""Fewer keys are scanned: the scan of a sketch is faster than a graph. Both were timed on the machines at hand: the
+times were equal at 94,477 to 298,518 keys on two cores, and at some 281,000 on the 16 cores beside an H100
+(docs/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster. `scan_below` overrides it."""
 SKETCH_LEAST = 0.95
 """Least recall of a sketch that is scanned in place of codes of all elements."""
 HELD_OUT = 16
 """Queries of each query head that the graph is judged by; they are not trained on."""
 JUDGED_K = 100
+CODED = FlatOptions(codes="int8")
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """recall: the least share of the exact best 100 that a graph must find for held-out queries. scan_below: fewer keys
+    than this are scanned; None: SCAN_BELOW. Raises ConfigError for other values.
+    """
+
+    recall: float = 0.9
+    scan_below: int | None = None
+
+    def __post_init__(self) -> None:
+        least, below = self.recall, self.scan_below
+        if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
+            raise ConfigError(f"recall={least!r} must be a number from 0 to 1")
+        if below is not None and (isinstance(below, bool) or not isinstance(below, int) or below < 0):
+            raise ConfigError(f"scan_below={below!r} must be a whole number >= 0, or None for the default")
+
+    @property
+    def below(self) -> int:
+        """Fewer keys than this are scanned."""
+        return SCAN_BELOW if self.scan_below is None else self.scan_below
 
 
 @register
 class AutoIndex(KeyIndex):
-    """Not an index itself (and abstract): `build` returns a `flat`, `sketch` or `roargraph` one, whose `note` says why.
-
-    Options: recall, the least share of the exact best 100 that a graph must find for held-out queries (default
-    .9); scan_below, fewer keys than this are scanned (default: measured on this machine, once).
-    """
+    """Not an index itself (and abstract): `make` returns a `flat`, `sketch` or `roargraph` one; its `note` says why."""
 
     kind: ClassVar[str] = "auto"
     trains: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"recall", "scan_below", "seed", "lists"})
+    Options = AutoOptions
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
+    def list_length(cls, options: AutoOptions, num_keys: int) -> int:
+        """See KeyIndex.list_length: those of a graph, where one may be made."""
+        return GraphOptions().list_k if num_keys >= max(SKETCH_FROM, options.below) else 0
+
+    @classmethod
+    def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """See KeyIndex.host_bytes."""
+        trained = head._replace(train_queries=cls.training_queries(MAX_KEYS, head.train_queries))
+        graph = RoarGraphIndex.host_bytes(GraphOptions(), trained)
+        return graph + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
+
+    @classmethod
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: AutoOptions,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
     ) -> KeyIndex:
-        """See KeyIndex.build. Without training queries every length is scanned. Raises ConfigError, ShapeError."""
-        least = options.pop("recall", 0.9)
-        if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
-            raise ConfigError(f"recall={least!r} must be a number from 0 to 1")
-        below = options.pop("scan_below", None)
-        if below is not None and (isinstance(below, bool) or not isinstance(below, int) or below < 0):
-            raise ConfigError(f"scan_below={below!r} must be a whole number >= 0, or None to measure it")
+        """See KeyIndex.make. Without training queries every length is scanned. Raises ShapeError."""
         check_rows("keys", keys, fmt, 2)
-        queries, lists = check_training(queries, options.pop("lists", None), fmt.dim_of(keys), len(keys))
+        queries, lists = check_training(queries, lists, fmt.dim_of(keys), len(keys))
         if queries is None or queries.shape[1] < 4 * HELD_OUT:
             return _flat(keys, fmt, f"{len(keys):,} keys and no queries to train on")
         if len(keys) < EXACT_BELOW:
             return _flat(keys, fmt, f"only {len(keys):,} keys")
-        if below is None:
-            below = crossover(fmt.dim_of(keys)) if len(keys) >= SKETCH_FROM else SKETCH_FROM
+        below = options.below
+        why = f"{len(keys):,} keys, and a scan is as fast as a graph up to {below:,}"
         if len(keys) < min(below, SKETCH_FROM):
-            return _flat(keys, fmt, f"{len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here")
+            return _flat(keys, fmt, why)
         held = _HeldOut(keys, fmt, queries)
         if len(keys) < below:
-            why = f"{len(keys):,} keys, and a scan is as fast as a graph up to {below:,} here"
             return _scan(keys, fmt, held, why)
-        if lists is not None:
-            options["lists"] = np.delete(lists, held.places, axis=1)
-        graph = RoarGraphIndex.build(keys, fmt, held.others, **options)
+        others = None if lists is None else np.delete(lists, held.places, axis=1)
+        graph = RoarGraphIndex.build(keys, fmt, held.others, lists=others)
         recall, share = held.judge(graph)
-        told = f"held-out recall@{JUDGED_K} {recall:.2f}, {100 * share:.1f} % of {len(keys):,} keys scored"
-        if recall < least:
-            return _scan(keys, fmt, held, f"the graph's {told}, below {least}")
-        graph.note = f"roargraph: {told}"
+        judged = f"held-out recall@{JUDGED_K} {recall:.2f}, {100 * share:.1f} % of {len(keys):,} keys scored"
+        if recall < options.recall:
+            return _scan(keys, fmt, held, f"the graph's {judged}, below {options.recall}")
+        graph.note = f"roargraph: {judged}"
         return graph
 
 

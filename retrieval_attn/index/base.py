@@ -1,4 +1,4 @@
-"""What every index over keys promises, and the registry that makes one by name.
+"""What every index over keys promises: the contract of a kind. `spec` makes one by name.
 
 An index covers the keys of ONE key-value head. It returns ids and raw inner products; scaling, soft-capping
 and the softmax belong to the attention that follows. It never copies keys that it does not need to
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,36 @@ TOKENS_PER_QUERY = 16
 """A kind that asks for more gets one query of so many tokens."""
 
 StateValue = npt.NDArray[Any] | int | float | str
+
+
+class HeldBytes(NamedTuple):
+    """Bytes per key of one head, of how many keys at most (None: of all), what they are, and bytes of all others."""
+
+    each: int
+    limit: int | None
+    text: str
+    other: int = 0
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes for one head of so many tokens."""
+        held = tokens if self.limit is None else min(tokens, self.limit)
+        return self.each * held + self.other * (tokens - held)
+
+
+class HeadShape(NamedTuple):
+    """What bytes follow from: numbers of a key, query heads of the group, whether keys are stored as int8, and how many
+    training queries the user asked for.
+    """
+
+    head_dim: int
+    group: int
+    int8: bool
+    train_queries: int | None
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A kind without options."""
 
 
 class SearchResult(NamedTuple):
@@ -45,35 +76,89 @@ class KeyIndex(ABC):
     """Search over the keys of one key-value head. ids count from 0 at the first key of the index."""
 
     kind: ClassVar[str]
-    option_names: ClassVar[frozenset[str]] = frozenset()
+    Options: ClassVar[type[Any]] = NoOptions
+    """A frozen dataclass of plain values with defaults, which checks them when it is made (ConfigError)."""
     trains: ClassVar[bool] = False
     """Whether `build` learns from queries; callers then sample some while they read."""
+    lists_suffice: ClassVar[bool] = False
+    """Whether training lists replace training queries."""
+    keeps_device_keys: ClassVar[bool] = False
+    """Whether keys are coded on the device; callers then leave a layer's keys there until its indexes are built."""
+    max_queries: ClassVar[int] = TRAIN_QUERIES
+    """A kind that finds more in long contexts the more queries it saw asks for so many there."""
     note: str = ""
     """Why this kind was chosen, where something chose it."""
 
-    most_queries: ClassVar[int] = TRAIN_QUERIES
-    """A kind that finds more in long contexts the more queries it saw asks for so many there."""
+    @classmethod
+    def training_queries(cls, tokens: int, requested: int | None = None) -> int:
+        """Queries of each query head to sample from a context of so many tokens; requested: what the user asked for."""
+        if requested is None:
+            requested = max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, cls.max_queries))
+        return requested if cls.trains else 0
 
     @classmethod
-    def training_queries(cls, tokens: int, told: int | None = None) -> int:
-        """Queries of each query head to sample from a context of so many tokens; told: what the user asked for."""
-        if told is None:
-            told = max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, cls.most_queries))
-        return told if cls.trains else 0
+    def list_length(cls, options: Any, num_keys: int) -> int:
+        """Entries that training lists over so many keys should have; 0: the kind takes none."""
+        return 0
+
+    @classmethod
+    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """What an index of one head may hold on the host, one for each kind that it may turn out to be."""
+        return (HeldBytes(0, None, "no bytes beyond the keys"),)
+
+    @classmethod
+    def device_key_bytes(cls, options: Any, head_dim: int) -> int:
+        """Bytes of device memory for each key."""
+        return 0
+
+    @classmethod
+    def code_shape(cls, options: Any, head_dim: int, k: int) -> tuple[int, int, int] | None:
+        """What a captured step searches codes on the device by: numbers of 8 and of 4 bits per key, and keys to name
+        for the best k. None: the kind has no codes there.
+        """
+        return None
+
+    @classmethod
+    def prepare(cls, options: Any, fmt: Format, tokens: int | None = None) -> bool:
+        """Compile the searches of a step over keys in `fmt`, or load them; tokens: of the context, where known.
+
+        Returns whether the kind has a compiled search.
+        """
+        return False
+
+    @classmethod
+    def build(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        queries: npt.NDArray[np.float32] | None = None,
+        *,
+        lists: npt.NDArray[np.int32] | None = None,
+        **options: Any,
+    ) -> Self:
+        """`make` with options by name. Raises ConfigError for a value out of range."""
+        made = cls.make(keys, fmt, cls.Options(**options), queries, lists, None)
+        assert isinstance(made, cls)
+        return made
 
     @classmethod
     @abstractmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: Any,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
     ) -> KeyIndex:
-        """Make the index over keys (n, head_dim) of dtype fmt.dtype, n may be 0; rows contiguous, else
-        ShapeError.
+        """The index over keys (n, head_dim) of dtype fmt.dtype, n may be 0; rows contiguous, else ShapeError.
 
-        queries: (query heads of the group, m, head_dim) float32 to train on, at the position where decoding
-        happens (the caller rotates them there), or None; a kind that needs no training ignores them.
-        options: names in `option_names`. A kind that samples takes `seed` (default 0) and makes the same
-        index for it at any number of threads. A kind that trains may take `lists`: int32 (query heads, m,
-        kk), the best kk keys of each training query, best first, computed elsewhere; -1 where there is none.
+        options: cls.Options. queries: (query heads of the group, m, head_dim) float32 to train on, at the position
+        where decoding happens (the caller rotates them there), or None; a kind that needs no training ignores them.
+        lists: int32 (query heads, m, kk), the best kk keys of each training query, best first, computed elsewhere, -1
+        where there is none; or None. coder: makes the codes of this head on a device (`device.Coder`), for a kind that
+        has some there; None keeps them on the host. A kind that samples makes the same index at any number of threads.
         """
 
     @abstractmethod
@@ -133,6 +218,10 @@ class KeyIndex(ABC):
             sum(one.keys_scanned for one in found),
         )
 
+    def device_codes(self, k: int, visible: int) -> Any:
+        """The codes on a device that name candidates for the best k of `visible` keys; None: they name none."""
+        return None
+
     @abstractmethod
     def __len__(self) -> int:
         """Keys in the index."""
@@ -147,51 +236,10 @@ class KeyIndex(ABC):
     def nbytes(self) -> int:
         """Bytes that the index holds beyond the caller's keys."""
 
-
-_kinds: dict[str, type[KeyIndex]] = {}
-_Index = TypeVar("_Index", bound=type[KeyIndex])
-
-
-def register(cls: _Index) -> _Index:
-    """Class decorator: make `cls` known to `create` under cls.kind. Raises ConfigError if another class has
-    the name.
-    """
-    known = _kinds.setdefault(cls.kind, cls)
-    if known is not cls:
-        raise ConfigError(f"index kind {cls.kind!r} is already {known.__qualname__}; choose another name")
-    return cls
-
-
-def available() -> tuple[str, ...]:
-    """Names of the registered kinds, sorted."""
-    return tuple(sorted(_kinds))
-
-
-def check_kind(kind: str, options: dict[str, Any]) -> type[KeyIndex]:
-    """The class registered as `kind`; raises ConfigError for an unknown kind or an unknown option name."""
-    if kind not in _kinds:
-        raise ConfigError(f"index={kind!r} is not a known kind; use one of {', '.join(available())}")
-    cls = _kinds[kind]
-    unknown = sorted(set(options) - cls.option_names)
-    if unknown:
-        known = ", ".join(sorted(cls.option_names)) or "none"
-        raise ConfigError(f"index {kind!r} has no option {', '.join(unknown)}; its options: {known}")
-    return cls
-
-
-def create(
-    kind: str,
-    keys: npt.NDArray[Any],
-    *,
-    fmt: Format,
-    queries: npt.NDArray[np.float32] | None = None,
-    **options: Any,
-) -> KeyIndex:
-    """Build the index called `kind` over keys (n, head_dim) of dtype fmt.dtype; queries as in `KeyIndex.build`.
-
-    Raises ConfigError for an unknown kind or option, ShapeError for arrays the index cannot take.
-    """
-    return check_kind(kind, options).build(keys, fmt, queries, **options)
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of device memory that the index holds."""
+        return 0
 
 
 def check_search(

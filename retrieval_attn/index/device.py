@@ -8,21 +8,23 @@ it scans every one, and the host reads twice as many keys as are wanted and noth
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.base import SearchResult, check_search, check_training, register
+from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, check_search, check_training
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space
+from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space, split_bytes
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
 from retrieval_attn.index.sketch.index import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
+from retrieval_attn.index.spec import register
 
-USUAL_LEAST = 16
+MIN_DEFAULT_BYTES = 16
 """Bytes per key that small heads get if nothing is said."""
 SPARE_TOKENS = 4096
 """Room that a device has for codes of keys that come later, before codes move."""
@@ -87,13 +89,34 @@ class HostCodes:
 NOT_FINITE = "keys to be coded must be finite; leave the others out or use index='flat'"
 
 
+@dataclass(frozen=True)
+class DeviceOptions:
+    """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys scored exactly per key wanted.
+
+    Raises ConfigError for other values.
+    """
+
+    key_bytes: int | None = None
+    rescore: int = RESCORE
+
+    def __post_init__(self) -> None:
+        check_key_bytes(self.key_bytes)
+        check_rescore(self.rescore)
+
+    def bytes_for(self, head_dim: int) -> int:
+        """Bytes per key, at most one per number."""
+        value = max(MIN_DEFAULT_BYTES, head_dim // 2) if self.key_bytes is None else int(self.key_bytes)
+        return min(value, head_dim)
+
+
 @register
 class DeviceIndex(PiecesIndex):
     """See the module. A query that is not finite gets the exact answer, and so does a search for a large part."""
 
     kind: ClassVar[str] = "device"
     trains: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore", "coder"})
+    keeps_device_keys: ClassVar[bool] = True
+    Options = DeviceOptions
 
     def __init__(self, keys: KeyPieces, codes: KeyCodes, space: CodeSpace, rescore: int) -> None:
         """Callers use `build`."""
@@ -101,22 +124,36 @@ class DeviceIndex(PiecesIndex):
         self.codes, self.space = codes, space
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
-    ) -> DeviceIndex:
-        """See KeyIndex.build. Options:
+    def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """See KeyIndex.host_bytes."""
+        return (HeldBytes(0, None, "no bytes on the host: codes lie on the GPU"),)
 
-        key_bytes: per key, at least 8 (default head_dim / 2, at least 16).
-        rescore: keys scored exactly per key wanted (default 2).
-        coder: a `Coder`, which the cache gives; None: HostCodes.
-        Without finite training queries codes keep what keys differ in most. Raises ConfigError for other values,
-        ShapeError for keys that are not finite.
+    @classmethod
+    def device_key_bytes(cls, options: DeviceOptions, head_dim: int) -> int:
+        """See KeyIndex.device_key_bytes."""
+        return options.bytes_for(head_dim)
+
+    @classmethod
+    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int) -> tuple[int, int, int]:
+        """See KeyIndex.code_shape."""
+        return *split_bytes(options.bytes_for(head_dim), head_dim), rescore_count(options.rescore, k)
+
+    @classmethod
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: DeviceOptions,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Coder | None,
+    ) -> DeviceIndex:
+        """See KeyIndex.make. Without finite training queries codes keep what keys differ in most.
+
+        Raises ShapeError for keys that are not finite.
         """
         pieces = KeyPieces(keys, fmt)
         dim = fmt.dim_of(keys)
-        key_bytes = bytes_per_key(options.get("key_bytes"), dim)
-        rescore = options.get("rescore", RESCORE)
-        check_rescore(rescore)
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
@@ -125,10 +162,11 @@ class DeviceIndex(PiecesIndex):
         if not np.isfinite(sample).all():
             raise ShapeError(NOT_FINITE)
         known = sample if len(sample) else identity
-        space = learn_space(learn_projection(rows if len(rows) else identity, known, dim), known, key_bytes)
-        codes = (options.get("coder") or HostCodes)(space, fmt, len(keys))
+        sides = learn_projection(rows if len(rows) else identity, known, dim)
+        space = learn_space(sides, known, options.bytes_for(dim))
+        codes = (coder or HostCodes)(space, fmt, len(keys))
         codes.add(keys)
-        return cls(pieces, codes, space, int(rescore))
+        return cls(pieces, codes, space, int(options.rescore))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""
@@ -149,6 +187,10 @@ class DeviceIndex(PiecesIndex):
     def serves(self, k: int, visible: int) -> bool:
         """Whether so many keys are worth asking the device for the best k."""
         return visible >= SCAN_SHARE * self.rescore_count(k)
+
+    def device_codes(self, k: int, visible: int) -> Any:
+        """See KeyIndex.device_codes."""
+        return getattr(self.codes, "device", None) if self.serves(k, visible) else None
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k of the keys that the codes put first; see KeyIndex.search."""
@@ -172,10 +214,3 @@ class DeviceIndex(PiecesIndex):
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
         return 0 if isinstance(self.codes, HostCodes) else self.codes.nbytes
-
-
-def bytes_per_key(given: object, head_dim: int) -> int:
-    """The option `key_bytes`, half a byte per number and 16 at least if not given, at most head_dim. ConfigError."""
-    value: Any = max(USUAL_LEAST, head_dim // 2) if given is None else given
-    check_key_bytes(value)
-    return min(int(value), head_dim)

@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, ShapeError
-from retrieval_attn.index.base import KeyIndex, StateValue, check_kind
+from retrieval_attn.index.base import KeyIndex, StateValue
 from retrieval_attn.index.formats import Format, check_rows
+from retrieval_attn.index.spec import IndexSpec
 
 MAGIC = b"RAINDEX\n"
 VERSION = 1
@@ -131,7 +132,7 @@ def load_index(
     kept = _choose_keys(path, arrays.pop(_KEYS, None), keys, fmt, shape, header["keys_crc32"] if verify else None)
     state: dict[str, StateValue] = {**header["plain"]}
     state.update({name.removeprefix("state."): array for name, array in arrays.items()})
-    cls = check_kind(header["kind"], {})
+    cls = IndexSpec.of(header["kind"]).cls
     try:
         index = cls.from_state(kept, fmt, state)
     except RetrievalAttentionError:

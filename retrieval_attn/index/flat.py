@@ -11,6 +11,7 @@ int8 are such bytes themselves: only the query is rounded, and nothing is held b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numba
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import KeyIndex, SearchResult, StateValue, register
+from retrieval_attn.index.base import HeadShape, HeldBytes, KeyIndex, SearchResult, StateValue
 from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
 from retrieval_attn.index.kernels.coded import best_codes
 from retrieval_attn.index.kernels.codes import (
@@ -35,10 +36,10 @@ from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.kernels.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.pieces import KeyPieces, PiecesIndex, joined, stacked, unpack
+from retrieval_attn.index.pieces import KeyPieces, PiecesIndex, stacked, unpack
+from retrieval_attn.index.spec import register
 from retrieval_attn.index.threads import kernel_threads
 
-_joined = joined
 MIN_KEYS_PER_TASK = 2048
 TASKS_PER_THREAD = 4
 RESCORE = 1
@@ -128,6 +129,23 @@ def _num_splits(heads: int, length: int) -> int:
     return max(1, min(wanted, length // MIN_KEYS_PER_TASK))
 
 
+@dataclass(frozen=True)
+class FlatOptions:
+    """codes: "none" (an exact scan) or "int8" (a scan of coded keys, then exact scores of the best).
+
+    rescore: how many keys get an exact score for each that is wanted (always at least a quarter and 32 more than are
+    wanted). Raises ConfigError for other values.
+    """
+
+    codes: str = "none"
+    rescore: int = RESCORE
+
+    def __post_init__(self) -> None:
+        if self.codes not in ("none", "int8"):
+            raise ConfigError(f"codes={self.codes!r} must be 'none' or 'int8'")
+        check_rescore(self.rescore)
+
+
 @register
 class FlatIndex(PiecesIndex):
     """Search of all keys, over views of the caller's.
@@ -137,7 +155,7 @@ class FlatIndex(PiecesIndex):
     """
 
     kind: ClassVar[str] = "flat"
-    option_names: ClassVar[frozenset[str]] = frozenset({"codes", "rescore"})
+    Options = FlatOptions
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, codes: Codes | None = None, rescore: int = RESCORE) -> None:
         """keys (n, head_dim) of dtype fmt.dtype, rows contiguous; n may be 0. codes: of these keys, or None for an
@@ -149,23 +167,25 @@ class FlatIndex(PiecesIndex):
         self._measured = len(keys)  # how many keys the range of the codes was taken from
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
-    ) -> FlatIndex:
-        """`queries` is not needed. Options:
+    def host_bytes(cls, options: FlatOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """See KeyIndex.host_bytes. A scan searches the stored keys themselves; int8 keys are codes already."""
+        if options.codes == "none" or head.int8:
+            return super().host_bytes(options, head)
+        return (HeldBytes(code_width(head.head_dim), None, "a code per key"),)
 
-        codes: "none" (default: an exact scan) or "int8" (a scan of coded keys, then exact scores of the best).
-        rescore: how many keys get an exact score for each that is wanted (default 1, and always at least a quarter
-            and 32 more than are wanted).
-        Raises ConfigError for other values, ShapeError for codes="int8" and keys that are not finite.
-        """
-        kind = options.pop("codes", "none")
-        rescore = options.pop("rescore", RESCORE)
-        if kind not in ("none", "int8"):
-            raise ConfigError(f"codes={kind!r} must be 'none' or 'int8'")
-        check_rescore(rescore)
-        index = cls(keys, fmt, None, int(rescore))
-        if kind == "int8":
+    @classmethod
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: FlatOptions,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
+    ) -> FlatIndex:
+        """See KeyIndex.make; nothing is trained. Raises ShapeError for codes="int8" and keys that are not finite."""
+        index = cls(keys, fmt, None, int(options.rescore))
+        if options.codes == "int8":
             index._codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
         return index
 

@@ -73,12 +73,12 @@ class DeviceSize:
 
     @property
     def _codes_of_token(self) -> int:
-        from retrieval_attn.index.device import bytes_per_key
+        from retrieval_attn.index.spec import IndexSpec
 
-        shape, options = self.shape, self.options.index_options
-        if self.options.index != "device" or not shape.full_layers:
+        shape = self.shape
+        if not shape.full_layers:
             return 0
-        key_bytes = bytes_per_key(options.get("key_bytes"), shape.key_dim)
+        key_bytes = IndexSpec.of(self.options.index, self.options.index_options).device_key_bytes(shape.key_dim)
         return self.batch * shape.full_layers * shape.kv_heads * key_bytes
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -11,12 +12,39 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import device_memory
 from retrieval_attn.index.auto import SKETCH_FROM
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 log = logging.getLogger(__name__)
+
+
+class IndexChoice:
+    """Which index the keys of one cache get. `auto` is decided when the first tokens come, once for all layers."""
+
+    def __init__(self, model: Any, config: Config) -> None:
+        """model: whose cache it is; None: nothing is known of its device. Raises ConfigError for an index or options
+        that do not exist.
+        """
+        self._model = None if model is None else weakref.ref(model)
+        self._requested = config
+        self.reset()
+
+    def reset(self) -> None:
+        """As it was made: the next first tokens decide anew."""
+        self._decided = False
+        self.config, self.spec = self._requested, IndexSpec.of(self._requested.index, self._requested.index_options)
+
+    def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
+        """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""
+        model = None if self._model is None else self._model()
+        if not self._decided and self._requested.index == "auto" and model is not None:
+            self.config = chosen_index(model.config, self._requested, tokens, free_device_bytes(model), batch)
+            self.spec = IndexSpec.of(self.config.index, self.config.index_options)
+        self._decided = True
+        return self.spec
 
 
 def free_device_bytes(model: Any) -> int | None:
@@ -31,17 +59,18 @@ def free_device_bytes(model: Any) -> int | None:
     return max(0, min(memory.free + unused, capped))
 
 
-def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None) -> Config:
+def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Config:
     """`config`, or where it says index="auto" and `free` bytes of device memory are enough, one with index="device".
 
-    Enough for reading so many tokens and for their codes, beside what is there already. A scan on the device takes a
-    tenth of the host's time, and nothing is built while the device waits; the choice is logged.
+    Enough for reading so many tokens of each of `batch` sequences and for their codes, beside what is there already. A
+    scan on the device takes a tenth of the host's time, and nothing is built while the device waits; the choice is
+    logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
         return config
     coded = config.replace(index="device")
     try:
-        needs = plan(model_config, context=tokens, config=coded, host_memory=1)
+        needs = plan(model_config, context=tokens, batch=batch, config=coded, host_memory=1)
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
 
-
-class _Held(NamedTuple):
-    """Bytes per key of one head, of how many keys at most (None: of all), what they are, and bytes of all others."""
-
-    each: int
-    most: int | None
-    text: str
-    other: int = 0
-
-    def bytes(self, tokens: int) -> int:
-        """Bytes for one head of so many tokens."""
-        held = tokens if self.most is None else min(tokens, self.most)
-        return self.each * held + self.other * (tokens - held)
+if TYPE_CHECKING:
+    from retrieval_attn.index.base import HeldBytes
 
 
 @dataclass(frozen=True)
@@ -52,38 +41,16 @@ class HostSize:
         """Bytes of keys and values per token of context."""
         return self.heads * sum(self.rows)
 
-    def index_size(self) -> tuple[_Held, ...]:
-        """What the index may hold at most, one for each kind that it may turn out to be."""
-        from retrieval_attn.index.base import MAX_KEYS, check_kind
-        from retrieval_attn.index.kernels.codes import code_width
-        from retrieval_attn.index.roargraph.options import GraphOptions
-        from retrieval_attn.index.sketch.leaves import PLACE_BYTES
+    def index_size(self) -> tuple[HeldBytes, ...]:
+        """What the index of a head may hold at most, one for each kind that it may turn out to be."""
+        from retrieval_attn.index.base import HeadShape
+        from retrieval_attn.index.spec import IndexSpec
 
-        kind, given, dim = self.options.index, self.options.index_options, self.shape.key_dim
-        # a scan searches the stored keys themselves, unless it codes them; int8 keys are codes already
-        scan = _Held(0, None, "no bytes beyond the keys")
-        codes = scan if self.options.host_dtype == "int8" else _Held(code_width(dim), None, "a code per key")
-        if kind == "flat":
-            return (scan if given.get("codes", "none") == "none" else codes,)
-        if kind == "device":
-            return (_Held(0, None, "no bytes on the host: codes lie on the GPU"),)
-        half = max(8, dim // 2)
-        numbers = given.get("key_bytes", half) if kind == "sketch" else half
-        sketch = _Held(numbers + PLACE_BYTES, None, "a sketch of every key, its id and share of a leaf")
-        if kind == "sketch":
-            return (sketch,)
-        own = given if kind == "roargraph" else {}
-        options = GraphOptions(**{name: value for name, value in own.items() if name != "lists"})
-        links = options.degree_for(dim)
-        # an id and a term of the distance, 4 bytes each, lie beside code and links
-        each = code_width(dim) + 4 * links + 8
-        if kind not in ("auto", "roargraph") or not options.listed_only:
-            return (_Held(each, None, f"code and {links} links per key at most"),)
-        queries = check_kind(kind, dict(given)).training_queries(MAX_KEYS, self.options.train_queries)
-        listed = queries * (self.shape.q_heads // self.shape.kv_heads) * options.list_k
-        nodes = listed + options.landmarks
-        graph = _Held(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)
-        return (graph, codes, sketch) if kind == "auto" else (graph,)
+        shape, options = self.shape, self.options
+        head = HeadShape(
+            shape.key_dim, shape.q_heads // shape.kv_heads, options.host_dtype == "int8", options.train_queries
+        )
+        return IndexSpec.of(options.index, options.index_options).host_bytes(head)
 
     def index_bytes(self, tokens: int) -> int:
         """Bytes of the indexes over so many tokens of each sequence, at most."""
@@ -98,9 +65,9 @@ class HostSize:
         if not self.token_bytes:
             return None
         fitting = []
-        for each, most, _, other in self.index_size():
+        for each, limit, _, other in self.index_size():
             tokens = room // (self.token_bytes + self.heads * each)
-            if most is not None and tokens > most:
-                tokens = (room - self.heads * (each - other) * most) // (self.token_bytes + self.heads * other)
+            if limit is not None and tokens > limit:
+                tokens = (room - self.heads * (each - other) * limit) // (self.token_bytes + self.heads * other)
             fitting.append(tokens)
         return max(0, min(fitting))

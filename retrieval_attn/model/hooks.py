@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import CacheMismatchError, UnsupportedMaskError, UnsupportedModelError
 from retrieval_attn.model.padding import Padding
-
-if TYPE_CHECKING:
-    from retrieval_attn.cache.layer import CacheLayer
 
 NAME = "retrieval"
 
@@ -54,10 +51,26 @@ class MaskSpec:
         return sdpa_mask(**self.dense_arguments)
 
 
+class AttendingLayer(Protocol):
+    """A cache layer, as the handles know it."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Store the pending tokens and attend `query` to all stored ones."""
+
+
 class KVView:
     """Stands for a layer's keys or values on their way through a model; any use as a tensor fails."""
 
-    def __init__(self, layer: CacheLayer, new: Tensor) -> None:
+    def __init__(self, layer: AttendingLayer, new: Tensor) -> None:
         self.layer = layer
         self.shape = new.shape
         self.dtype = new.dtype

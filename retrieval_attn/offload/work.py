@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,19 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.layer import LayerStats
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.gpu.knn import nearest_keys
-from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.index.base import check_kind
 from retrieval_attn.index.cores import usable_cores
-from retrieval_attn.index.crossover import crossover
-from retrieval_attn.index.device import DeviceIndex
-from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.threads import kernel_threads, single_blas
+from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.staging import Piece, staging
+from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import Crew
 from retrieval_attn.offload.transfer import pack, to_host
 
@@ -115,16 +111,16 @@ class HostWork:
         job = _Job(host, start, stop, False)
         if queries is not None:
             job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
-            if job.lists is not None and host.index_kind == "roargraph":
+            if job.lists is not None and host.spec.lists_suffice:
                 job.queries = None  # the lists say it all
-        if host.index_kind == DeviceIndex.kind and beside(self.device) and id(host) in self._whole:
+        if host.spec.keeps_device_keys and beside(self.device) and id(host) in self._whole:
             job.keys, self._lends = keys()[:, start:stop], True
         self._jobs.append(job)
 
     def _lists(
         self, host: HostPath, queries: Tensor, keys: Callable[[], Tensor], start: int, stop: int
     ) -> Tensor | None:
-        kk = list_length(host.index_kind, host.index_options, stop - start, queries.shape[2])
+        kk = host.spec.list_length(stop - start)
         if not kk or not beside(self.device):
             return None
         begin = _mark(self.device, timing=True)
@@ -193,6 +189,11 @@ class HostWork:
         self._stop.set()
         for future in reversed(self._futures()):
             future.cancel()
+
+    def give_up(self) -> None:
+        """`abandon`, and wait until nothing is under way. What was copied or indexed so far stays."""
+        self.abandon()
+        concurrent.futures.wait(self._futures())
 
     @property
     def done(self) -> bool:
@@ -285,23 +286,15 @@ class HostWork:
                 job.host.extend_index(job.stop)
                 continue
             assert not isinstance(job.queries, Tensor) and not isinstance(job.lists, Tensor)
+            keys, job.keys = job.keys, None  # the device's memory is free again once they are coded
+            coded = job.host.spec.keeps_device_keys
+            coder = DeviceCoder(self.device, job.host.num_kv_heads) if coded else None
+            each = None
             if beside(self.device):
-                crew = _coders() if job.host.index_kind == DeviceIndex.kind else _heads(self._threads)
-                each = functools.partial(self._each, crew)
-                with self._lent(job):
-                    job.host.build_index(job.start, job.stop, job.queries, job.lists, each=each)
-            else:
-                job.host.build_index(job.start, job.stop, job.queries, job.lists)
+                each = functools.partial(self._each, _coders() if coded else _heads(self._threads))
+            with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, self._ready):
+                job.host.build_index(job.start, job.stop, job.queries, job.lists, each, coder)
         self._stats.index_seconds += time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def _lent(self, job: _Job) -> Iterator[None]:
-        keys, job.keys = job.keys, None
-        if keys is None:
-            yield
-            return
-        with job.host.index_options["coder"].lent(keys, self._ready):
-            yield
 
     def _each(self, crew: Crew, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
         """build(head) for all heads by the crew, each with the threads that are left to it."""
@@ -336,23 +329,6 @@ class HostWork:
 
         ring.bring(pieces(), self._trained)
         return array
-
-
-def list_length(kind: str, options: Mapping[str, Any], keys: int, head_dim: int) -> int:
-    """Entries that training lists over so many keys should have for this kind of index; 0: it wants none.
-
-    For `auto` this measures the machine, if it has not been done, before indexes are built in many threads.
-    """
-    if "lists" not in check_kind(kind, dict(options)).option_names or "lists" in options:
-        return 0
-    usual = GraphOptions()
-    least = options.get("exact_below", usual.exact_below)
-    if kind == "auto":
-        least = SKETCH_FROM
-        if keys >= SKETCH_FROM:
-            below = options.get("scan_below")
-            least = max(SKETCH_FROM, crossover(head_dim) if below is None else below)
-    return int(options.get("list_k", usual.list_k)) if keys >= max(1, least) else 0
 
 
 def beside(device: torch.device) -> bool:

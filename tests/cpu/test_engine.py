@@ -22,6 +22,7 @@ from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.sketch import index as sketch_module
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
 from tests.cpu.test_pool import resident_bytes
@@ -111,7 +112,7 @@ def heads() -> list[SyntheticHead]:
 
 def trained_path(pool: Pool, heads: list[SyntheticHead], kind: str, options: dict[str, Any]) -> HostPath:
     """Tokens of `heads`, an index over all but the sinks and the last 500."""
-    path = HostPath(2, DIM, DIM, BF16, index_kind=kind, index_options=options, pool=pool)
+    path = HostPath(2, DIM, DIM, BF16, index=IndexSpec.of(kind, options), pool=pool)
     keys = from_float32(np.stack([head.keys for head in heads]), BF16)
     path.append(keys, normal(np.random.default_rng(5), keys.shape, BF16))
     path.build_index(SINKS, TOKENS - 500, np.concatenate([head.train_rotated for head in heads]))

@@ -18,6 +18,7 @@ from retrieval_attn.errors import ShapeError
 from retrieval_attn.index import FlatIndex
 from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.formats import LEAST_STEP, Format, from_float32, row_steps, to_float32
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import synthetic_head
 from tests.cpu.reference import EPS, attention, strided, whole_numbers
 from tests.cpu.test_store import (
@@ -53,7 +54,7 @@ def test_any_sequence_of_operations(
     Breaks if a copy between segments loses the step behind a row, or a row's width is taken for its dim.
     """
     rng = np.random.default_rng(0)
-    made = HostPath(HEADS, DIM, VALUE_DIM, INT8, index_options={"codes": codes}, reserve_tokens=6)
+    made = HostPath(HEADS, DIM, VALUE_DIM, INT8, index=IndexSpec.of("flat", {"codes": codes}), reserve_tokens=6)
     paths = [(made, Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
@@ -176,7 +177,10 @@ def test_stored_keys_are_their_own_codes() -> None:
     """
     n = 18_000
     keys, values, _, asked = layer(n)
-    paths = [HostPath(2, 64, 64, INT8, index_options={"codes": codes}, reserve_tokens=n) for codes in ("none", "int8")]
+    paths = [
+        HostPath(2, 64, 64, INT8, index=IndexSpec.of("flat", {"codes": codes}), reserve_tokens=n)
+        for codes in ("none", "int8")
+    ]
     for path in paths:
         path.append(keys[:, :15_000], values[:, :15_000])
         path.build_index(4, 15_000)
@@ -196,7 +200,7 @@ def test_a_graph_over_int8_keys() -> None:
     """Its search in a step equals its own search, and finds what a scan of the stored keys finds."""
     n = 9000
     keys, values, train, asked = layer(n)
-    path = HostPath(2, 64, 64, INT8, index_kind="roargraph", reserve_tokens=n)
+    path = HostPath(2, 64, 64, INT8, index=IndexSpec.of("roargraph"), reserve_tokens=n)
     path.append(keys, values)
     path.build_index(4, n - 500, train)
     scan = HostPath(2, 64, 64, INT8, reserve_tokens=n)

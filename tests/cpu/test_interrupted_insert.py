@@ -8,6 +8,7 @@ import pytest
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -16,7 +17,7 @@ def test_heads_of_different_lengths_grow_to_the_same(monkeypatch: pytest.MonkeyP
     keys = np.random.default_rng(0).standard_normal((heads, 12, dim)).astype(np.float32)
     segment = Segment(heads, 16, dim, dim, Format.FLOAT32)
     segment.append(keys[:, :8], keys[:, :8])
-    segment.build_index("flat", {}, 2, 8, None)
+    segment.build_index(IndexSpec.of("flat"), 2, 8, None)
     segment.append(keys[:, 8:10], keys[:, 8:10])
     second, insert = segment.indexes[1], FlatIndex.insert
 

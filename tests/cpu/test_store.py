@@ -24,6 +24,7 @@ from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register
 from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.index.spec import IndexSpec
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
 
 HEADS, DIM, VALUE_DIM = 2, 8, 5
@@ -142,7 +143,7 @@ def test_any_sequence_of_operations(
     if results of segments are merged in the wrong order, or if positions shift at a segment's border.
     """
     rng = np.random.default_rng(0)
-    paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind=kind, reserve_tokens=6), Model())]
+    paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind), reserve_tokens=6), Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
         length = len(path)
@@ -259,7 +260,7 @@ def test_crop_and_ask_again_stays_in_place() -> None:
 def test_an_index_that_cannot_forget_is_left_behind() -> None:
     """After a crop into what a copying index covers, other tokens go to a new segment: no stale keys."""
     rng = np.random.default_rng(11)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="test-copying"), Model()
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("test-copying")), Model()
     for crop in (0, 350, 300):
         path.truncate(crop)
         model.truncate(crop)
@@ -317,7 +318,7 @@ def test_forks_in_two_threads_extend_one_index() -> None:
     """Both insert the same tokens lazily: breaks if they are inserted twice, which shifts later ids."""
     rng = np.random.default_rng(5)
     for _ in range(3):
-        path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="test-slow"), Model()
+        path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("test-slow")), Model()
         new = tokens(rng, 400)
         path.append(*new)
         model.append(*new)
@@ -363,7 +364,7 @@ def test_prepare_compiles_what_attend_runs() -> None:
     assert ([task.cache_info().misses for task in tasks], len(attend._attend_range_heads.overloads)) == before
     assert min(*before[0], before[1]) > 0
     with pytest.raises(ConfigError, match="'flatt'"):
-        prepare(F32, "flatt")
+        prepare(F32, IndexSpec.of("flatt"))
 
 
 def test_empty_paths_and_ranges() -> None:
@@ -460,9 +461,9 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigError, match="num_kv_heads=0"):
         HostPath(0, DIM, VALUE_DIM, F32)
     with pytest.raises(ConfigError, match="'flatt'"):
-        HostPath(HEADS, DIM, VALUE_DIM, F32, index_kind="flatt")
+        HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flatt"))
     with pytest.raises(ConfigError, match="no option m"):
-        HostPath(HEADS, DIM, VALUE_DIM, F32, index_options={"m": 3})
+        HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flat", {"m": 3}))
     with pytest.raises(ConfigError, match="reserve_tokens=-1"):
         HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=-1)
 

@@ -11,22 +11,27 @@ import numpy as np
 import pytest
 import torch
 
+import retrieval_attn as ra
 from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.engine.graph_emulation import emulated
 from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
 from retrieval_attn.eval.bench import decode as bench_decode
 from retrieval_attn.eval.bench import keys as bench_keys
+from retrieval_attn.eval.bench import method as bench_method
 from retrieval_attn.eval.bench import quality as bench_quality
 from retrieval_attn.eval.bench.baselines import FullGraph
 from retrieval_attn.eval.bench.busy import busy_of
-from retrieval_attn.eval.bench.decode import Bench, lengths_of, with_room
-from retrieval_attn.eval.bench.keys import ReadSource, SyntheticSource, attentions, rotate
+from retrieval_attn.eval.bench.keys import ReadSource, SyntheticSource, rotate
 from retrieval_attn.eval.bench.method import Retrieval, forward_logits
 from retrieval_attn.eval.bench.methods import make, parse
-from retrieval_attn.eval.bench.place import blocks
+from retrieval_attn.eval.bench.model import Bench, lengths_of, with_room
+from retrieval_attn.eval.bench.place import place
+from retrieval_attn.eval.bench.random_model import random_model
 from retrieval_attn.eval.bench.resident import ResidentLayer
+from retrieval_attn.eval.bench.row import Row, Spread, same_tokens
 from retrieval_attn.eval.bench.rows import measure
-from retrieval_attn.eval.speed_decode import random_model
+from retrieval_attn.eval.bench.source import attentions, blocks
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.index import synthetic
 
@@ -124,11 +129,25 @@ def test_static_is_compared_with_its_definition(bench: Bench, source: Any, monke
     (spec,) = parse("static")
     assert measure(bench, source, spec).status == "ok"
     bench.checked.clear()
-    placed = SyntheticSource.part
     short = [(0, 4), (389, 404)]  # of 404 tokens that are checked
-    monkeypatch.setattr(SyntheticSource, "part", lambda self, config, spans: placed(self, config, short))
+    monkeypatch.setattr(bench_method, "place", lambda model, cache, source, _: place(model, cache, source, short))
     row = measure(bench, source, spec)
     assert row.status == "wrong" and row.ms is None
+
+
+def test_spread_is_median_and_percentiles() -> None:
+    """Times in seconds become milliseconds; outliers stay out of the three numbers."""
+    spread = Spread.of([0.001 * i for i in range(1, 12)])
+    assert (spread.median, spread.low, spread.high) == pytest.approx((6.0, 2.0, 10.0))
+    assert Spread.of([0.002]) == Spread(2.0, 2.0, 2.0)
+
+
+def test_same_tokens_count_up_to_the_first_difference() -> None:
+    """Against full attention of the same context; after the first other token the texts are different ones."""
+    full = Row(600, 1, "full-eager", "ok", chosen=[1, 2, 3, 4])
+    ours, elsewhere = Row(600, 1, "flat", "ok", chosen=[1, 2, 9, 4]), Row(700, 1, "flat", "ok", chosen=[1, 2])
+    assert same_tokens(ours, [ours, full]) == 0.5 and same_tokens(elsewhere, [elsewhere, full]) is None
+    assert same_tokens(full, [ours, full]) is None and same_tokens(Row(600, 1, "flat", "ok"), [full]) is None
 
 
 def test_low_recall_has_no_speed(bench: Bench, source: Any) -> None:
@@ -181,10 +200,14 @@ def test_placed_keys_decode_as_read_ones(bench: Bench) -> None:
     ids = bench.ids(300)
     read = ReadSource(bench.model, ids, 128)
     found = []
-    for place in (read.retrieval, lambda config: read.part(config, [(0, 300)])):
+
+    def placed(config: ra.Config) -> ra.RetrievalCache:
+        return place(bench.model, ra.RetrievalCache(bench.model, config), read, [(0, 300)])
+
+    for made in (read.retrieval, placed):
         method = make(parse("flat")[0], bench.model, bench.config)
         assert isinstance(method, Retrieval)
-        method.hold(place(method.config), 300)
+        method.hold(made(method.config), 300)
         found.append(torch.stack(method.decode(3, keep=True).logits))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
@@ -234,9 +257,10 @@ def test_layers_may_share_keys(bench: Bench) -> None:
 
 def test_the_captured_step_is_measured_too(source: Any) -> None:
     """The loop that replays one graph, emulated: two contexts of other keys, checked and replayed by the same graph."""
-    bench = Bench(arguments("unused", "--graph", "emulate"))
+    bench = Bench(arguments("unused"))
     for tokens in (600, 700):
-        row = measure(bench, bench.source(tokens), parse("flat")[0])
+        with emulated():
+            row = measure(bench, bench.source(tokens), parse("flat")[0])
         assert (row.status, row.how, row.recall) == ("ok", "graph", 1.0), row.note
 
 

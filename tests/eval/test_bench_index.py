@@ -133,8 +133,7 @@ def test_every_variant_that_is_here_can_be_measured() -> None:
 def test_hnswlib_is_searched_by_inner_product() -> None:
     """Its graph is built by L2 and loaded again: a wide beam must find the exact best inner products."""
     head = small_head()
-    index = HnswlibIndex.build(head.keys, head.fmt, None)
-    index.ef_search = 700
+    index = HnswlibIndex.build(head.keys, head.fmt, ef_search=700)
     found = index.search(head.decode[0], 10)
     oracle = Oracle(head, 10, head.decode[:1])
     oracle.check(found, "hnswlib")

@@ -102,7 +102,7 @@ def test_growing_memory_and_broken_plans_are_said() -> None:
         ("prefill", ["--chunk", "0"], "--chunk"),
         ("memory", ["--index", "flat,ivf"], "one index"),
         ("memory", ["--index", "full-eager"], "one index"),
-        ("memory", ["--read", "x"], "--lengths"),
+        ("memory", ["--read", "x"], "--read='x' is not a number of tokens"),
         ("memory", ["--threads", "-1"], "--threads"),
     ],
 )

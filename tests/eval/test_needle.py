@@ -440,7 +440,7 @@ def test_any_method_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same cells with the least fitting keys must fail; else the test above proves nothing.  As the index is not
     the flat one, "inside" reads its own whole prompt here."""
-    from retrieval_attn.index import FlatIndex, SearchResult, base
+    from retrieval_attn.index import FlatIndex, SearchResult, spec
 
     class Backwards(FlatIndex):
         kind = "backwards"
@@ -449,7 +449,7 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
         def search_heads(cls, indexes: Any, queries: Any, k: int, *, limit: int | None = None) -> SearchResult:
             return FlatIndex.search_heads(indexes, -queries, k, limit=limit)
 
-    monkeypatch.setitem(base._kinds, "backwards", Backwards)
+    monkeypatch.setitem(spec._kinds, "backwards", Backwards)
     folder = tmp_path / "run"
     flags = ["--lengths", "2k", "--depths", "33,66", "--methods", "retrieval", "--index", "backwards"]
     assert needle.run(parse(*flags, "--output-dir", str(folder), "--no-plot")) == 0

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -234,3 +236,14 @@ def test_splits_follow_the_device() -> None:
     assert split_count(1, 8, 100_000, 132) == decode_kernels.MOST_SPLITS
     assert split_count(64, 8, 768, 132) == 1
     assert split_count(1, 1, 1, 132) == 1
+
+
+def test_the_modules_of_kernels_that_are_named_exist() -> None:
+    """They are imported by name, on a GPU only: one that had moved would leave decoding to PyTorch's operations."""
+    folder = Path(decode_kernels.__file__).parents[1]
+    names = [
+        name for file in folder.rglob("*.py") for name in re.findall(r'kernels_for\(\w+, "(.+)"\)', file.read_text())
+    ]
+    assert len(names) == 3
+    for name in names:
+        assert importlib.util.find_spec(f"retrieval_attn.gpu.{name}") is not None, name

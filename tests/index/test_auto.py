@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index import auto, crossover
-from retrieval_attn.index.base import create
+from retrieval_attn.index import auto, create
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
 
@@ -31,7 +28,7 @@ def built(head: SyntheticHead, count: int = KEYS, **options: Any) -> Any:
 def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead) -> None:
     assert built(head, 2000).note == "flat: only 2,000 keys"
     short = built(head, scan_below=KEYS + 1)
-    assert short.kind == "flat" and "up to 8,193 here" in short.note
+    assert short.kind == "flat" and "up to 8,193" in short.note
     graph = built(head, scan_below=0, recall=0.5)
     assert graph.kind == "roargraph" and "held-out recall@100" in graph.note
     found = graph.search(head.decode[0], 100)
@@ -52,7 +49,7 @@ def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch
     """Where a graph is slower or finds too little; codes of all elements where the sketch finds too little as well."""
     monkeypatch.setattr(auto, "SKETCH_FROM", KEYS)
     for options, why in (
-        ({"scan_below": KEYS + 1}, "up to 8,193 here"),
+        ({"scan_below": KEYS + 1}, "up to 8,193"),
         ({"scan_below": 0, "recall": 1.0}, "below 1.0"),
     ):
         index = built(head, **options)
@@ -71,41 +68,6 @@ def test_without_queries_everything_is_scanned(head: SyntheticHead) -> None:
 def test_options_out_of_range_are_refused(head: SyntheticHead, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         built(head, **options)
-
-
-def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second process reads the file instead of measuring; a damaged file is measured again and replaced."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured: list[int] = []
-
-    def once(dim: int) -> int:
-        measured.append(dim)
-        return 12345
-
-    monkeypatch.setattr(crossover, "_measure", once)
-    file = crossover.cache_file()
-    for _ in range(2):
-        crossover._crossover.cache_clear()
-        assert crossover.crossover(64) == 12345
-    assert measured == [64] and list(json.loads(file.read_text()).values()) == [12345]
-    file.write_text("{")
-    crossover._crossover.cache_clear()
-    assert crossover.crossover(64) == 12345 and measured == [64, 64]
-    assert json.loads(file.read_text())
-    crossover._crossover.cache_clear()
-
-
-def test_the_measurement_is_a_number_of_keys() -> None:
-    """What decides between scan and graph is really timed: a few thousand to a few hundred thousand keys."""
-    assert 1_000 < crossover._measure(64) < 2_000_000
-
-
-def test_a_noisy_measurement_is_not_for_ever() -> None:
-    """A scan of more keys that took no longer must not mean that no graph is ever faster."""
-    right = crossover._crossing(1e-3, 1e-3 * crossover.SCANNED / crossover.KEYS, 1e-3)
-    assert right == pytest.approx(crossover.KEYS, rel=1e-3)
-    for many in (1e-3, 0.9e-3):
-        assert crossover._crossing(1e-3, many, 1e-3) <= 5 * crossover.SCANNED
 
 
 def test_held_out_queries_are_not_trained_on(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:

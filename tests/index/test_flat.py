@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
@@ -244,7 +246,7 @@ def test_thread_counts_that_cannot_be_had() -> None:
             pass
 
 
-def coded(keys: npt.NDArray[np.float32], fmt: Format = Format.BFLOAT16, **options: int) -> FlatIndex:
+def coded(keys: npt.NDArray[np.float32], fmt: Format = Format.BFLOAT16, **options: Any) -> FlatIndex:
     return FlatIndex.build(strided(from_float32(keys, fmt)), fmt, None, codes="int8", **options)
 
 

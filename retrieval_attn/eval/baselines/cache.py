@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedMaskError, UnsupportedModelError
 from retrieval_attn.eval.baselines.policy import Meter, Policy, attend_all
@@ -32,30 +33,22 @@ _ROOM = 1024
 class ContextLayer(CacheLayer):
     """One layer.  watching: policies that see the context being read.  acting: the one that answers, or None."""
 
-    def __init__(self, config: Config, watching: dict[str, Policy]) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, watching: dict[str, Policy], batch: Batch) -> None:
+        super().__init__(config, batch)
         self.tokens = TokenBuffer()
         self.watching = watching
         self.acting: Policy | None = None
         self.started = False
-        self._pass_total = 0
         for policy in watching.values():
             policy.tokens = self.tokens
 
     def reset(self) -> None:
         raise UnsupportedModelError("A baseline's cache cannot be reset; make a new one.")
 
-    def begin_pass(self, total: int) -> None:
-        """Room for the whole prompt at once."""
-        self._pass_total = total
-
-    def end_pass(self) -> None:
-        """See `begin_pass`."""
-        self._pass_total = 0
-
     @property
-    def batch_size(self) -> int:
-        return 1 if self.columns else -1
+    def window(self) -> None:
+        """All tokens are in `tokens`."""
+        return None
 
     @property
     def host_nbytes(self) -> int:
@@ -65,21 +58,22 @@ class ContextLayer(CacheLayer):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:
-        if key.shape[0] != 1 or (spec.padding is not None and self._new_columns(spec, key.shape[2], None) is not None):
+        valid = self.batch.note_padding(spec.padding, self.columns, key.shape[2])
+        if key.shape[0] != 1 or valid is not None:
             raise UnsupportedMaskError(f"Baselines run one unpadded sequence, got a batch of {key.shape[0]}.")
         if softcap is not None:
             raise UnsupportedModelError(
                 "Baselines are defined for plain softmax attention; this model caps its scores."
             )
         position = self.columns
-        self.columns += key.shape[2]
+        self._note_stored(key.shape[2])
         module = None if self._owner is None else self._owner()
         assert module is not None
         for policy in (*self.watching.values(), *([self.acting] if self.acting else [])):
             policy.bind(module)
         if self.acting is not None and self.started:
             return _through(self.acting, query, key, value, position, scale)
-        self.tokens.append(key, value, max(_ROOM, self._pass_total))
+        self.tokens.append(key, value, max(_ROOM, self._announced or 0))
         watching = list(self.watching.values()) if self.acting is None else [self.acting]
         if watching and watching[0].options.reads:
             return watching[0].attend(query, position, 0, scale)
@@ -91,7 +85,6 @@ class ContextLayer(CacheLayer):
     def rewind(self, columns: int) -> None:
         """Back to the context of `columns` tokens, nobody acting."""
         self.tokens.truncate(columns)
-        self.columns = columns
         self.acting, self.started = None, False
         self._pending = None
 
@@ -119,9 +112,10 @@ class ContextCache(RetrievalCache):
         require_plain(model, self.layers)
         count = len(self.layers)
         self.layers = [
-            ContextLayer(config, {name: make(index, count) for name, make in factories.items()})
+            ContextLayer(config, {name: make(index, count) for name, make in factories.items()}, self.batch)
             for index in range(count)
         ]
+        self.own[-1].commits = True
         self.context_tokens = 0
 
     @property
@@ -158,6 +152,7 @@ class ContextCache(RetrievalCache):
         """Back to the context."""
         for layer in self.own:
             layer.rewind(self.context_tokens)
+        self.batch.crop(self.context_tokens)
 
     def meters(self) -> list[Meter]:
         """What the acting policy of each layer has measured since `start`."""

@@ -44,6 +44,7 @@ class RetrievalAttention:
         name: str = "retrieval",
     ) -> None:
         import retrieval_attn as ra
+        import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 
         for option, value, known in (
             ("append", append, ("retrieval", "exact")),
@@ -180,9 +181,9 @@ def _attended(layer: Any, new: int) -> float | None:
 
 def _trains(kind: str, options: Any) -> bool:
     """Whether an index learns from queries."""
-    from retrieval_attn.index.base import check_kind
+    from retrieval_attn.index.spec import IndexSpec
 
-    return bool(check_kind(kind, dict(options)).trains)
+    return IndexSpec.of(kind, options).trains
 
 
 def _reply(answer: Any, read: float, built: float, asked: float, meter: _Meter) -> Reply:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from retrieval_attn.eval.bench.keys import Source
 from retrieval_attn.eval.bench.method import Decoded, Method, OnToken, forward_logits
 from retrieval_attn.eval.bench.place import fill, fill_static
 from retrieval_attn.eval.bench.resident import ResidentCache, resident_attention
+from retrieval_attn.eval.bench.source import Source
 
 GRAPH_WARM_UP = 3
 

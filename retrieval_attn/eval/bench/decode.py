@@ -14,61 +14,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, MemoryPlanError
-from retrieval_attn.eval.bench.index import new_folder
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of, with_room
+from retrieval_attn.eval.flags import as_tokens, new_folder
 
 if TYPE_CHECKING:
-    from retrieval_attn.eval.bench.keys import Source
-    from retrieval_attn.eval.bench.rows import Row
+    from retrieval_attn.eval.bench.row import Row
 
-__all__ = [
-    "Bench",
-    "about",
-    "add_arguments",
-    "add_model_arguments",
-    "check_arguments",
-    "lengths_of",
-    "run",
-    "with_room",
-]
+__all__ = ["add_arguments", "run"]
 
 LENGTHS = "4k,16k,64k,128k"
 METHODS = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
-MIB = 1 << 20
-HEAD_BYTES = 2560
-"""Memory that making one synthetic head takes, per token."""
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
-    """Flags that every benchmark of a whole model takes."""
-    add = parser.add_argument
-    add("--model", default="bundled", help="bundled, a folder or a hub id (default: %(default)s)")
-    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
-    add(
-        "--lengths",
-        default=lengths,
-        metavar="N,N",
-        help="tokens of context; k and m count 1024s (default: %(default)s)",
-    )
-    add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB; what needs more does not run")
-    add("--sink", type=int, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
-    add("--window", type=int, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
-    add(
-        "--retrieve",
-        default="100",
-        metavar="K",
-        help="keys retrieved: a number, a share, or all (default: %(default)s)",
-    )
-    add("--train", type=int, default=2048, metavar="N", help="training queries per query head (default: %(default)s)")
-    add("--chunk", type=int, default=8192, metavar="N", help="tokens of a prefill chunk (default: %(default)s)")
-    add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
-    add("--batch", type=int, default=1, metavar="N", help="sequences, each with its own context (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of texts, keys and random weights (default: %(default)s)")
-    add("--no-plot", action="store_true", help="write no PNG files")
-    add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--graph",
         default="auto",
-        choices=["auto", "off", "emulate"],
-        help="retrieval's step as one CUDA graph; emulate: on a CPU, to try (default: %(default)s)",
+        choices=["auto", "off"],
+        help="retrieval's step as one CUDA graph, where it can be captured (default: %(default)s)",
     )
-    add("--tokens", type=int, default=32, metavar="N", help="decode steps that are timed (default: %(default)s)")
+    add("--tokens", type=as_tokens, default=32, metavar="N", help="decode steps that are timed (default: %(default)s)")
     add("--seconds", type=float, default=20.0, metavar="S", help="most time for them per method (default: %(default)s)")
     add("--min-recall", type=float, default=0.9, metavar="R", help="recall below which no speed is shown")
     add("--record", action="store_true", help="at the end, record how long the GPU works: every method once more")
@@ -113,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--min-recall must lie in 0 .. 1 and --seconds be > 0: {args.min_recall}, {args.seconds}")
     specs = parse(args.methods)
     folder = new_folder(args.output_dir, "bench")
-    from retrieval_attn.eval.bench.rows import Row, measure, record
+    from retrieval_attn.eval.bench.row import Row
+    from retrieval_attn.eval.bench.rows import measure, record
     from retrieval_attn.eval.runs import environment
 
     found = environment()
@@ -149,164 +106,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Numbers that every benchmark of a whole model takes. Raises ConfigError."""
-    for name in ("tokens", "batch", "chunk", "train", "distinct_layers"):
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if args.threads < 0:
-        raise ConfigError(f"--threads must be 0 (all cores) or more, got {args.threads}")
-    if not args.no_plot:
-        from retrieval_attn.eval.bench.plots import need_matplotlib
-
-        need_matplotlib()
-
-
-class Bench:
-    """A model under its memory cap, and contexts for it."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Load or make the model. Raises RetrievalAttentionError for what cannot be had."""
-        import torch
-
-        import retrieval_attn as ra
-        from retrieval_attn.eval.speed import retrieve_count
-        from retrieval_attn.gpu.memory import cap, device_memory, start_peak
-        from retrieval_attn.memory.units import parse_bytes
-        from retrieval_attn.model.loading import choose_device
-
-        self.args = args
-        self.checked: dict[str, float] = {}  # logit error of the methods that were found right, by label
-        self.noise: float | None = None  # what rounding does to the logits, once it was measured
-        self._short: Source | None = None
-        self.device = choose_device(args.device)
-        self.limit = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "gpu_memory")
-        if self.limit is not None and self.device.type != "cuda":
-            raise MemoryPlanError(f"--gpu-memory {args.gpu_memory} was given, but the model would run on {self.device}")
-        if self.device.type == "cuda":
-            cap(self.device, self.limit)
-        self.threads = args.threads or torch.get_num_threads()
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        graph: Any = getattr(args, "graph", "auto")
-        graph = False if graph == "off" else graph
-        self.config = ra.Config(
-            sink=args.sink,
-            window=args.window,
-            retrieve=retrieve_count(args.retrieve),
-            prefill_chunk=args.chunk,
-            train_queries=args.train,
-            host_dtype=args.host_dtype,
-            threads=args.threads or None,
-            graph=graph,
-        )
-        self.name = f"random:{args.shape}" if args.shape else args.model
-        start_peak(self.device)
-        self.model, self.tokenizer = self._load()
-        self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
-        self.context_bytes = device_memory(self.device).context if self.device.type == "cuda" else 0
-
-    def _load(self) -> tuple[Any, Any]:
-        import torch
-
-        args = self.args
-        if args.shape:
-            from retrieval_attn.eval.speed_decode import random_model
-
-            auto = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-            dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
-            try:
-                return random_model(args.shape, dtype, args.seed, self.device).to(self.device), None
-            except torch.OutOfMemoryError as error:
-                raise MemoryPlanError(
-                    f"--shape {args.shape} does not fit --gpu-memory {args.gpu_memory}: {error}"
-                ) from error
-        from transformers import AutoTokenizer
-
-        from retrieval_attn.eval.methods import load_model
-        from retrieval_attn.eval.needle.options import BUNDLED_MODEL
-
-        name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model
-        return load_model(name, str(self.device), args.dtype), AutoTokenizer.from_pretrained(name)
-
-    def ids(self, tokens: int) -> Any:
-        """(batch, tokens) ids on the device: prose, or random ids for random weights; another text in each row."""
-        import torch
-
-        rows = []
-        for row in range(self.args.batch):
-            if self.tokenizer is None:
-                generator = torch.Generator().manual_seed(self.args.seed + row)
-                rows.append(torch.randint(self.model.config.vocab_size, (tokens,), generator=generator))
-                continue
-            from retrieval_attn.eval.text.haystack import shipped_prose
-
-            text = shipped_prose(tokens * 8, self.args.seed + row)
-            rows.append(torch.tensor(self.tokenizer(text)["input_ids"][:tokens]))
-            if len(rows[-1]) < tokens:
-                raise InputDataError(f"the prose gave {len(rows[-1])} tokens, {tokens} were needed; use --keys mid")
-        return torch.stack(rows).to(self.device)
-
-    @property
-    def keys(self) -> str:
-        """read, mid or hard."""
-        wanted: str = self.args.keys
-        return wanted if wanted != "auto" else ("mid" if self.args.shape else "read")
-
-    def short_source(self) -> Source:
-        """The context that answers are checked on: little more than sinks and window."""
-        if self._short is None:
-            self._short = self.source(self.config.sink + self.config.window + 384)
-        return self._short
-
-    def source(self, tokens: int) -> Source:
-        """A context of `tokens` tokens."""
-        from retrieval_attn.eval.bench.keys import ReadSource, SyntheticSource
-        from retrieval_attn.memory.units import host_memory_bytes
-
-        if self.keys == "read":
-            return ReadSource(self.model, self.ids(tokens), self.args.chunk)
-        return SyntheticSource(
-            self.model,
-            tokens,
-            self.args.batch,
-            distinct=self.args.distinct_layers or 1 << 30,
-            train=self.args.train,
-            level=self.keys,
-            seed=self.args.seed,
-            threads=max(1, min(self.threads, host_memory_bytes() // 4 // (HEAD_BYTES * tokens))),
-        )
-
-
-def lengths_of(text: str) -> list[int]:
-    """Token counts of a comma list; k is 1024 and m 1024 * 1024. Raises ConfigError."""
-    units = {"k": 1 << 10, "m": 1 << 20}
-    found = []
-    for item in text.lower().split(","):
-        item = item.strip()
-        number, unit = (item[:-1], units[item[-1]]) if item[-1:] in units else (item, 1)
-        found.append(int(number) * unit if number.isdigit() else 0)
-    if min(found) < 1:
-        raise ConfigError(f"--lengths must be numbers of tokens such as 4k,128k,1m or 4096; got {text!r}")
-    return sorted(set(found))
-
-
-def with_room(lengths: list[int], limit: int, tokens: int) -> list[int]:
-    """The lengths, those at the very end of a model's `limit` positions shortened by what decoding takes.
-
-    tokens: steps that are timed; checks decode some more.  Raises ContextLengthError, before anything is measured.
-    """
-    most = limit - min(4 * (tokens + 16), limit // 8)
-    long = [length for length in lengths if length > limit]
-    if long:
-        raise ContextLengthError(
-            f"--lengths {','.join(map(str, long))}: needed as many positions, the model has {limit};"
-            " give shorter lengths or another model"
-        )
-    return sorted({min(length, most) for length in lengths})
-
-
 def _save(folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any], finished: bool = False) -> None:
     from retrieval_attn.eval.bench.decode_report import markdown
     from retrieval_attn.eval.runs import write_atomically
@@ -324,23 +123,3 @@ def _plot(folder: Path, bench: Bench, rows: list[Row]) -> None:
     panels = plots(rows, bench.name)
     if panels[0].lines:
         save_plot(panels, folder / "decode.png")
-
-
-def about(bench: Bench) -> dict[str, Any]:
-    """What every report of a whole model says about its run."""
-    import torch
-
-    on_gpu = bench.device.type == "cuda"
-    return {
-        "model": bench.name,
-        "dtype": str(bench.model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(bench.device) if on_gpu else "cpu",
-        "threads": bench.threads,
-        "config": bench.config.to_dict(),
-        "weight_bytes": bench.weight_bytes,
-        "context_bytes": bench.context_bytes,
-        "gpu_memory": bench.limit,
-        "batch": bench.args.batch,
-        "seed": bench.args.seed,
-        "noise": bench.noise,
-    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieval_attn.eval.bench.plots import Plot
-from retrieval_attn.eval.bench.rows import Row, median_ms
+from retrieval_attn.eval.bench.row import Row, median_ms, same_tokens
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -19,6 +19,7 @@ _COLUMNS = (
     "recall",
     "mass",
     "captured",
+    "same tokens",
     "scanned",
     "waits",
     "search, ms",
@@ -70,6 +71,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         "Times: median of single steps (10th to 90th percentile), sampling and reading the token included. MiB/token: "
         "keys and values, without weights. x static: against sinks and window only under the same loop. recall: of the "
         "exact best retrieve; mass: of their attention weight; captured: of all attention, sinks and window included. "
+        "same tokens: of those decoded, up to the first that is not full attention's. "
         "waits: share of a step in which the device has nothing to do. GPU: kernels; copy: between host and device. "
         "prepare peak: device memory of the process while the context was placed. Checked before timing: logits of "
         f"every method against its definition ({checked}{noise}), and retrieved attention against that over the keys "
@@ -94,6 +96,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
         _shown(row.recall, "{:.3f}"),
         _shown(row.mass, "{:.4f}"),
         _shown(row.captured, "{:.3f}"),
+        _shown(same_tokens(row, rows), "{:.0%}"),
         _shown(row.scanned, "{:.2%}"),
         _shown(row.wait, "{:.0%}"),
         _shown(row.search, "{:.2f}"),

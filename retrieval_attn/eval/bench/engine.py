@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, cfunc, njit
 
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_swap, nanoseconds
 from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
 from retrieval_attn.cpu.host_attend import attend_apart
@@ -30,6 +31,7 @@ from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import synthetic_head
 
 __all__ = ["add_arguments", "main", "run"]
@@ -298,8 +300,7 @@ def measure_steps(
                 args.head_dim,
                 args.head_dim,
                 fmt,
-                index_kind="flat" if kind == "flat-int8" else kind,
-                index_options={"codes": "int8"} if kind == "flat-int8" else None,
+                index=IndexSpec.of("flat", {"codes": "int8"}) if kind == "flat-int8" else IndexSpec.of(kind),
                 reserve_tokens=tokens,
                 pool=pool,
             )

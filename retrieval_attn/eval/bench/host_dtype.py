@@ -1,4 +1,4 @@
-"""`python -m retrieval_attn.eval.bench_host_dtype`: what a smaller storage of host keys and values costs in answers.
+"""`python -m retrieval_attn.eval.bench.host_dtype`: what a smaller storage of host keys and values costs in answers.
 
 Every dtype reads the same samples, and is asked the same questions through retrieval; the table gives how many of the
 reference answers each found, and how many whole texts equal those of the first dtype. Then, on keys, values and
@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn import Config, Context
 from retrieval_attn.config import HOST_DTYPES
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
+from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.eval.methods import load_model
 from retrieval_attn.eval.tasks import TASKS, make_sample, score
 from retrieval_attn.index.flat import search_exact
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=str(BUNDLED), help="folder or hub name (default: the bundled model)")
     add("--tasks", default=_USUAL, metavar="NAME,NAME", help=f"of {', '.join(TASKS)} (default: %(default)s)")
-    add("--tokens", type=int, default=4096, help="tokens of a sample, answer included (default: %(default)s)")
+    add("--tokens", type=as_tokens, default=4096, help="tokens of a sample, answer included (default: %(default)s)")
     add("--samples", type=int, default=4, help="per task (default: %(default)s)")
     add("--host-dtypes", default="bfloat16,int8", metavar="NAME,NAME", help="the first is compared with")
     add("--index", default="flat", help="index over the host's keys (default: %(default)s)")
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m retrieval_attn.eval.bench_host_dtype", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m retrieval_attn.eval.bench.host_dtype", description=__doc__)
     add_arguments(parser)
     print(json.dumps(run(parser.parse_args(argv))))
     return 0

@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.errors import ConfigError, RunFolderError
+from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder, parse_lengths
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench.heads import Source
     from retrieval_attn.eval.bench.measure import Point
     from retrieval_attn.eval.bench.variants import Variant
 
-__all__ = ["add_arguments", "add_source_arguments", "measure", "new_folder", "run", "source_of"]
+__all__ = ["add_arguments", "add_source_arguments", "measure", "run", "source_of"]
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,17 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", default="8192,32768", metavar="N,N", help="tokens of context (default: %(default)s)")
     add("--kinds", default="all", metavar="NAME,NAME", help="what to compare (default: %(default)s)")
-    add("--tokens", type=int, default=8, metavar="N", help="decoded tokens that are timed (default: %(default)s)")
+    add(
+        "--tokens",
+        type=as_tokens,
+        default=8,
+        metavar="N",
+        help="decoded tokens that are timed (default: %(default)s)",
+    )
     add("--threads", type=int, default=1, metavar="N", help="threads of search and build (default: %(default)s)")
     add_source_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 1 if an index gave a wrong answer (no times are printed then). Raises on bad input."""
-    lengths = _lengths(args.lengths)
-    for name in ("tokens", "threads"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    lengths = sorted(parse_lengths(args.lengths))
+    check_at_least(1, args, "tokens", "threads")
     source = source_of(args)
     from retrieval_attn.eval.bench.measure import WrongAnswer
     from retrieval_attn.eval.bench.variants import choose
@@ -134,29 +138,15 @@ def measure(
 
 def source_of(args: argparse.Namespace) -> Source:
     """The heads that the flags name. Raises ConfigError for a flag out of range."""
-    for name in ("train", "k"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    check_at_least(1, args, "train", "k", "limit")
     if not args.no_plot:
-        from retrieval_attn.eval.bench.plots import need_matplotlib
-
-        need_matplotlib()
+        check_matplotlib()
     from retrieval_attn.eval.bench.heads import Source
 
     parent = Path("results/bench") if args.output_dir == "auto" else Path(args.output_dir).parent
     source = Source(args.source, args.train, args.head_dim, args.seed, parent / "recordings", args.task)
     source.check()
     return source
-
-
-def new_folder(name: str, what: str) -> Path:
-    """The folder for results, which must not hold any. Raises RunFolderError."""
-    folder = Path(name) if name != "auto" else Path("results") / what / time.strftime("%Y%m%d-%H%M%S")
-    if folder.exists() and any(folder.iterdir()):
-        raise RunFolderError(f"{folder} holds results already; give another --output-dir")
-    return folder
 
 
 def _write(folder: Path, args: argparse.Namespace, points: list[Point], notes: list[str]) -> None:
@@ -197,13 +187,3 @@ def _plan(args: argparse.Namespace, lengths: list[int], variants: list[Variant],
         *notes,
     ]
     return "\n".join(lines)
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = [0]
-    if found[0] < 1:
-        raise ConfigError(f"--lengths must be whole numbers such as 8192,32768; got {text!r}")
-    return found

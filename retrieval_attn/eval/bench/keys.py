@@ -9,7 +9,6 @@ model rotates them to the position where it decodes. Values are normal random nu
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,22 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.engine.decode import capturable, forward
-from retrieval_attn.engine.prefill import decoder_layers, finish_prefill
+from retrieval_attn.engine.decode import forward
+from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.engine.switch import using_retrieval
-from retrieval_attn.errors import ConfigError, ContextLengthError
-from retrieval_attn.eval.bench.place import BLOCK, Span, fill_watching, place
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.bench.place import fill_watching, place
+from retrieval_attn.eval.bench.source import BLOCK, Source, attentions
 from retrieval_attn.index.synthetic import synthetic_heads
+from retrieval_attn.model.capturable import capturable
 
 BANK = 32
 """Different synthetic queries per head; positions take them in turn."""
-
-
-def attentions(model: nn.Module) -> list[Any]:
-    """The attention module of every decoder layer, in order."""
-    return [child for layer, _ in decoder_layers(model) for child in layer.children() if hasattr(child, "layer_idx")]
 
 
 @torch.no_grad()
@@ -45,76 +41,6 @@ def read(model: Any, config: Config, ids: Tensor) -> tuple[RetrievalCache, Tenso
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     with using_retrieval(model, config.prefill_chunk):
         return cache, forward(model, cache, ids, mask=None, position_ids=positions)
-
-
-def kv_shape(model: Any) -> tuple[int, int, int, int]:
-    """Layers, key-value heads, query heads per key-value head, head_dim of a model whose layers all attend to all.
-
-    Raises ConfigError for sliding or other layers: their caches cannot be filled from here.
-    """
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-        raise ConfigError(
-            f"the decode benchmark fills caches layer by layer; {config.model_type} has {', '.join(sorted(kinds))} "
-            "layers. Use a model whose layers all attend to the whole context."
-        )
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, kv_heads, heads // kv_heads, dim
-
-
-class Source(ABC):
-    """A context of `tokens` tokens for `batch` sequences, and caches that hold it."""
-
-    def __init__(self, model: Any, tokens: int, batch: int) -> None:
-        limit = model.config.get_text_config(decoder=True).max_position_embeddings
-        if tokens >= limit:
-            raise ContextLengthError(f"{tokens} tokens of context and decoding need more than {limit} positions")
-        self.model, self.tokens, self.batch = model, tokens, batch
-        self.num_layers, self.kv_heads, self.group, self.head_dim = kv_shape(model)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of keys and values of one token of one sequence, in the model's dtype, all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.model.dtype.itemsize
-
-    @property
-    @abstractmethod
-    def about(self) -> str:
-        """Where keys come from, for the report."""
-
-    @abstractmethod
-    def block(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens [start, stop): (batch, kv_heads, stop - start, dim) on the model's device."""
-
-    @abstractmethod
-    def retrieval(self, config: Config) -> RetrievalCache:
-        """A RetrievalCache that holds the context, its indexes ready."""
-
-    def part(self, config: Config, spans: Sequence[Span]) -> RetrievalCache:
-        """A RetrievalCache that holds only these spans of the context."""
-        return place(self.model, RetrievalCache(self.model, config), self, spans)
-
-    def read_into(self, cache: Any) -> None:
-        """Give an empty cache of the evaluation's baselines (one sequence) the context, with the queries they watch."""
-        fill_watching(cache, self)
-
-    def queries(self, layer: int, start: int, stop: int) -> Tensor:
-        """Queries at tokens [start, stop) for indexes to train on: (batch, q_heads, stop - start, dim)."""
-        shape = (self.batch, self.kv_heads * self.group, stop - start, self.head_dim)
-        return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
-
-    @property
-    def distinct(self) -> int:
-        """Layers with keys of their own; layer l holds the keys of layer l modulo this."""
-        return self.num_layers
-
-    @contextmanager
-    def feeding(self) -> Iterator[None]:
-        """While the model decodes on this context."""
-        yield
 
 
 class ReadSource(Source):
@@ -136,7 +62,7 @@ class ReadSource(Source):
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         rows = [host.read(start, stop) for host in kept.hosts]
         keys, values = zip(
-            *[(to_device(k, kept.fmt, like), to_device(v, kept.fmt, like)) for k, v in rows], strict=True
+            *[(to_device(k, kept.held.fmt, like), to_device(v, kept.held.fmt, like)) for k, v in rows], strict=True
         )
         return torch.stack(keys), torch.stack(values)
 
@@ -235,7 +161,11 @@ class SyntheticSource(Source):
         return rotate(picked, columns.to(device), self._theta).to(self.model.dtype)
 
     def retrieval(self, config: Config) -> RetrievalCache:
-        return self.part(config, [(0, self.tokens)])
+        return place(self.model, RetrievalCache(self.model, config), self, [(0, self.tokens)])
+
+    def read_into(self, cache: Any) -> None:
+        """See `Source.read_into`."""
+        fill_watching(cache, self)
 
     @contextmanager
     def feeding(self) -> Iterator[None]:

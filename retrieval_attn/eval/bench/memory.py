@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.bench.decode import Bench, about, add_model_arguments, check_arguments, lengths_of
-from retrieval_attn.eval.bench.index import new_folder
+from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of
+from retrieval_attn.eval.flags import as_tokens, new_folder
+from retrieval_attn.memory.units import parse_tokens
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,11 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, "16k,64k,128k")
     add = parser.add_argument
     add("--index", default="flat", metavar="NAME", help="with options as in roargraph:beam=250 (default: %(default)s)")
-    add(
-        "--read", default="128k", metavar="N", help="longer contexts get synthetic keys in place (default: %(default)s)"
-    )
+    add("--read", default="128k", metavar="N", help="beyond it, keys are synthetic (default: %(default)s)")
     add("--distinct-layers", type=int, metavar="N", help="layers with synthetic keys of their own (default: all)")
-    add("--tokens", type=int, default=16, metavar="N", help="tokens generated (default: %(default)s)")
+    add("--tokens", type=as_tokens, default=16, metavar="N", help="tokens generated (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from retrieval_attn.eval.bench.methods import METHODS, parse
 
     check_arguments(args)
-    lengths, most = lengths_of(args.lengths), lengths_of(args.read)[0]
+    lengths, most = lengths_of(args.lengths), parse_tokens(args.read, "--read")
     specs = parse(args.index)
     if len(specs) != 1 or specs[0].name in METHODS:
         raise ConfigError(f"--index takes the name of one index, got {args.index}")

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.layer import LayerStats
+from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu import prepare
 from retrieval_attn.engine.decode import PromptState, TokenChoice, run
 from retrieval_attn.engine.switch import using_retrieval
-from retrieval_attn.eval.bench.keys import Source
-from retrieval_attn.eval.bench.place import Span
+from retrieval_attn.eval.bench.place import place
+from retrieval_attn.eval.bench.source import Source, Span
+from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.offload.stats import LayerStats
 
 OnToken = Callable[[list[int]], None]
 
@@ -170,7 +171,9 @@ class Static(Retrieval):
     def prepare(self, source: Source, room: int) -> None:
         self.config = self.config.replace(spill=max(room + 1, 128), index="flat", index_options={})
         compile_for(self.config, self.model.dtype)
-        self.hold(source.part(self.config, self.spans(source.tokens)), source.tokens)
+        self.hold(
+            place(self.model, RetrievalCache(self.model, self.config), source, self.spans(source.tokens)), source.tokens
+        )
 
 
 @torch.no_grad()
@@ -185,4 +188,4 @@ def compile_for(config: Config, dtype: torch.dtype) -> None:
     """Compile what the first token would wait for."""
     from retrieval_attn.offload.transfer import host_format
 
-    prepare(host_format(config.host_dtype, dtype), config.index, dict(config.index_options))
+    prepare(host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.baselines import FullEager, FullGraph, FullResident, Offloaded, Quantized
 from retrieval_attn.eval.bench.method import Method, MethodSpec, Retrieval, Static
 from retrieval_attn.eval.bench.policies import ByPolicy
-from retrieval_attn.index.base import check_kind
+from retrieval_attn.index.spec import IndexSpec
 
 METHODS: dict[str, type[Method]] = {
     "static": Static,
@@ -39,7 +40,7 @@ def parse(text: str) -> list[MethodSpec]:
         if name not in METHODS:
             kind, given = SHORT.get(name, (name, {}))
             try:
-                check_kind(kind, {**given, **options})
+                IndexSpec.of(kind, {**given, **options})
             except ConfigError as error:
                 raise ConfigError(f"--methods {item}: {error}, or a method: {', '.join(METHODS)}") from error
         elif options and name != "quantized":

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from retrieval_attn import RetrievalCache
 from retrieval_attn.cache import exact as exact_pass
-from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.eval.bench.source import Source, Span, attentions, blocks, tokens_of
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.model.hooks import MaskSpec
-
-if TYPE_CHECKING:
-    from retrieval_attn.eval.bench.keys import Source
-
-BLOCK = 8192
-"""Tokens that are put into a cache at once."""
-
-Span = tuple[int, int]
-"""Tokens [start, stop) of a context."""
-
-
-def blocks(spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans, cut at multiples of BLOCK."""
-    for start, stop in spans:
-        while start < stop:
-            end = min(stop, (start // BLOCK + 1) * BLOCK)
-            yield start, end
-            start = end
-
-
-def tokens_of(spans: Sequence[Span]) -> int:
-    """Tokens in all spans together."""
-    return sum(stop - start for start, stop in spans)
 
 
 @torch.no_grad()
@@ -47,8 +25,6 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
     What the layers do with keys, values and queries is their own code: only exact attention over them is left out,
     which no cache needs.
     """
-    from retrieval_attn.eval.bench.keys import attentions
-
     total = tokens_of(spans)
     modules = attentions(model)
     with _without_attention():
@@ -64,17 +40,17 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
                 layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
                 filled += stop - start
             layer.end_pass()
-    for number in range(source.distinct, len(modules)):
-        cache.layers[number] = _adopted(cache.layers[number % source.distinct], number)
     finish_prefill(cache)
+    for number in range(source.distinct, len(modules)):
+        cache.share_layer(number, number % source.distinct)
+    if source.distinct < len(modules):
+        cache.batch.commit(total)
     return cache
 
 
 @torch.no_grad()
 def fill_watching(cache: Any, source: Source) -> None:
     """Give the empty cache of a baseline the whole of `source`, its policies watching the queries."""
-    from retrieval_attn.eval.bench.keys import attentions
-
     for number, module in enumerate(attentions(source.model)):
         layer = cache.layers[number]
         scale = float(getattr(module, "scaling", source.head_dim**-0.5))
@@ -85,14 +61,6 @@ def fill_watching(cache: Any, source: Source) -> None:
             spec = MaskSpec(q_offset=start, q_length=stop - start)
             layer.attend(module, query, spec, scale=scale, softcap=None, sink_logits=None)
         layer.end_pass()
-
-
-def _adopted(layer: Any, number: int) -> Any:
-    """Another layer that shares the host keys and indexes of `layer`."""
-    other = layer.fork()
-    other._owner = None  # belongs to the module that uses it first
-    other._number = number
-    return other
 
 
 @contextmanager

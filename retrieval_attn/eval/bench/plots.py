@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.runs import write_atomically
 
 _COLOURS = (
@@ -37,14 +36,6 @@ class Plot:
     log_y: bool = False
     y_range: tuple[float, float] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
-
-
-def need_matplotlib() -> None:
-    """Raise ConfigError if plots cannot be drawn, before hours of measuring."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError('plots need matplotlib; install "retrieval-attn[eval]" or use --no-plot')
 
 
 def save_plot(panels: Sequence[Plot], path: Path) -> None:

@@ -13,8 +13,8 @@ from retrieval_attn.eval.baselines.cache import ContextCache
 from retrieval_attn.eval.baselines.method import policies_of
 from retrieval_attn.eval.baselines.options import InfLLM, Options, SnapKV
 from retrieval_attn.eval.bench.baselines import OwnLoop
-from retrieval_attn.eval.bench.keys import Source
 from retrieval_attn.eval.bench.method import Decoded, OnToken
+from retrieval_attn.eval.bench.source import Source
 
 OPTIONS: dict[str, type[Options]] = {"snapkv": SnapKV, "infllm": InfLLM}
 

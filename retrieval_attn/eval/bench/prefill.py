@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
-from retrieval_attn.eval.bench.decode import Bench, about, add_model_arguments, check_arguments, lengths_of
-from retrieval_attn.eval.bench.index import new_folder
+from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of
+from retrieval_attn.eval.flags import new_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,7 +191,7 @@ def _plain(bench: Bench, ids: Tensor) -> tuple[Row, Tensor | None]:
 def _plain_need(bench: Bench, tokens: int) -> int:
     """Keys and values of all tokens, hidden states and the widest activations of one layer (three of the MLP)."""
     config = bench.model.config.get_text_config(decoder=True)
-    from retrieval_attn.eval.bench.keys import kv_shape
+    from retrieval_attn.eval.bench.source import kv_shape
 
     layers, kv_heads, _, dim = kv_shape(bench.model)
     numbers = 2 * layers * kv_heads * dim + 3 * config.hidden_size + 3 * config.intermediate_size

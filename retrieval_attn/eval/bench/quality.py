@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn import RetrievalCache
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.engine.switch import using_retrieval
-from retrieval_attn.eval.bench.keys import Source
 from retrieval_attn.eval.bench.method import Retrieval, forward_logits
+from retrieval_attn.eval.bench.source import Source
 from retrieval_attn.index.formats import to_float32
 
 STEPS = 4

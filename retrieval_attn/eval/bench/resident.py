@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from retrieval_attn.engine.switch import set_attention
-from retrieval_attn.eval.bench.place import Span, blocks, tokens_of
+from retrieval_attn.eval.bench.source import Source, Span, blocks, tokens_of
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import merge
-
-if TYPE_CHECKING:
-    from retrieval_attn.eval.bench.keys import Source
 
 NAME = "bench_resident"
 

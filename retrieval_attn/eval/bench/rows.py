@@ -1,14 +1,12 @@
-"""One method on one context: check, then measure. A row says what came of it, also when nothing could be measured."""
+"""One method on one context: check, then measure."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -18,19 +16,17 @@ from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.eval.bench.busy import Busy, Recorder
 from retrieval_attn.eval.bench.host import host_peak, start_host_peak
-from retrieval_attn.eval.bench.keys import Source
 from retrieval_attn.eval.bench.method import Decoded, Method, MethodSpec, Retrieval, forward_logits
 from retrieval_attn.eval.bench.methods import kind_of, make
-from retrieval_attn.eval.bench.noise import allowed, rounding_noise
+from retrieval_attn.eval.bench.model import Bench
+from retrieval_attn.eval.bench.noise import TOLERANCE, allowed, rounding_noise
 from retrieval_attn.eval.bench.place import fill
 from retrieval_attn.eval.bench.quality import TOLERANCE as ANSWER_TOLERANCE
 from retrieval_attn.eval.bench.quality import Quality, average, judge
-from retrieval_attn.eval.speed_decode import TOLERANCE, Spread
+from retrieval_attn.eval.bench.row import Row, Spread
+from retrieval_attn.eval.bench.source import Source
 from retrieval_attn.gpu.memory import cap, peak, start_peak
 from retrieval_attn.memory.units import show_bytes
-
-if TYPE_CHECKING:
-    from retrieval_attn.eval.bench.decode import Bench
 
 WARM_UP = 3
 """Steps that are not timed: the first captures a graph, the next find caches cold."""
@@ -39,57 +35,6 @@ CHECKED_TOKENS = 4
 
 class WrongAnswer(Exception):
     """A method does not answer what its definition says; it has no speed."""
-
-
-@dataclass
-class Row:
-    """One method at one context length; None: not known, or not measured.
-
-    status: "ok", "wrong" (with the reason in note), "does not fit", "not installed", "failed". how: "graph" or eager.
-    ms: milliseconds per step. error: largest relative logit error against the method's definition, where checked.
-    device_*: bytes of device memory while decoding: tensors, at most, whole process at most; prepare_peak: the process
-    at most while the context was placed. host_*: bytes of the context on the host, and of the process at most.
-    *_touched: bytes of keys and values read per step on each side. wait: share of a step that the device waits.
-    search, attend, copy, gpu: milliseconds per step of host search, host attention, copies, device kernels.
-    """
-
-    context: int
-    batch: int
-    method: str
-    status: str
-    note: str = ""
-    how: str = ""
-    beyond: bool = False
-    ms: Spread | None = None
-    tokens_per_second: float | None = None
-    steps: int = 0
-    error: float | None = None
-    prepare_seconds: float | None = None
-    device_allocated: int | None = None
-    device_peak: int | None = None
-    device_process: int | None = None
-    prepare_peak: int | None = None
-    host_bytes: int | None = None
-    host_peak: int | None = None
-    device_touched: int | None = None
-    host_touched: int | None = None
-    wait: float | None = None
-    search: float | None = None
-    attend: float | None = None
-    host: float | None = None
-    copy: float | None = None
-    gpu: float | None = None
-    recall: float | None = None
-    mass: float | None = None
-    captured: float | None = None
-    scanned: float | None = None
-
-    def line(self) -> str:
-        """For the log of a run that is still going."""
-        shown = (
-            "" if self.ms is None else f"{self.ms.median:.2f} ms ({self.ms.low:.2f} to {self.ms.high:.2f}) {self.how}"
-        )
-        return f"{self.context:>9,} {self.method}: {self.status} {shown} {self.note}".rstrip()
 
 
 def measure(bench: Bench, source: Source, spec: MethodSpec) -> Row:
@@ -202,7 +147,7 @@ def _time(method: Method, row: Row, steps: int, seconds: float) -> None:
     timed = taken[WARM_UP:] if len(taken) > WARM_UP else taken[-1:]
     if not timed:
         raise WrongAnswer("it chose no token after the first")
-    row.how, row.steps = done.how, len(timed)
+    row.how, row.steps, row.chosen = done.how, len(timed), done.tokens[0].tolist()
     row.ms = Spread.of(timed)
     row.tokens_per_second = row.batch * 1000 / row.ms.median
     work = method.work
@@ -301,9 +246,3 @@ def _reference(model: Any, source: Source, spans: Sequence[tuple[int, int]], don
         places = torch.full_like(ids, source.tokens + step)
         found.append(forward_logits(model, cache, ids, places).float())
     return found
-
-
-def median_ms(rows: Sequence[Row], method: str, context: int) -> float | None:
-    """Of the row of this method and context, if it has a speed."""
-    times = [row.ms.median for row in rows if row.method == method and row.context == context and row.ms]
-    return statistics.median(times) if times else None

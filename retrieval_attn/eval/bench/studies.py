@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.bench.index import add_source_arguments, new_folder, source_of
+from retrieval_attn.eval.bench.index import add_source_arguments, source_of
+from retrieval_attn.eval.flags import as_tokens, new_folder
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench.heads import Head
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn bench study`."""
     add = parser.add_argument
     add("--figures", default="all", metavar="N,N", help=f"of {', '.join(FIGURES)} (default: %(default)s)")
-    add("--length", type=int, default=32768, metavar="N", help="tokens of context (default: %(default)s)")
+    add("--length", type=as_tokens, default=32768, metavar="N", help="tokens of context (default: %(default)s)")
     add_source_arguments(parser)
 
 

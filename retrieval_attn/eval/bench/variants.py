@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.heads import Head
 from retrieval_attn.index import KeyIndex, SearchResult, available, create
-from retrieval_attn.index.base import check_kind
+from retrieval_attn.index.base import MAX_KEYS
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.codes import encode_keys
 from retrieval_attn.index.kernels.knn import training_lists
+from retrieval_attn.index.spec import IndexSpec
 
 LIST_K = 64
 """Entries of a training list where a kind takes lists."""
@@ -47,7 +49,7 @@ class Variant:
         if self.kind == "hnswlib":
             return None if importlib.util.find_spec("hnswlib") else "hnswlib is not installed"
         try:
-            check_kind(self.kind, {**self.options, **({self.knob: 0} if self.knob else {})})
+            IndexSpec.of(self.kind, {**self.options, **({self.knob: self.values[0]} if self.knob else {})})
         except ConfigError as error:
             return str(error)
         return None
@@ -57,18 +59,23 @@ class Variant:
         options = dict(self.options)
         if self.knob is not None:
             options[self.knob] = self.values[0]
-        if "rank" in options:
-            options["rank"] = min(options["rank"], head.keys.shape[1])
         if self.kind == "hnswlib":
             return HnswlibIndex.build(head.keys, head.fmt, None, **options)
-        if lists is not None and self.takes_lists:
-            options["lists"] = lists
-        return create(self.kind, head.keys, fmt=head.fmt, queries=head.train, **options)
+        return create(
+            self.kind,
+            head.keys,
+            fmt=head.fmt,
+            queries=head.train,
+            lists=lists if self.takes_lists else None,
+            **options,
+        )
 
     @property
     def takes_lists(self) -> bool:
         """Whether the kind can be given training lists."""
-        return self.kind != "hnswlib" and "lists" in check_kind(self.kind, {}).option_names
+        if self.kind == "hnswlib":
+            return False
+        return IndexSpec.of(self.kind, self.options).list_length(MAX_KEYS) > 0
 
     def turn(self, index: KeyIndex, value: int) -> None:
         """Set the knob of a built index."""
@@ -76,8 +83,6 @@ class Variant:
         options = getattr(index, "options", None)
         if dataclasses.is_dataclass(options) and not isinstance(options, type) and hasattr(options, self.knob):
             index.options = dataclasses.replace(options, **{self.knob: value})  # type: ignore[attr-defined]
-        elif hasattr(index, self.knob):
-            setattr(index, self.knob, value)
         else:
             raise ConfigError(f"index {self.kind!r} cannot change {self.knob} after it was built")
 
@@ -101,12 +106,11 @@ VARIANTS: dict[str, Variant] = {
         Variant("hnswlib", "hnswlib", {}, "ef_search", EFS, "float32"),
         Variant("roargraph", "roargraph", {"exact_below": 0}, "beam", BEAMS, "codes"),
         Variant("roargraph-per-head", "roargraph", {"exact_below": 0, "per_query_head": True}, "beam", BEAMS, "codes"),
-        Variant("postings", "postings", {"exact_below": 0}, "probe", (2, 4, 8, 16, 32), "codes"),
         Variant("sketch-24", "sketch", {"key_bytes": 24}, row_bytes="codes", shared=True),
         Variant("sketch", "sketch", {}, row_bytes="codes", shared=True),
     )
 }
-DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "postings", "sketch-24", "sketch")
+DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "sketch-24", "sketch")
 
 
 def choose(text: str) -> tuple[list[Variant], list[str]]:
@@ -130,6 +134,15 @@ def lists_of(head: Head) -> npt.NDArray[np.int32]:
     return training_lists(head.train, head.keys, head.fmt, encode_keys(head.keys, head.fmt), LIST_K)
 
 
+@dataclass(frozen=True)
+class HnswlibOptions:
+    """As hnswlib calls them: M, ef_construction and ef."""
+
+    m: int = 16
+    ef_construction: int = 100
+    ef_search: int = 100
+
+
 class HnswlibIndex(KeyIndex):
     """hnswlib: a graph built by L2 and searched by inner product (built by inner product it finds far less).
 
@@ -137,15 +150,20 @@ class HnswlibIndex(KeyIndex):
     """
 
     kind = "hnswlib"
-    option_names = frozenset({"m", "ef_construction", "ef_search"})
+    Options = HnswlibOptions
 
-    def __init__(self, index: Any, head_dim: int) -> None:
-        self._index, self._head_dim = index, head_dim
-        self.ef_search = 100
+    def __init__(self, index: Any, head_dim: int, options: HnswlibOptions) -> None:
+        self._index, self._head_dim, self.options = index, head_dim, options
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: HnswlibOptions,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
     ) -> HnswlibIndex:
         """Build on one thread; queries are not used."""
         hnswlib: Any = importlib.import_module("hnswlib")
@@ -153,8 +171,8 @@ class HnswlibIndex(KeyIndex):
         graph = hnswlib.Index(space="l2", dim=dim)
         graph.init_index(
             max_elements=max(1, len(keys)),
-            M=options.get("m", 16),
-            ef_construction=options.get("ef_construction", 100),
+            M=options.m,
+            ef_construction=options.ef_construction,
             random_seed=0,
         )
         graph.add_items(to_float32(keys, fmt), num_threads=1)
@@ -165,16 +183,15 @@ class HnswlibIndex(KeyIndex):
             size = Path(path).stat().st_size
             searched.load_index(path)
         searched.set_num_threads(1)
-        made = cls(searched, dim)
+        made = cls(searched, dim, options)
         made._bytes = size
-        made.ef_search = options.get("ef_search", 100)
         return made
 
     _bytes = 0
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k; limit is not supported."""
-        self._index.set_ef(max(k, self.ef_search))
+        self._index.set_ef(max(k, self.options.ef_search))
         ids, distances = self._index.knn_query(queries, k=k, num_threads=1)
         return SearchResult(ids.astype(np.int32), (1 - distances).astype(np.float32), 0)
 

@@ -50,6 +50,7 @@ class RetrievalAttentionLM(_model.LM):
     ) -> None:
         super().__init__()
         import retrieval_attn as ra
+        import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 
         if str(batch_size) not in ("1", "auto", "None"):
             raise ConfigError(f"batch_size={batch_size!r}: requests are answered one by one; leave it out or give 1")

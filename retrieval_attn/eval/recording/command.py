@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.eval.flags import as_tokens
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.recording.files import Recording
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of the model; auto: float32 on the CPU, as stored elsewhere (default: %(default)s)",
     )
-    add("--tokens", type=int, default=32768, metavar="N", help="tokens of context (default: %(default)s)")
+    add("--tokens", type=as_tokens, default=32768, metavar="N", help="tokens of context (default: %(default)s)")
     add(
         "--task",
         default="niah_multikey_1",
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["bfloat16", "float16", "float32"],
         help="of keys, values and training queries (default: %(default)s)",
     )
-    add("--chunk", type=int, default=2048, metavar="N", help="tokens per step of a layer (default: %(default)s)")
+    add("--chunk", type=as_tokens, default=2048, metavar="N", help="tokens per step of a layer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the text and of the sample of queries (default: %(default)s)")
     add("--output-dir", required=True, metavar="DIR", help="new folder for the recording")
     add("--dry-run", action="store_true", help="say what would be written and how large it is, then stop")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.decode import forward
@@ -26,6 +26,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelE
 from retrieval_attn.eval.recording.files import HeadRecording, Recording
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import train_positions
+from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.rotation import Rotation
 from retrieval_attn.offload.queries import SPAN
@@ -92,7 +93,7 @@ class _TappedLayer(RetrievalLayer):
     """A retrieval layer that keeps what passes through it."""
 
     def __init__(self, config: Config, index: int, wanted: _Wanted) -> None:
-        super().__init__(config)
+        super().__init__(config, IndexChoice(None, config), number=index)
         self._layer_index, self._wanted = index, wanted
         self._heads: list[int] = []
         self._asked: list[Tensor] = []
@@ -188,7 +189,7 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
     for i, tap in taps.items():
-        cache.layers[i] = tap
+        cache.replace_layer(i, tap)
     return list(taps.values())
 
 

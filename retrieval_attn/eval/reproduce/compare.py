@@ -175,7 +175,7 @@ def _decoded(folder: Path, step: Step) -> dict[tuple[str, int], tuple[float | No
 
 def _asked(step: Step, context: int) -> int:
     """The length that was asked for: at the end of a model's positions the context is a little shorter."""
-    from retrieval_attn.eval.bench.decode import lengths_of
+    from retrieval_attn.eval.bench.model import lengths_of
 
     asked = lengths_of(step.words[step.words.index("--lengths") + 1])
     return next((length for length in asked if 0 <= length - context <= length // 100), context)

@@ -67,7 +67,7 @@ def capacity_for(tokens: int) -> int:
 
 def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
     """Write the codes (n, key_bytes) of keys (n, head_dim); False, with any codes, if one is not finite."""
-    kernels = kernels_for(keys, "device_codes_triton")
+    kernels = kernels_for(keys, "codes.codes_triton")
     if kernels is not None:
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         kernels.encode(keys, space.key_side, space.shift, space.wide, codes, bad)

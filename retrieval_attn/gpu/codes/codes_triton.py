@@ -1,4 +1,4 @@
-"""The Triton kernel that codes keys, behind `device_codes.py`. Imported only where there is Triton.
+"""The Triton kernel that codes keys, behind `codes.py`. Imported only where there is Triton.
 
 One launch for all keys of a head: while a long kernel of prefill holds every multiprocessor, each further launch waits
 for the next gap between two of them.

@@ -1,7 +1,7 @@
 """The scan of a layer's codes inside a captured step: which keys the host should score for each query.
 
 Where the codes lie and how many there are is read from a table in device memory, so one graph serves whatever context
-is bound. Two kernels (`code_search_triton.py`): all codes are scored, and the best score of every group of neighbours
+is bound. Two kernels (`search_triton.py`): all codes are scored, and the best score of every group of neighbours
 is kept; the groups that may hold one of the best keys are found; of those, the keys. A threshold is found by cutting
 its range, so a few more keys than were wanted are named, `room` at most, and the same ones at every run.
 
@@ -79,7 +79,7 @@ class CodeSearch:
         self.shape, self.kv_heads = shape, kv_heads
         self.entries: list[Aim | None] = [None] * (batch * kv_heads)
         self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
-        # as `code_search_triton._side_kernel` writes them; zeros where it does not
+        # as `search_triton._side_kernel` writes them; zeros where it does not
         width = max(LEAST_SIDE, _power(shape.wide + shape.narrow // 2))
         self.sides = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
         self.sound = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
@@ -115,7 +115,7 @@ class CodeSearch:
         places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
         function that finds its arguments anew at every replay.
         """
-        kernels = kernels_for(query, "code_search_triton")
+        kernels = kernels_for(query, "codes.search_triton")
         if kernels is not None:
             kernels.search(self, query, ids, places, scratch)
         else:

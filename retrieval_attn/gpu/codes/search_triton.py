@@ -1,4 +1,4 @@
-"""The Triton kernels behind `code_search.py`, which says what they compute. Imported only where there is Triton."""
+"""The Triton kernels behind `search.py`, which says what they compute. Imported only where there is Triton."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels get their types from Triton)

@@ -4,7 +4,7 @@ How much of a buffer is used is read from device memory, so one graph serves whi
 `stage_queries` lays the queries out for the host, `window_partials` stores the new key and value and attends to sinks
 and tail, `merge_parts` joins its parts, the host's part and learned sink logits in float32.
 
-Each has a Triton kernel (`decode_triton.py`) and the same in plain PyTorch, which runs where Triton does not, and is
+Each has a Triton kernel (`kernels_triton.py`) and the same in plain PyTorch, which runs where Triton does not, and is
 what the kernels are tested against. Nothing here reads a tensor's value on the CPU.
 """
 
@@ -159,19 +159,24 @@ def advance(spans: Tensor) -> None:
 
 
 def _triton(tensor: Tensor) -> Any:
-    return kernels_for(tensor, "decode_triton")
+    return kernels_for(tensor, "decode.kernels_triton")
 
 
 def kernels_for(tensor: Tensor, module: str) -> Any:
-    """This package's module of Triton kernels of that name, or None where they do not run on the tensor's device."""
-    return _triton_kernels(module) if tensor.device.type == "cuda" else None
+    """The module of Triton kernels `retrieval_attn.gpu.<module>`, or None where they do not run on the tensor's device.
+
+    None too, logged once, where Triton is not installed.
+    """
+    if tensor.device.type != "cuda" or not _has_triton():
+        return None
+    return importlib.import_module(f"retrieval_attn.gpu.{module}")
 
 
 @functools.cache
-def _triton_kernels(module: str) -> Any:
-    """The module of kernels, or None, said once, where Triton cannot be imported."""
+def _has_triton() -> bool:
     try:
-        return importlib.import_module(f"retrieval_attn.gpu.{module}")
+        import triton  # noqa: F401
     except ImportError as error:
         logger.warning("Triton is not there (%s): decoding runs as plain PyTorch operations, slower", error)
-        return None
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `decode_kernels.py`, which says what they compute. Imported only where there is Triton.
+"""The Triton kernels behind `kernels.py`, which says what they compute. Imported only where there is Triton.
 
 Sixteen-bit models: scores are exact products summed in float32; probabilities are rounded to two 16-bit terms, not to
 one, before they meet the values, so that a part keeps the precision that its float32 merge promises.
@@ -201,7 +201,7 @@ def _merge_kernel(
 
 
 def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
-    """See `decode_kernels.stage_queries`."""
+    """See `kernels.stage_queries`."""
     query = _dense_rows(query)
     batch, q_heads, _, dim = query.shape
     _stage_kernel[(batch * q_heads,)](
@@ -227,7 +227,7 @@ def window_partials(
     reach: int | None,
     splits: int,
 ) -> Parts:
-    """See `decode_kernels.window_partials`."""
+    """See `kernels.window_partials`."""
     query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
     batch, q_heads, _, dim = query.shape
     kv_heads, value_dim = window.key.shape[1], window.value.shape[3]
@@ -274,7 +274,7 @@ def window_partials(
 
 
 def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See `decode_kernels.merge_parts`."""
+    """See `kernels.merge_parts`."""
     batch, q_heads, splits, value_dim = parts.out.shape
     target = torch.empty(batch, q_heads, 1, value_dim, dtype=dtype, device=parts.out.device)
     rows = None if host is None else host.rows

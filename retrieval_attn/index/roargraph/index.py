@@ -10,7 +10,6 @@ query that is not finite, k of a size that a scan is faster for, a limit far bel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
 import numba
@@ -18,22 +17,32 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.base import MAX_KEYS, KeyIndex, SearchResult, check_search, check_training, register
-from retrieval_attn.index.flat import _joined, search_exact
+from retrieval_attn.index.base import (
+    MAX_KEYS,
+    HeadShape,
+    HeldBytes,
+    KeyIndex,
+    SearchResult,
+    check_search,
+    check_training,
+)
+from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
-from retrieval_attn.index.kernels.codes import encode_keys, encode_query
+from retrieval_attn.index.kernels.codes import code_width, encode_keys, encode_query
 from retrieval_attn.index.kernels.knn import training_lists
 from retrieval_attn.index.memory import aligned_empty, one_layout
+from retrieval_attn.index.pieces import joined
 from retrieval_attn.index.roargraph import graph as graph_head
 from retrieval_attn.index.roargraph.graph import HeadGraph
 from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.roargraph.search import CELL_KEYS, SPARE, Graph, make_scratch, search_rows
+from retrieval_attn.index.spec import register
 from retrieval_attn.index.threads import kernel_threads
 
 SCAN_SHARE = 16
 """More than one key in so many wanted: a scan is faster than a graph."""
 SEEDS = 32
-MOST_QUERIES = 8192
+MAX_QUERIES = 8192
 """With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there (docs/log.md);
 more than this take memory and time that are not there beside a model which reads."""
 
@@ -62,16 +71,16 @@ def room_for(k: int, beam: int) -> int:
 
 @register
 class RoarGraphIndex(KeyIndex):
-    """Approximate best keys from a query-aware graph. Options: see GraphOptions, and `lists`.
+    """Approximate best keys from a query-aware graph. Options: see GraphOptions.
 
-    lists: int32 (query heads, m, kk), exact best keys of training queries, best first, -1 where there are none.
-    Without them they are computed from `queries`.
+    Without training lists they are computed from the training queries.
     """
 
     kind: ClassVar[str] = "roargraph"
     trains: ClassVar[bool] = True
-    most_queries: ClassVar[int] = MOST_QUERIES
-    option_names: ClassVar[frozenset[str]] = frozenset({field.name for field in fields(GraphOptions)} | {"lists"})
+    lists_suffice: ClassVar[bool] = True
+    max_queries: ClassVar[int] = MAX_QUERIES
+    Options = GraphOptions
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, heads: list[HeadGraph]) -> None:
         """Over keys that `heads` were built from; no heads: every search scans. Callers use `build`."""
@@ -84,16 +93,37 @@ class RoarGraphIndex(KeyIndex):
         self.options = options
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
-    ) -> RoarGraphIndex:
-        """Build from keys (n, head_dim) and training queries (query heads, m, head_dim) or their `lists`.
+    def list_length(cls, options: GraphOptions, num_keys: int) -> int:
+        """See KeyIndex.list_length."""
+        return int(options.list_k) if num_keys >= max(1, options.exact_below) else 0
 
-        Fewer than `exact_below` keys make no graph and need no training. Raises ShapeError for arrays that do not
-        fit or keys that are not finite, ConfigError for options out of range or where nothing was given to train on.
+    @classmethod
+    def host_bytes(cls, options: GraphOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """See KeyIndex.host_bytes. An id and a term of the distance, 4 bytes each, lie beside code and links."""
+        links = options.degree_for(head.head_dim)
+        each = code_width(head.head_dim) + 4 * links + 8
+        if not options.listed_only:
+            return (HeldBytes(each, None, f"code and {links} links per key at most"),)
+        listed = cls.training_queries(MAX_KEYS, head.train_queries) * head.group * options.list_k
+        nodes = listed + options.landmarks
+        return (HeldBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4),)
+
+    @classmethod
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: GraphOptions,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
+    ) -> RoarGraphIndex:
+        """See KeyIndex.make. Fewer than `exact_below` keys make no graph and need no training.
+
+        Raises ShapeError for arrays that do not fit or keys that are not finite, ConfigError where nothing was given to
+        train on.
         """
-        lists = options.pop("lists", None)
-        chosen = GraphOptions(**options)
+        chosen = options
         check_rows("keys", keys, fmt, 2)
         if len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; use two")
@@ -221,9 +251,9 @@ class RoarGraphIndex(KeyIndex):
     def _extended(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         start, stop = self._length, self._length + len(keys)
         if not len(self._room):
-            joined = keys if not start else _joined(self._keys, keys)
-            if joined is not None:
-                return joined
+            whole = keys if not start else joined(self._keys, keys)
+            if whole is not None:
+                return whole
         if len(self._room) < stop:
             room = aligned_empty((stop + stop // 4, keys.shape[1]), self._fmt.dtype)
             room[:start] = self._keys

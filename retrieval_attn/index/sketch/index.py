@@ -12,6 +12,7 @@ needs is one eigenproblem of head_dim, one matrix product and one sorting per he
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import SearchResult, StateValue, check_search, check_training, register
+from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, StateValue, check_search, check_training
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
@@ -38,6 +39,7 @@ from retrieval_attn.index.sketch.blocks import (
 )
 from retrieval_attn.index.sketch.leaves import (
     LEAF_NUMBERS,
+    PLACE_BYTES,
     TREE_NUMBERS,
     Leaves,
     code_means,
@@ -45,8 +47,9 @@ from retrieval_attn.index.sketch.leaves import (
     needed_share,
 )
 from retrieval_attn.index.sketch.search import best_of_blocks
+from retrieval_attn.index.spec import register
 
-LEAST_BYTES = 8
+MIN_BYTES = 8
 RESCORE = 2
 """Keys scored exactly per key wanted."""
 SAMPLED_KEYS = 8192
@@ -110,6 +113,29 @@ def learn_projection(
     return (leading.T @ inverse).astype(np.float32), (leading.T @ root).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class SketchOptions:
+    """key_bytes: most bytes per key, at least 8; None: head_dim / 2. rescore: how many keys get an exact score for each
+    that is wanted. share: of the leaves, what is looked at; None: what training queries need to find 98 % of their best
+    100 keys, by count and by weight. 1.0: all. Raises ConfigError for other values.
+    """
+
+    key_bytes: int | None = None
+    rescore: int = RESCORE
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        share = self.share
+        if share is not None and (isinstance(share, bool) or not isinstance(share, float | int) or not 0 < share <= 1):
+            raise ConfigError(f"share={share!r} must be above 0 and at most 1, or None to measure it")
+        check_key_bytes(self.key_bytes)
+        check_rescore(self.rescore)
+
+    def budget(self, head_dim: int) -> int:
+        """Most bytes per key."""
+        return max(MIN_BYTES, head_dim // 2) if self.key_bytes is None else int(self.key_bytes)
+
+
 @register
 class SketchIndex(PiecesIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
@@ -120,7 +146,7 @@ class SketchIndex(PiecesIndex):
 
     kind: ClassVar[str] = "sketch"
     trains: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"key_bytes", "rescore", "share"})
+    Options = SketchOptions
 
     def __init__(self, keys: KeyPieces, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
         """key_side (rank, head_dim): B. Callers use `build`."""
@@ -131,27 +157,27 @@ class SketchIndex(PiecesIndex):
         self._measured = len(self)  # how many keys the steps were taken from
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
-    ) -> SketchIndex:
-        """See KeyIndex.build. Options:
+    def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """See KeyIndex.host_bytes."""
+        each = options.budget(head.head_dim) + PLACE_BYTES
+        return (HeldBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
 
-        key_bytes: most bytes per key, at least 8 (default head_dim / 2).
-        rescore: how many keys get an exact score for each that is wanted (default 2).
-        share: of the leaves, what is looked at; default: what training queries need to find 98 % of their best 100
-        keys, by count and by weight. 1.0: all.
-        Without keys the projection keeps what queries have most of. Raises ConfigError for other values or without
-        finite training queries, ShapeError for keys that are not finite.
+    @classmethod
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: SketchOptions,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
+    ) -> SketchIndex:
+        """See KeyIndex.make. Without keys the projection keeps what queries have most of.
+
+        Raises ConfigError without finite training queries, ShapeError for keys that are not finite.
         """
         pieces = KeyPieces(keys, fmt)
-        dim = fmt.dim_of(keys)
-        budget = options.pop("key_bytes", max(LEAST_BYTES, dim // 2))
-        rescore = options.pop("rescore", RESCORE)
-        share = options.pop("share", None)
-        if share is not None and (isinstance(share, bool) or not isinstance(share, float | int) or not 0 < share <= 1):
-            raise ConfigError(f"share={share!r} must be above 0 and at most 1, or None to measure it")
-        check_key_bytes(budget)
-        check_rescore(rescore)
+        dim, share = fmt.dim_of(keys), options.share
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
@@ -163,12 +189,12 @@ class SketchIndex(PiecesIndex):
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
         sides = learn_projection(rows, known, dim)
         variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
-        wide, narrow = allocate(variances, int(budget))
+        wide, narrow = allocate(variances, options.budget(dim))
         query_side, key_side = (_cut(side, wide + narrow) for side in sides)
         nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
         none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
         empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
-        index = cls(pieces, empty, key_side, int(rescore))
+        index = cls(pieces, empty, key_side, int(options.rescore))
         index._encode_all(pieces.within(len(keys)), len(keys), share is None or share < 1)
         if share is None and index._search.leaves.ordered:
             index._fit_share(rows if queries is None else queries)
@@ -373,9 +399,11 @@ class SketchIndex(PiecesIndex):
 
 
 def check_key_bytes(given: object) -> None:
-    """Raise ConfigError unless `given` is a whole number >= LEAST_BYTES."""
-    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < LEAST_BYTES:
-        raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {LEAST_BYTES}")
+    """Raise ConfigError unless `given` is None or a whole number >= MIN_BYTES."""
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < MIN_BYTES:
+        raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {MIN_BYTES}")
 
 
 def _rows_of(array: StateValue | None) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index import Format, KeyIndex, create
 from retrieval_attn.index.formats import from_float32, to_float32

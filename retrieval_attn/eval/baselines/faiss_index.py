@@ -3,7 +3,7 @@ inner product.
 
 They are the baselines of the RetrievalAttention paper (section 2.3): built from the keys alone, they do not know
 where attention's queries lie. faiss holds its own float32 copy of the keys, so scores are exact. It is imported
-on first use.
+on first use. Importing this module registers the two kinds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import importlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import numba
 import numpy as np
@@ -21,14 +22,16 @@ import numpy.typing as npt
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import (
     MAX_KEYS,
+    HeadShape,
+    HeldBytes,
     KeyIndex,
     SearchResult,
     StateValue,
     check_search,
-    register,
 )
 from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_rows, to_float32
+from retrieval_attn.index.spec import register
 from retrieval_attn.index.threads import check_threads
 
 IVF_CENTROIDS = 512
@@ -37,12 +40,95 @@ IVF_PROBED_SHARE = 150 / 512
 KEYS_PER_CENTROID = 64
 
 
+@dataclass(frozen=True)
+class IvfOptions:
+    """centroids: lists; None: 512, fewer below 32K keys. nprobe: lists per search; None: 29 % of them.
+
+    iterations, seed: of k-means. Raises ConfigError for other values.
+    """
+
+    centroids: int | None = None
+    nprobe: int | None = None
+    iterations: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("centroids", "nprobe", "iterations"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
+        _check_int("seed", self.seed, 0)
+
+
+@dataclass(frozen=True)
+class HnswOptions:
+    """m: neighbours per key and level (twice on the lowest).
+
+    ef_construction, ef_search: width of the beam when building and searching (at least k). metric: what neighbours are
+    near in, "ip" or "l2" (searches always score by inner product; graphs built by inner product alone are poor on keys
+    of uneven norm). build_threads: more than 1 is faster, but then two builds are not the same graph. seed: of the
+    keys' levels. Raises ConfigError for other values.
+    """
+
+    m: int = 16
+    ef_construction: int = 100
+    ef_search: int = 200
+    metric: str = "l2"
+    build_threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("m", 2), ("ef_construction", 1), ("ef_search", 1), ("seed", 0)):
+            _check_int(name, getattr(self, name), least)
+        if self.metric not in ("ip", "l2"):
+            raise ConfigError(f'metric={self.metric!r} must be "ip" or "l2"')
+        check_threads(self.build_threads)
+
+
 class _FaissIndex(KeyIndex):
     """What both kinds share: float32 copies, padding of short answers, exact fill-up, saving."""
 
-    def __init__(self, head_dim: int, fmt: Format) -> None:
-        self._fmt, self._head_dim = fmt, head_dim
+    def __init__(self, head_dim: int, fmt: Format, options: Any) -> None:
+        """An empty index. options: of the kind; they may be replaced between searches."""
+        self._fmt, self._head_dim, self.options = fmt, head_dim, options
         self._index: Any = None  # made when the first key comes: faiss cannot train on nothing
+
+    @classmethod
+    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HeldBytes, ...]:
+        """See KeyIndex.host_bytes."""
+        return (HeldBytes(4 * head.head_dim + cls.link_bytes(options), None, "a float32 copy and links per key"),)
+
+    @staticmethod
+    @abstractmethod
+    def link_bytes(options: Any) -> int:
+        """Bytes per key beside the copy."""
+
+    @classmethod
+    def make(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        options: Any,
+        queries: npt.NDArray[np.float32] | None,
+        lists: npt.NDArray[np.int32] | None,
+        coder: Any,
+    ) -> Self:
+        """See KeyIndex.make; nothing is trained."""
+        check_rows("keys", keys, fmt, 2)
+        index = cls(fmt.dim_of(keys), fmt, options)
+        index.insert(keys)
+        return index
+
+    @classmethod
+    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> Self:
+        """The saved index; see KeyIndex.from_state."""
+        index = cls(fmt.dim_of(keys), fmt, cls._saved_options(state))
+        index._restore(state, len(keys))
+        return index
+
+    @classmethod
+    @abstractmethod
+    def _saved_options(cls, state: Mapping[str, StateValue]) -> Any:
+        """The options whose plain values are in `state`. Raises InputDataError."""
 
     @abstractmethod
     def _new(self, keys: npt.NDArray[np.float32]) -> Any:
@@ -116,11 +202,8 @@ class _FaissIndex(KeyIndex):
         faiss = _faiss()
 
         data = np.empty(0, np.uint8) if self._index is None else faiss.serialize_index(self._index)
-        return {"faiss": data, **self._options()}
-
-    @abstractmethod
-    def _options(self) -> dict[str, StateValue]:
-        """What the constructor took."""
+        plain = {name: 0 if value is None else value for name, value in vars(self.options).items()}
+        return {"faiss": data, **plain}
 
     def _restore(self, state: Mapping[str, StateValue], length: int) -> None:
         faiss = _faiss()
@@ -153,67 +236,29 @@ class _FaissIndex(KeyIndex):
 
 @register
 class IvfIndex(_FaissIndex):
-    """Inverted lists around k-means centroids of the keys; the `nprobe` lists that score best are scanned.
-
-    centroids: lists (default 512, fewer below 32K keys); nprobe: lists per search (default 29 % of them);
-    iterations: of k-means; seed: of k-means. `nprobe` may be changed between searches.
-    """
+    """Inverted lists around k-means centroids of the keys; the `nprobe` lists that score best are scanned."""
 
     kind: ClassVar[str] = "ivf"
-    option_names: ClassVar[frozenset[str]] = frozenset({"centroids", "nprobe", "iterations", "seed"})
+    Options = IvfOptions
 
-    def __init__(
-        self,
-        head_dim: int,
-        fmt: Format,
-        *,
-        centroids: int | None = None,
-        nprobe: int | None = None,
-        iterations: int = 10,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(head_dim, fmt)
-        for name, value in (("centroids", centroids), ("nprobe", nprobe), ("iterations", iterations)):
-            if value is not None:
-                _check_int(name, value, 1)
-        _check_int("seed", seed, 0)
-        self._centroids, self.nprobe, self._iterations, self._seed = centroids, nprobe, iterations, seed
+    @staticmethod
+    def link_bytes(options: IvfOptions) -> int:
+        """A 64-bit id and a list position."""
+        return 16
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
-    ) -> IvfIndex:
-        """Cluster and list the keys; `queries` are not used. Raises ConfigError for an option out of range."""
-        check_rows("keys", keys, fmt, 2)
-        index = cls(fmt.dim_of(keys), fmt, **options)
-        index.insert(keys)
-        return index
-
-    @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> IvfIndex:
-        """The saved index; see KeyIndex.from_state."""
-        options: dict[str, Any] = {name: int(_number(state, name)) or None for name in ("centroids", "nprobe")}
-        others = {name: int(_number(state, name)) for name in ("iterations", "seed")}
-        index = cls(fmt.dim_of(keys), fmt, **options, **others)
-        index._restore(state, len(keys))
-        return index
-
-    def _options(self) -> dict[str, StateValue]:
-        return {
-            "centroids": self._centroids or 0,
-            "nprobe": self.nprobe or 0,
-            "iterations": self._iterations,
-            "seed": self._seed,
-        }
+    def _saved_options(cls, state: Mapping[str, StateValue]) -> IvfOptions:
+        saved: dict[str, Any] = {name: int(_number(state, name)) for name in vars(IvfOptions())}
+        return IvfOptions(**{**saved, **{name: saved[name] or None for name in ("centroids", "nprobe")}})
 
     def _new(self, keys: npt.NDArray[np.float32]) -> Any:
         faiss = _faiss()
 
-        wanted = self._centroids or min(IVF_CENTROIDS, len(keys) // KEYS_PER_CENTROID)
+        wanted = self.options.centroids or min(IVF_CENTROIDS, len(keys) // KEYS_PER_CENTROID)
         lists = max(1, min(wanted, len(keys)))
         quantizer = faiss.IndexFlatIP(self._head_dim)
         index = faiss.IndexIVFFlat(quantizer, self._head_dim, lists, faiss.METRIC_INNER_PRODUCT)
-        index.cp.niter, index.cp.seed = self._iterations, self._seed
+        index.cp.niter, index.cp.seed = self.options.iterations, self.options.seed
         index.cp.min_points_per_centroid = 1  # no warnings on stderr about small sets
         with _faiss_threads(1):  # k-means in several threads is not the same in every bit
             index.train(keys)
@@ -228,7 +273,7 @@ class IvfIndex(_FaissIndex):
         faiss = _faiss()
 
         lists = int(self._index.nlist)
-        nprobe = min(lists, self.nprobe or max(1, round(IVF_PROBED_SHARE * lists)))
+        nprobe = min(lists, self.options.nprobe or max(1, round(IVF_PROBED_SHARE * lists)))
         nprobe = (nprobe, min(lists, 4 * nprobe), lists)[effort]
         parameters = faiss.SearchParametersIVF(nprobe=nprobe, sel=_selector(limit, len(self)))
         before = faiss.cvar.indexIVF_stats.ndis
@@ -245,91 +290,41 @@ class IvfIndex(_FaissIndex):
 
 @register
 class HnswIndex(_FaissIndex):
-    """A navigable small-world graph over the keys.
-
-    m: neighbours per key and level (twice on the lowest). ef_construction, ef_search: width of the beam when
-    building and searching (at least k). metric: what neighbours are near in, "ip" or "l2" (searches always score
-    by inner product; graphs built by inner product alone are poor on keys of uneven norm). build_threads: more
-    than 1 is faster, but then two builds are not the same graph. seed: of the keys' levels. `ef_search` may be
-    changed between searches.
-    """
+    """A navigable small-world graph over the keys."""
 
     kind: ClassVar[str] = "hnsw"
-    option_names: ClassVar[frozenset[str]] = frozenset(
-        {"m", "ef_construction", "ef_search", "metric", "build_threads", "seed"}
-    )
+    Options = HnswOptions
 
-    def __init__(
-        self,
-        head_dim: int,
-        fmt: Format,
-        *,
-        m: int = 16,
-        ef_construction: int = 100,
-        ef_search: int = 200,
-        metric: str = "l2",
-        build_threads: int = 1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(head_dim, fmt)
-        for name, value, least in (
-            ("m", m, 2),
-            ("ef_construction", ef_construction, 1),
-            ("ef_search", ef_search, 1),
-            ("seed", seed, 0),
-        ):
-            _check_int(name, value, least)
-        if metric not in ("ip", "l2"):
-            raise ConfigError(f'metric={metric!r} must be "ip" or "l2"')
-        check_threads(build_threads)
-        self._m, self._ef_construction, self.ef_search = m, ef_construction, ef_search
-        self._metric, self._build_threads, self._seed = metric, build_threads, seed
+    @staticmethod
+    def link_bytes(options: HnswOptions) -> int:
+        """Two lists of neighbours on the lowest level, about one more above it, and the place of the lists."""
+        return 4 * 3 * options.m + 12
 
     @classmethod
-    def build(
-        cls, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, **options: Any
-    ) -> HnswIndex:
-        """Insert the keys one after the other; `queries` are not used. Raises ConfigError for an option."""
-        check_rows("keys", keys, fmt, 2)
-        index = cls(fmt.dim_of(keys), fmt, **options)
-        index.insert(keys)
-        return index
-
-    @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> HnswIndex:
-        """The saved index; see KeyIndex.from_state."""
+    def _saved_options(cls, state: Mapping[str, StateValue]) -> HnswOptions:
         names = ("m", "ef_construction", "ef_search", "build_threads", "seed")
-        options: dict[str, Any] = {name: int(_number(state, name)) for name in names}
-        options["build_threads"] = min(options["build_threads"], vars(numba.config)["NUMBA_NUM_THREADS"])
-        index = cls(fmt.dim_of(keys), fmt, metric=str(state.get("metric")), **options)
-        index._restore(state, len(keys))
-        if index._index is not None:
-            index._searches_by("ip")
-        return index
+        saved = {name: int(_number(state, name)) for name in names}
+        saved["build_threads"] = min(saved["build_threads"], vars(numba.config)["NUMBA_NUM_THREADS"])
+        return HnswOptions(metric=str(state.get("metric")), **saved)
 
-    def _options(self) -> dict[str, StateValue]:
-        return {
-            "m": self._m,
-            "ef_construction": self._ef_construction,
-            "ef_search": self.ef_search,
-            "metric": self._metric,
-            "build_threads": self._build_threads,
-            "seed": self._seed,
-        }
+    def _restore(self, state: Mapping[str, StateValue], length: int) -> None:
+        super()._restore(state, length)
+        if self._index is not None:
+            self._searches_by("ip")
 
     def _new(self, keys: npt.NDArray[np.float32]) -> Any:
         faiss = _faiss()
 
-        index = faiss.IndexHNSWFlat(self._head_dim, self._m, self._faiss_metric(self._metric))
-        index.hnsw.efConstruction = self._ef_construction
+        index = faiss.IndexHNSWFlat(self._head_dim, self.options.m, self._faiss_metric(self.options.metric))
+        index.hnsw.efConstruction = self.options.ef_construction
         return index
 
     def _add(self, keys: npt.NDArray[np.float32]) -> None:
         # the generator of levels is not saved with an index: start it anew where the keys stand
-        self._index.hnsw.rng = _faiss().RandomGenerator(self._seed + len(self))
-        self._searches_by(self._metric)
+        self._index.hnsw.rng = _faiss().RandomGenerator(self.options.seed + len(self))
+        self._searches_by(self.options.metric)
         try:
-            with _faiss_threads(self._build_threads):
+            with _faiss_threads(self.options.build_threads):
                 self._index.add(keys)
         finally:
             self._searches_by("ip")
@@ -350,7 +345,7 @@ class HnswIndex(_FaissIndex):
     def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, Any, int]:
         faiss = _faiss()
 
-        beam = min(max(self.ef_search, k) * 8**effort, max(k, len(self)))
+        beam = min(max(self.options.ef_search, k) * 8**effort, max(k, len(self)))
         parameters = faiss.SearchParametersHNSW(efSearch=beam, sel=_selector(limit, len(self)))
         before = faiss.cvar.hnsw_stats.ndis
         scores, ids = self._index.search(queries, k, params=parameters)

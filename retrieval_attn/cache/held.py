@@ -1,0 +1,221 @@
+"""What a retrieval layer holds of its batch: sinks and recent window on the device, all tokens on the host.
+
+The window's tail runs ahead of the host: tokens gather there, and a block of them moves to the host when the tail is
+full. Retrieval covers what lies between sinks and tail.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.cache.exact import ExactPass
+from retrieval_attn.cache.sequence import Batch, distinct, distinct_rows
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.transfer import host_format, to_device
+from retrieval_attn.offload.work import HostWork
+
+GENERATION_ROOM = 16384
+"""Tokens a sequence may gain after its prompt before its host memory continues in a second segment."""
+
+
+class HeldTokens:
+    """Tokens of one layer. Made when the first ones come: their shapes, dtypes and device are known then.
+
+    window: sinks and tail. The columns [tail_start, tail_start + window.tail_len) are in the tail, the columns
+    [0, host_columns) are on the host; the tail may be ahead of the host.
+    """
+
+    def __init__(
+        self, config: Config, batch: Batch, number: int, stats: LayerStats, key: Tensor, value: Tensor
+    ) -> None:
+        """Nothing held yet. key (batch, kv_heads, *, head_dim), value: what tokens of this layer look like."""
+        self._config, self._batch, self._number, self._stats = config, batch, number, stats
+        self.fmt = host_format(config.host_dtype, key.dtype)
+        self.window = self._new_window(key, value)
+        self.tail_start = self.host_columns = 0
+        self._sinks = [0] * key.shape[0]  # sink tokens per row
+        self._middle = [0] * key.shape[0]  # real tokens per row before tail_start
+
+    def _new_window(self, key: Tensor, value: Tensor) -> WindowCache:
+        return WindowCache(key, value, self._config.window + self._config.spill, self._config.sink)
+
+    @property
+    def columns(self) -> int:
+        """Columns held."""
+        return self.tail_start + self.window.tail_len
+
+    @property
+    def device(self) -> torch.device:
+        """Where sinks and window lie."""
+        return self.window.buffers[0].device
+
+    @property
+    def hosts(self) -> list[HostPath]:
+        """The path of each row; rows that share one have the same object."""
+        return self._batch.hosts(self._number)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Per row, the tokens of its host path that retrieval covers: those between sinks and tail."""
+        return list(zip(self._sinks, self._middle, strict=True))
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether there is anything between sinks and tail, in any row."""
+        return any(stop > start for start, stop in self.ranges)
+
+    # -- tokens come ---------------------------------------------------------------------------------
+
+    def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Put new columns (batch, kv_heads, new, dim) into the tail; a block moves to the host where it is full."""
+        if self.window.room < key.shape[2]:
+            self.spill()
+        self.window.append(key, value, None if valid is None else valid.to(key.device))
+
+    def spill(self) -> None:
+        """Move everything beyond the window to the host."""
+        self.flush()
+        self._drop_oldest(max(0, self.window.tail_len - self._config.window))
+        self.place_sinks(None)
+
+    def flush(self) -> None:
+        """Copy the tail's columns that are not yet on the host there."""
+        behind = self.columns - self.host_columns
+        if behind:
+            key, value = self.window.tail()
+            valid = self._batch.padding(self.host_columns, self.columns)
+            self.host_work(key[:, :, -behind:], value[:, :, -behind:], valid).copy_now()
+            self.host_columns = self.columns
+
+    def host_work(self, key: Tensor, value: Tensor, valid: Tensor | None) -> HostWork:
+        """New columns (batch, kv_heads, new, dim) that are to go to each row's path; shared paths split first."""
+        work = HostWork(self._number, self.fmt, self._config.threads, self._stats, (key, value))
+        for row, host in enumerate(self._batch.writable(self._number)):
+            if len(host) == 0:
+                # address space only; memory is taken as tokens come
+                host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM)
+            work.append(row, host, None if valid is None else valid[row].numpy())
+        return work
+
+    def take_pass(self, done: ExactPass, work: HostWork) -> None:
+        """The tokens of a pass are on their way to the host by `work`: put the last of them into the window."""
+        first = done if self.columns == 0 else None
+        total = self.columns + done.total
+        recent = min(done.total, self._config.window)
+        self.window.drop_oldest(self.window.tail_len - min(self.window.tail_len, self._config.window - recent))
+        span = slice(done.total - recent, done.total)
+        key, value = done.new
+        valid = None if done.valid is None else done.valid[:, span].to(key.device)
+        self.window.append(key[:, :, span], value[:, :, span], valid)
+        self.tail_start, self.host_columns = total - self.window.tail_len, total
+        self.place_sinks(first, work)
+
+    def place_sinks(self, first: ExactPass | None, work: HostWork | None = None) -> None:
+        """The tail has moved: compute sinks and the range that retrieval covers per row, and load missing sinks.
+
+        first: the pass that brought the sequences' first tokens. work: on its way to the host; waited for if needed.
+        """
+        rows = range(self.window.batch)
+        self._middle = [self._batch.real(row, self.tail_start) for row in rows]
+        counts = [min(self._config.sink, middle) for middle in self._middle]
+        if counts == self._sinks and max(counts) == self.window.sink_len:
+            return
+        self._sinks = counts
+        size = max(counts)
+        keys, values = [], []
+        if first is None and work is not None:
+            work.finish_copy()
+        for row, count in enumerate(counts):
+            # straight from the model where possible: no rounding even when the host stores a smaller dtype
+            key, value = first.first_of(row, count) if first is not None else self._from_host(self.hosts[row], 0, count)
+            keys.append(nn.functional.pad(key, (0, 0, 0, size - count)))
+            values.append(nn.functional.pad(value, (0, 0, 0, size - count)))
+        valid = None
+        if min(counts) < size:
+            valid = torch.arange(size)[None] < torch.tensor(counts)[:, None]
+            valid = valid.to(self.device)
+        self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
+
+    def past(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Per row, keys and values (1, kv_heads, tokens, dim) of all its tokens on the device; None for no tokens."""
+        self.flush()
+        if not self.columns:
+            return [None] * self.window.batch
+        read = {id(host): self._from_host(host, 0, len(host)) for host in distinct(self.hosts)}
+        return [(read[id(host)][0][None], read[id(host)][1][None]) for host in self.hosts]
+
+    def _from_host(self, host: HostPath, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""
+        key, value = host.read(start, stop)
+        tail_key, tail_value = self.window.tail()
+        return to_device(key, self.fmt, tail_key), to_device(value, self.fmt, tail_value)
+
+    def _drop_oldest(self, count: int) -> None:
+        self.window.drop_oldest(count)
+        self.tail_start += count
+
+    # -- rows and cropping ---------------------------------------------------------------------------
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the windows of these rows, in this order, repeats allowed."""
+        self.window.select(torch.tensor(rows, dtype=torch.int64))
+        self._sinks = [self._sinks[row] for row in rows]
+        self._middle = [self._middle[row] for row in rows]
+
+    def fork(self, batch: Batch, stats: LayerStats, number: int | None = None) -> HeldTokens:
+        """The same tokens for a fork of the batch: the host's are shared, the window is copied.
+
+        number: of the layer it is for, None = the same.
+        """
+        other = object.__new__(HeldTokens)
+        other.__dict__.update(self.__dict__)
+        other._batch, other._stats = batch, stats
+        other._number = self._number if number is None else number
+        other.window = self.window.clone()
+        other._sinks, other._middle = list(self._sinks), list(self._middle)
+        return other
+
+    def drop_newest(self, count: int) -> None:
+        """Forget the `count` newest columns, at most all but one."""
+        columns = self.columns - count
+        # A tail that keeps at least half a window is good enough; a shorter one is read back from the host.
+        inside_tail = self.tail_start == 0 or columns - self.tail_start >= max(1, self._config.window // 2)
+        if not inside_tail:
+            self.flush()
+        if columns < self.host_columns:
+            for row, host in distinct_rows(self.hosts):
+                host.truncate(self._batch.real(row, columns))
+            self.host_columns = columns
+        if inside_tail:
+            self.window.truncate(count)
+        else:
+            self._reload_tail(columns)
+
+    def _reload_tail(self, columns: int) -> None:
+        """The crop to so many columns went past the window: read a new tail back from the host."""
+        start = max(0, columns - self._config.window)
+        padding = self._batch.padding(start, columns)
+        keys, values = [], []
+        for row, host in enumerate(self.hosts):
+            key, value = self._from_host(host, self._batch.real(row, start), len(host))
+            if padding is not None:
+                key, value = _spread(key, padding[row]), _spread(value, padding[row])
+            keys.append(key)
+            values.append(value)
+        tail_key, tail_value = self.window.tail()
+        self.window = self._new_window(tail_key, tail_value)
+        self.window.append(torch.stack(keys), torch.stack(values), None if padding is None else padding.to(self.device))
+        self.tail_start = start
+        self._sinks = [0] * len(keys)
+        self.place_sinks(None)
+
+
+def _spread(tokens: Tensor, real: Tensor) -> Tensor:
+    """(kv_heads, real tokens, dim) -> (kv_heads, columns, dim) with zeros in padded columns."""
+    spread = tokens.new_zeros(tokens.shape[0], len(real), tokens.shape[2])
+    spread[:, real.to(tokens.device)] = tokens
+    return spread

@@ -1,0 +1,66 @@
+"""Llama models with random weights, of a published or a small shape: for times, which do not depend on the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from retrieval_attn.errors import ConfigError
+
+__all__ = ["RANDOM_SHAPES", "random_model"]
+
+RANDOM_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1 << 21,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    # Two layers of Llama-3-8B: a layer's cost at full width. Multiply by 16 for the whole model.
+    "llama3-8b-slice": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1 << 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 1 << 16,
+    },
+}
+
+
+def random_model(shape: str, dtype: torch.dtype, seed: int, device: str | torch.device = "cpu") -> Any:
+    """A Llama of one of RANDOM_SHAPES with random weights, in evaluation mode, made on `device`. Raises ConfigError."""
+    if shape not in RANDOM_SHAPES:
+        raise ConfigError(f"--shape {shape} is not known; use one of {', '.join(RANDOM_SHAPES)}.")
+    torch.manual_seed(seed)
+    # tokens of a random model mean nothing: no end of sequence to stop at
+    config = LlamaConfig(**RANDOM_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype)
+    before = torch.get_default_dtype()
+    # numbers drawn in float32 and rounded are the same on every dtype; a large model has no room for them
+    direct = torch.device(device).type == "cuda"
+    torch.set_default_dtype(dtype if direct else before)
+    try:
+        with torch.device(device):
+            model: Any = LlamaForCausalLM(config)  # transformers' annotation of `to` takes no dtype
+    finally:
+        torch.set_default_dtype(before)
+    for weight in model.parameters():  # not model.to: rotary frequencies in 16 bits are wrong far from the start
+        weight.data = weight.data.to(dtype)
+    return model.eval()

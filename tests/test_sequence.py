@@ -1,0 +1,123 @@
+"""One place says how long: rows, columns, padding, token ids, and taking back a forward that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.errors import CacheMismatchError
+from tests.tiny_models import random_ids, tiny_model
+
+CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=6, decode_tokens=4, prefill_chunk=64)
+
+
+def model_of(name: str) -> Any:
+    return ra.enable(tiny_model(name), CONFIG)
+
+
+def held(cache: Any) -> set[int]:
+    """Columns that the layers hold: one number where they agree."""
+    return {layer.columns for layer in cache.layers}
+
+
+def forward(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache, attention_mask=mask).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_batch_counts_columns_and_a_sequence_its_tokens(name: str) -> None:
+    """Two rows, one of them padded: columns are the batch's, lengths the rows'; every layer sees the same."""
+    model = model_of(name)
+    cache, ids = ra.RetrievalCache(model, CONFIG), random_ids(2, 90)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    forward(model, cache, ids, mask)
+    assert cache.get_seq_length() == cache.batch.columns == 90
+    assert [len(sequence) for sequence in cache.batch.sequences] == [90, 60]
+    assert held(cache) == {90}
+    more = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    forward(model, cache, ids[:, :1], more)
+    assert [len(sequence) for sequence in cache.batch.sequences] == [91, 61]
+    cache.crop(-11)
+    assert [len(sequence) for sequence in cache.batch.sequences] == [80, 50] and cache.batch.columns == 80
+    cache.batch_select_indices(torch.tensor([1]))
+    assert [len(sequence) for sequence in cache.batch.sequences] == [50]
+    cache.reset()
+    assert cache.batch.columns == 0 and not cache.batch.sequences
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("tokens", [1, 3, 40, 150])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_forward_that_failed_is_taken_back(name: str, tokens: int, place: str) -> None:
+    """A layer fails: nothing counts, the next forward is refused, and after rollback it gives what it would have."""
+    model = model_of(name)
+    ids, more = random_ids(1, 100), random_ids(1, tokens, seed=3)
+    plain = ra.RetrievalCache(model, CONFIG)
+    forward(model, plain, ids)
+    expected = forward(model, plain, more)
+    cache = ra.RetrievalCache(model, CONFIG)
+    forward(model, cache, ids)
+    broken: Any = model.model.layers[1 if place == "first" else -1].mlp
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = broken.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, cache, more)
+    hook.remove()
+    cache.rollback(100)
+    assert cache.get_seq_length() == 100 and held(cache) == {100}
+    assert torch.allclose(forward(model, cache, more), expected, atol=1e-5)
+    assert cache.get_seq_length() == 100 + tokens
+
+
+def test_without_rollback_the_next_forward_is_refused() -> None:
+    model = model_of("llama")
+    cache = ra.RetrievalCache(model, CONFIG)
+    forward(model, cache, random_ids(1, 50))
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        forward(model, cache, random_ids(1, 1))
+    hook.remove()
+    with pytest.raises(CacheMismatchError, match="failed half-way"):
+        forward(model, cache, random_ids(1, 1))
+
+
+def test_token_ids_are_compared_at_real_columns_only() -> None:
+    """Padding may hold any id; ids that nobody said are not compared."""
+    batch = Batch()
+    batch.start(2)
+    batch.valid = torch.tensor([[True] * 4, [False, False, True, True]])
+    batch.commit(4)
+    ids = torch.tensor([[5, 6, 7, 8], [0, 0, 3, 4]])
+    assert batch.known_columns() == 0 and batch.first_difference(ids) is None
+    batch.note_ids(ids)
+    assert [sequence.token_ids for sequence in batch.sequences] == [[5, 6, 7, 8], [3, 4]]
+    assert batch.known_columns() == 4
+    assert batch.first_difference(torch.tensor([[5, 6, 7, 8, 1], [9, 9, 3, 4, 1]])) is None
+    assert batch.first_difference(torch.tensor([[5, 6, 7, 8], [0, 0, 3, 5]])) == 3
+    batch.crop(3)
+    assert [sequence.token_ids for sequence in batch.sequences] == [[5, 6, 7], [3]]
+    assert batch.known_columns() == 3
+
+
+def test_rows_share_the_host_until_they_write() -> None:
+    """A row repeated is the same path; the first write gives each its own, and leaves what was shared alone."""
+    model = model_of("llama")
+    cache = ra.RetrievalCache(model, CONFIG)
+    forward(model, cache, random_ids(1, 80))
+    cache.batch_repeat_interleave(3)
+    layer: Any = cache.layers[0]
+    assert len({id(host) for host in layer.hosts}) == 1
+    for step in range(CONFIG.spill + 1):  # more than the window's tail has room for
+        forward(model, cache, random_ids(3, 1, seed=step))
+    assert len({id(host) for host in layer.hosts}) == 3
+    assert all(len(host) > 80 for host in layer.hosts)

@@ -192,7 +192,7 @@ def test_an_extension_that_failed_has_not_happened(
     assert asked[0].tokens == asked[1].tokens and "7391846" in asked[0].text
 
 
-def interrupt(context: ra.Context, added: str, where: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+def interrupt(context: ra.Context, added: Any, where: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     """An extend() that ends with `error` at some place."""
 
     def end(*arguments: Any) -> None:
@@ -221,6 +221,31 @@ def test_an_extension_of_a_forked_context_that_failed(context: ra.Context, monke
     fork.extend(" The special magic Turin number is: 1112223. ")
     assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text
     assert context.ask(QUESTION, max_new_tokens=16).tokens == expected
+
+
+@pytest.mark.parametrize(("name", "options"), [("gemma2", {}), ("llama", {"host_dtype": "int8"})])
+@pytest.mark.parametrize("where", WHERE)
+def test_windows_are_put_back_as_they_were(
+    loaded: tuple[Any, PreTrainedTokenizerBase],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: dict[str, Any],
+    where: str,
+) -> None:
+    """A sliding layer has forgotten what was in its window, and an int8 host has rounded it."""
+    config = ra.Config(sink=4, window=32, spill=8, retrieve=10, **options)
+    ids = random_ids(1, 700)[0].tolist()
+    context, never = (
+        ra.Context(build_model(name), loaded[1], config).read(ids[:150], progress=False) for _ in range(2)
+    )
+    interrupt(context, ids[150:], where, KeyboardInterrupt(), monkeypatch)
+    for mine, other in zip(context.cache.layers, never.cache.layers, strict=True):
+        assert mine.window.span == other.window.span  # type: ignore[union-attr]
+        assert torch.equal(mine.window.tail()[0], other.window.tail()[0])  # type: ignore[union-attr]
+    asked = [one.continue_with(ids[:3], max_new_tokens=8).tokens for one in (context, never)]
+    assert asked[0] == asked[1]
+    again = [one.extend(ids[150:], progress=False).continue_with(ids[:3], max_new_tokens=8) for one in (context, never)]
+    assert again[0].tokens == again[1].tokens
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -439,6 +464,31 @@ def test_prefill_by_layer_restores_what_was_there() -> None:
     with ra.prefill_by_layer(model, chunk=16):
         assert layer.forward.chunk == 16
     assert layer.forward == plain
+
+
+def test_a_long_prompt_that_is_read_at_once_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain generate() with our cache, but without layer-major prefill, runs out of memory at some length."""
+    model = build_model("llama")
+    ids = random_ids(1, 300)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "pad_token_id": 0}
+    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", prefill_chunk=64)
+
+    def told() -> list[str]:
+        caplog.clear()
+        model.generate(ids, past_key_values=ra.RetrievalCache(model, config), do_sample=False, **options)
+        return [one.message for one in caplog.records if one.name.startswith("retrieval_attn")]
+
+    with caplog.at_level("WARNING"):
+        ra.enable(model, config)
+        assert not told()
+        ra.disable(model)
+        model.set_attn_implementation("retrieval")
+        with ra.prefill_by_layer(model, chunk=512):
+            assert not told()
+        first, second = told(), told()
+    assert len(first) == 1 and not second
+    assert "LlamaForCausalLM reads 300 tokens at once" in first[0]
+    assert "retrieval_attn.enable(model)" in first[0] and "prefill_by_layer(model)" in first[0]
 
 
 def test_plain_forward_without_a_cache_equals_eager() -> None:

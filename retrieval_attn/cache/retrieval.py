@@ -18,7 +18,7 @@ from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import HostPart, Scoring
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.reading import Reading, ReadingMark
+from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch, distinct, distinct_rows
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import HostPath, held_bytes
@@ -146,6 +146,8 @@ class RetrievalLayer(CacheLayer):
         if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
             return self._decode(held, query, key, value, spec, Scoring(scale, softcap))
         if self._reading is None:
+            if self._announced is None and self._model is not None:
+                warn_of_whole_prompts(self._model(), new, self.config.prefill_chunk)
             self._reading = self._open_reading(held, total)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._reading.step(query, key, value, valid, scale, softcap)

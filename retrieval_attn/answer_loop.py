@@ -26,9 +26,9 @@ from transformers.generation import (
 
 from retrieval_attn.answer import Answer, Sampling, Stats
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.model.placement import input_device
 
 
@@ -37,7 +37,7 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PromptRows:
     """Sequences side by side, on the model's device: ids int64 and valid bool, both (batch, columns).
 
     Columns that are not valid are padding.
@@ -46,9 +46,9 @@ class Batch:
     ids: Tensor
     valid: Tensor
 
-    def first(self, columns: int) -> Batch:
+    def first(self, columns: int) -> PromptRows:
         """The first `columns` columns, a view."""
-        return Batch(self.ids[:, :columns], self.valid[:, :columns])
+        return PromptRows(self.ids[:, :columns], self.valid[:, :columns])
 
 
 class AnswerLoop:
@@ -63,7 +63,7 @@ class AnswerLoop:
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
-    def batch(self, rows: Sequence[list[int]], before: Sequence[int] = ()) -> Batch:
+    def batch(self, rows: Sequence[list[int]], before: Sequence[int] = ()) -> PromptRows:
         """Every row after the same ids `before`, with padding in front of the shorter rows."""
         longest = max(map(len, rows))
         pads = [longest - len(row) for row in rows]
@@ -72,9 +72,9 @@ class AnswerLoop:
         for row, pad in enumerate(pads):
             valid[row, len(before) : len(before) + pad] = False
         device = input_device(self.model)
-        return Batch(torch.tensor(ids, device=device), valid.to(device))
+        return PromptRows(torch.tensor(ids, device=device), valid.to(device))
 
-    def read(self, cache: RetrievalCache, batch: Batch) -> PromptState:
+    def read(self, cache: RetrievalCache, batch: PromptRows) -> PromptState:
         """Run the model over the columns of `batch` that `cache` does not hold yet.
 
         Raises what a forward raises: ContextLengthError, MemoryPlanError, CacheMismatchError.
@@ -86,7 +86,7 @@ class AnswerLoop:
             logits = forward(self.model, cache, batch.ids[:, past:], mask=mask, position_ids=place[:, past:])
         return PromptState(batch.ids, logits, place[:, -1], mask)
 
-    def fill(self, cache: RetrievalCache, batch: Batch, progress: bool = True) -> float:
+    def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
         """As `read`, until the keys are on the host and indexed; with a bar if `progress`. Returns the seconds."""
         started = time.perf_counter()
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
@@ -99,7 +99,7 @@ class AnswerLoop:
     def answer(
         self,
         cache: RetrievalCache,
-        batch: Batch,
+        batch: PromptRows,
         sampling: Sampling,
         on_text: Callable[[str], None] | None = None,
         cancelled: threading.Event | None = None,

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
@@ -53,13 +52,18 @@ class Context:
         self.read_seconds = 0.0
         self._loop = AnswerLoop(model, tokenizer)
         self._cache = RetrievalCache(model, self.config)
-        self._ids: list[int] = []
         self._whole = True  # False while text is appended, and for good if that could not be undone
+
+    @property
+    def _ids(self) -> list[int]:
+        """Token ids of the context, in the cache's one sequence."""
+        rows = self._cache.batch.sequences
+        return rows[0].token_ids if rows else []
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the context, template and begin-of-sequence token included."""
-        return len(self._ids)
+        return self._cache.batch.columns
 
     @property
     def cache(self) -> RetrievalCache:
@@ -77,31 +81,32 @@ class Context:
         user's turn. A bar shows the layers when reading takes longer than two seconds.
         Raises InputDataError for an empty text or a context that was read already, ContextLengthError.
         """
+        self._require_whole()
         if self._ids:
             raise InputDataError(
                 f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
             )
         ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
-        try:
-            self._append(ids, progress)
-        except BaseException:  # Ctrl-C too
-            abandon(self._cache)
-            self._cache, self._ids = RetrievalCache(self.model, self.config), []
-            raise
-        return self
-
-    def extend(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
-        """Append more text or token ids; they attend to the whole context as config.exact_append says."""
-        if not self._ids:
-            return self.read(text, progress=progress)
-        ids = self._checked(self.template.plain_ids(text) if isinstance(text, str) else text)
-        self._require_whole()
-        held, before = self._ids, Rollback(self._cache)
         self._whole = False
         try:
             self._append(ids, progress)
         except BaseException:  # Ctrl-C too
-            self._ids = held
+            abandon(self._cache)
+            self._cache, self._whole = RetrievalCache(self.model, self.config), True
+            raise
+        self._whole = True
+        return self
+
+    def extend(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
+        """Append more text or token ids; they attend to the whole context as config.exact_append says."""
+        self._require_whole()
+        if not self._ids:
+            return self.read(text, progress=progress)
+        ids = self._checked(self.template.plain_ids(text) if isinstance(text, str) else text)
+        before, self._whole = Rollback(self._cache), False
+        try:
+            self._append(ids, progress)
+        except BaseException:  # Ctrl-C too
             self._whole = before.undo()
             raise
         self._whole = True
@@ -192,10 +197,9 @@ class Context:
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
         self._prepare(len(ids))
-        seconds = self._loop.fill(self._cache, self._loop.batch([ids], before=self._ids), progress)
-        self._ids = [*self._ids, *ids]
-        self._cache.batch.note_ids(torch.tensor([self._ids]))
-        self.read_seconds += seconds
+        batch = self._loop.batch([ids], before=self._ids)
+        self.read_seconds += self._loop.fill(self._cache, batch, progress)
+        self._cache.batch.note_ids(batch.ids)
 
     def _prepare(self, tokens: int) -> None:
         """Decide the index and compile now what the first token would wait for."""
@@ -205,18 +209,18 @@ class Context:
     def _require_whole(self) -> None:
         if not self._whole:
             raise CacheMismatchError(
-                "Text was being appended to this context when that was interrupted, and it could not be undone. Read "
+                "Text was being added to this context when that was interrupted, and it could not be undone. Read "
                 "the text again in a new Context."
             )
 
     def _require_answerable(self, asked: list[list[int]], append: Append | None, sampling: Sampling) -> None:
+        self._require_whole()
         if not self._ids:
             raise InputDataError("The context is empty; call read(text) first.")
         if not all(asked):
             raise InputDataError("A question has no tokens; ask a non-empty question.")
         if append not in (None, "exact", "retrieval"):
             raise ConfigError(f'append must be "exact" or "retrieval", got {append!r}.')
-        self._require_whole()
         self._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
 
     def _answer(

@@ -176,11 +176,11 @@ def needle_model_path() -> Path:
 @pytest.fixture
 def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test continues another's graphs, or takes their exchange from its environment."""
-    from retrieval_attn.engine import graph
+    from retrieval_attn.engine import graph_registry
     from retrieval_attn.gpu.capture.exchange import VARIABLE
 
-    graph._decoders.clear()
-    graph._failed.clear()
+    graph_registry._decoders.clear()
+    graph_registry._failed.clear()
     monkeypatch.delenv(VARIABLE, raising=False)
 
 

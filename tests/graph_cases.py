@@ -75,7 +75,8 @@ class Decoded:
         try:
             self._decode(new, position, mask)
         finally:
-            self.decoder: Any = self.steps._decoder
+            launcher = self.steps.launcher
+            self.decoder: Any = None if launcher is None else launcher.decoder
             self.steps.close()
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLe
 import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.decode import PromptState, TokenChoice, forward, run
-from retrieval_attn.engine.graph import GraphDecoder
+from retrieval_attn.engine.graph_launch import Launcher
 from retrieval_attn.errors import BackendError
 from tests.graph_cases import CONFIG, PROMPT, ROARGRAPH, enabled, greedily
 from tests.tiny_models import random_ids
@@ -157,15 +157,15 @@ def test_an_interrupt_in_a_replay_loses_only_its_token(monkeypatch: pytest.Monke
     ids = random_ids(1, PROMPT)
     prompt, criteria = read(model, cache, ids, 12)
     count = [0]
-    confirm = GraphDecoder.confirm
+    confirm = Launcher.confirm
 
-    def interrupted(decoder: GraphDecoder) -> None:
+    def interrupted(launcher: Launcher) -> None:
         count[0] += 1
         if count[0] == 4:
             raise KeyboardInterrupt
-        confirm(decoder)
+        confirm(launcher)
 
-    monkeypatch.setattr(GraphDecoder, "confirm", interrupted)
+    monkeypatch.setattr(Launcher, "confirm", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(model, cache, prompt, TokenChoice(criteria), graph=True)
     assert cache.get_seq_length() == PROMPT + 3

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine import graph as graph_decode
+from retrieval_attn.engine import graph_registry
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.errors import CaptureError
 from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
@@ -102,7 +102,8 @@ def test_thousands_of_tokens_in_constant_memory(hop: str) -> None:
             if token in (100, 1999):
                 torch.cuda.synchronize()
                 seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), threading.active_count()))
-    decoder: Any = steps._decoder
+    assert steps.launcher is not None
+    decoder = steps.launcher.decoder
     steps.close()
     assert seen[0] == seen[1]
     assert decoder.captures == 1 and decoder.replays == 2100 and decoder is decoded.decoder
@@ -146,7 +147,7 @@ def test_contexts_decode_by_graphs_unless_told_otherwise(needle_model_path: Path
     ids = torch.randint(3, vocabulary, (8192,), generator=torch.Generator().manual_seed(1)).tolist()
     context = llm.read(ids, progress=False)
     first = context.ask("What is the number?", max_new_tokens=40)
-    (decoder,) = graph_decode._decoders[llm.model]
+    (decoder,) = graph_registry._decoders[llm.model]
     replays = decoder.replays
     assert replays > 0 and context.ask("What is the number?", max_new_tokens=40).tokens == first.tokens
     assert decoder.captures == 1 and decoder.replays == 2 * replays

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
-from retrieval_attn.engine import graph as graph_decode
-from retrieval_attn.engine import graph_layer as graph_layers
+from retrieval_attn.engine import graph_registry, graph_slot
 from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
 from tests.graph_cases import (
@@ -102,11 +101,11 @@ def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: 
 
 def test_sliding_windows_slide_past_their_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma-2's sliding layers drop what no query sees when their buffer is full, between two replays."""
-    monkeypatch.setattr(graph_layers, "SLIDING_ROOM", 5)
+    monkeypatch.setattr(graph_slot, "SLIDING_ROOM", 5)
     model = enabled("gemma2")
     eager, graphed = Decoded(model, False, prompt=300), Decoded(model, True, prompt=300)
     assert graphed.difference(eager) <= 1e-5 and graphed.decoder.captures == 1
-    assert graphed.decoder._slots[0]._key.shape[2] == graphed.cache.layers[0].keep + 5  # type: ignore[union-attr]
+    assert graphed.decoder.slots[0].key.shape[2] == graphed.cache.layers[0].keep + 5  # type: ignore[union-attr]
 
 
 def test_the_next_cache_reuses_the_graph(hop: str) -> None:
@@ -163,7 +162,7 @@ def test_generate_takes_the_switch_from_the_options() -> None:
     model = copy.deepcopy(tiny_model("llama"))
     out = [greedily(model, random_ids(1, PROMPT), graph) for graph in (False, True)]
     assert torch.equal(out[0], out[1])
-    (decoder,) = graph_decode._decoders[model]
+    (decoder,) = graph_registry._decoders[model]
     assert decoder.replays == out[0].shape[1] - PROMPT - 1
     with pytest.raises(ConfigError, match='graph must be "auto", True or False, got 3'):
         ra.Config(graph=3)  # type: ignore[arg-type]
@@ -191,7 +190,7 @@ def test_a_step_goes_ahead_of_the_one_before(hop: str) -> None:
             assert steps.chosen is not None
             seen.append(logits.clone())
             token = steps.chosen.clone()
-            went.append(steps.ahead())
+            went.append(steps.launch_next())
             steps.confirm()
             chosen.append(int(token))
             assert decoded.cache.get_seq_length() == before + i + 1
@@ -216,7 +215,7 @@ def test_contexts_answer_the_same(needle_model_path: Path) -> None:
         asked = [context.ask("What is the special magic Bergen number?", max_new_tokens=8) for _ in range(2)]
         answers.append([answer.tokens for answer in asked])
     assert answers[0] == answers[1]
-    (decoder,) = graph_decode._decoders[loaded]
+    (decoder,) = graph_registry._decoders[loaded]
     assert decoder.captures == 1 and decoder.replays > 0
 
 

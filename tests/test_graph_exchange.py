@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu import serve
-from retrieval_attn.engine import graph as graph_decode
+from retrieval_attn.engine import graph_registry
 from retrieval_attn.engine.decode import Steps
+from retrieval_attn.engine.graph_decoder import GraphDecoder
 from retrieval_attn.engine.graph_emulation import emulated
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
@@ -51,10 +52,14 @@ class Two:
             assert (self.step(self.steps, token) - self.step(self.others, token)).abs().max() <= 2e-5
 
     @property
+    def decoder(self) -> GraphDecoder:
+        assert self.steps.launcher is not None
+        return self.steps.launcher.decoder
+
+    @property
     def replay(self) -> Any:
-        decoder: Any = self.steps._decoder
-        (replay,) = decoder._graphs.values()
-        return replay
+        (captured,) = self.decoder.graphs.values()
+        return captured.replay
 
 
 @torch.no_grad()
@@ -104,8 +109,7 @@ def test_decoders_share_a_runtime(where: str, hop: str, monkeypatch: pytest.Monk
         for token in range(5, 17):
             for two in pairs:
                 two.check(token)
-    assert pairs[0].steps._decoder is not None and pairs[1].steps._decoder is not None
-    assert pairs[0].steps._decoder.runtime is pairs[1].steps._decoder.runtime
+    assert pairs[0].decoder.runtime is pairs[1].decoder.runtime
     for two in pairs:
         two.steps.close()
 
@@ -116,7 +120,7 @@ def test_decoders_share_a_runtime(where: str, hop: str, monkeypatch: pytest.Monk
 def test_what_is_lost_on_the_device_costs_its_token(word: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's answer that goes elsewhere is reported after the step, a request that does not come by the step."""
     model = on_device("llama")
-    runtime: Any = graph_decode.runtime_for(model)
+    runtime: Any = graph_registry.runtime_for(model)
     monkeypatch.setattr(runtime.exchange, "polls", 200_000)
     two = Two(model)
     two.check(5)

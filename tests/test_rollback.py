@@ -77,12 +77,14 @@ def test_an_extension_that_failed_has_not_happened(
     for _ in range(2):
         interrupt(context, added, where, error, monkeypatch)
         assert context.num_tokens == never.num_tokens == context.cache.get_seq_length()
-        assert [one.token_ids for one in context.cache.batch.sequences] == [never._ids]
+        mine_ids, other_ids = (one.cache.batch.sequences[0].token_ids for one in (context, never))
+        assert mine_ids == other_ids and len(mine_ids) == never.num_tokens
         for mine, other in zip(layers_of(context), layers_of(never), strict=True):
             assert mine.columns == other.columns and len(mine.hosts[0]) == len(other.hosts[0])
             for here, there in zip(*(layer.hosts[0].read(0, mine.columns) for layer in (mine, other)), strict=True):
                 assert np.array_equal(here, there)
-            assert torch.equal(mine.window.tail()[0], other.window.tail()[0])  # type: ignore[union-attr]
+            assert mine.held is not None and other.held is not None
+            assert torch.equal(mine.held.window.tail()[0], other.held.window.tail()[0])
     assert context.extend(added, progress=False).num_tokens == never.extend(added, progress=False).num_tokens
     assert [len(layer.hosts[0].segments) for layer in layers_of(context)] == [1] * len(layers_of(context))
     for mine, other in zip(layers_of(context), layers_of(never), strict=True):
@@ -163,12 +165,15 @@ def test_a_context_that_could_not_be_put_back_says_so(context: ra.Context, monke
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    fork = context.fork()
+    fork, empty = context.fork(), ra.Context(context.model, context.tokenizer, CONFIG)
     monkeypatch.setattr("retrieval_attn.cache.rollback.Rollback.undo", fail)
-    interrupt(fork, "And so on.", "last layer", KeyboardInterrupt(), monkeypatch)
-    for use in (lambda: fork.ask(QUESTION), fork.fork, lambda: fork.extend("More."), lambda: fork.stream(QUESTION)):
-        with pytest.raises(ra.CacheMismatchError, match="in a new Context"):
-            use()
+    monkeypatch.setattr("retrieval_attn.context.abandon", fail)
+    for one in (fork, empty):
+        interrupt(one, "And so on.", "last layer", KeyboardInterrupt(), monkeypatch)
+        uses: list[Any] = [one.ask, one.extend, one.read, one.stream, lambda text, it=one: it.fork()]
+        for use in uses:
+            with pytest.raises(ra.CacheMismatchError, match="in a new Context"):
+                use(QUESTION)
 
 
 def test_many_short_extensions_stay_in_one_index(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.errors import CacheMismatchError
 from tests.tiny_models import random_ids, tiny_model
@@ -56,7 +57,7 @@ def test_a_batch_counts_columns_and_a_sequence_its_tokens(name: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 40, 150])
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_forward_that_failed_is_taken_back(name: str, tokens: int, place: str) -> None:
-    """A layer fails: nothing counts, the next forward is refused, and after rollback it gives what it would have."""
+    """A layer fails: nothing counts, the next forward is refused, and once taken back it gives what it would have."""
     model = model_of(name)
     ids, more = random_ids(1, 100), random_ids(1, tokens, seed=3)
     plain = ra.RetrievalCache(model, CONFIG)
@@ -64,6 +65,7 @@ def test_a_forward_that_failed_is_taken_back(name: str, tokens: int, place: str)
     expected = forward(model, plain, more)
     cache = ra.RetrievalCache(model, CONFIG)
     forward(model, cache, ids)
+    before = Rollback(cache)
     broken: Any = model.model.layers[1 if place == "first" else -1].mlp
 
     def fail(*args: Any) -> None:
@@ -73,7 +75,7 @@ def test_a_forward_that_failed_is_taken_back(name: str, tokens: int, place: str)
     with pytest.raises(KeyboardInterrupt):
         forward(model, cache, more)
     hook.remove()
-    cache.rollback(100)
+    assert before.undo()
     assert cache.get_seq_length() == 100 and held(cache) == {100}
     assert torch.allclose(forward(model, cache, more), expected, atol=1e-5)
     assert cache.get_seq_length() == 100 + tokens

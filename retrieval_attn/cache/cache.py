@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.layered import LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.sliding import SlidingLayer
@@ -22,7 +23,7 @@ from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.offload.stats import LayerStats
 
 
-class RetrievalCache(Cache):
+class RetrievalCache(LayeredCache):
     """Keys and values of one batch: a constant part on the device, the rest on the host behind indexes.
 
     Use it as `past_key_values=` of `model(...)` or `model.generate(...)`, with a model loaded or switched to
@@ -40,14 +41,12 @@ class RetrievalCache(Cache):
         self.config = resolve(config, overrides)
         self.index = IndexChoice(model, self.config)
         if check:
-            require_supported(model)
+            require_supported(model, unchecked_cache)
         text_config = model.config.get_text_config(decoder=True)
         self.batch = Batch()
         super().__init__(layers=_make_layers(model, text_config, self.config, self.index, self.batch))
         self.model_type = text_config.model_type
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        # Called after each decoder layer of a forward (progress of a long prefill), or None.
-        self.on_layer: Callable[[], object] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -90,7 +89,7 @@ class RetrievalCache(Cache):
                 raise UnsupportedModelError(
                     f"Layer {index} is a {type(layer).__name__}; its state cannot be forked. Read the context again."
                 )
-        self._quiet()
+        self.quiet()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.batch = self.batch.fork()
@@ -108,7 +107,7 @@ class RetrievalCache(Cache):
         count = columns - min(given, columns) if given > 0 else -given
         if count > columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
-        self._quiet()
+        self.quiet()
         layers: list[Any] = self.layers
         for layer in layers:
             if not isinstance(layer, CacheLayer):
@@ -119,23 +118,6 @@ class RetrievalCache(Cache):
             self.batch.reset()
         elif count:
             self.batch.crop(columns - count)
-
-    def rollback(self, columns: int) -> None:
-        """Be as the cache was when it held `columns`, after a forward that failed or was interrupted anywhere.
-
-        Raises UnsupportedModelError for layers of transformers' own, whose state cannot be taken back, and
-        CacheMismatchError where a sliding layer has forgotten what would be newest.
-        """
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, CacheLayer):
-                raise UnsupportedModelError(f"Layer {index} is a {type(layer).__name__}; make a new cache.")
-        for layer in self._own_layers():
-            layer.leave_graph()
-            layer.roll_back(columns)
-        if columns:
-            self.batch.crop(columns)
-        else:
-            self.batch.reset()
 
     def replace_layer(self, number: int, layer: CacheLayer) -> None:
         """Put an instrument's own `layer` in the place of layer `number`, such as one that records."""
@@ -173,7 +155,7 @@ class RetrievalCache(Cache):
 
     def _select(self, rows: list[int], other: Callable[[Any], object]) -> None:
         """Continue with these rows. other: does the same for a layer of transformers' own."""
-        self._quiet()
+        self.quiet()
         for layer in self.layers:
             if isinstance(layer, CacheLayer):
                 layer.select(rows)
@@ -181,8 +163,8 @@ class RetrievalCache(Cache):
                 other(layer)
         self.batch.select(rows)
 
-    def _quiet(self) -> None:
-        """Nothing is under way in any layer, and a captured step looks at the cache anew before its next replay."""
+    def quiet(self) -> None:
+        """Wait until nothing is under way in any layer; a captured step looks at the cache anew before it goes on."""
         for layer in self._own_layers():
             layer.leave_graph()
             layer.finish_index()
@@ -238,6 +220,11 @@ class RetrievalCache(Cache):
 
     def _own_layers(self) -> list[CacheLayer]:
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+
+def unchecked_cache(model: PreTrainedModel, config: Config) -> RetrievalCache:
+    """An empty cache for a model whose support is just being checked."""
+    return RetrievalCache(model, config, check=False)
 
 
 def _make_layers(

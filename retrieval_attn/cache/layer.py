@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Protocol, Self
+from dataclasses import replace
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -115,11 +116,9 @@ class CacheLayer(HandleLayer):
         """Forget the `count` newest columns that this layer has stored. Raises CacheMismatchError where it cannot."""
         raise NotImplementedError
 
-    def roll_back(self, columns: int) -> None:
-        """Forget all but `columns`, after a forward that failed anywhere."""
-        self._announced = self._pending = None
-        self.drop_newest(self.columns - columns)
-        self._stored = 0
+    def snapshot(self) -> dict[str, Any]:
+        """The layer's attributes, to be put back as they are; what changes in place is copied."""
+        return {**vars(self), "stats": replace(self.stats)}
 
     def fork(self, batch: Batch) -> Self:
         """This layer for a fork of its batch."""

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -30,8 +30,9 @@ from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import traffic
 from retrieval_attn.offload.transfer import host_format
-from retrieval_attn.offload.work import HostWork, make_room
+from retrieval_attn.offload.work import HostWork
 
 
 class RetrievalLayer(CacheLayer):
@@ -188,7 +189,7 @@ class RetrievalLayer(CacheLayer):
 
     def _open_reading(self, held: HeldTokens, total: int) -> Reading:
         """Bring this layer's past to its device: the pass attends to it exactly, one layer at a time."""
-        self.stats.wait_seconds += make_room(held.device)
+        self.stats.wait_seconds += traffic(held.device).make_room()
         spec = self._index.spec
         count = spec.training_queries(total, self.config.train_queries)
         sample = TrainingQueries(total, count) if spec.trains else None
@@ -211,7 +212,7 @@ class RetrievalLayer(CacheLayer):
                 work.extend(host, stop)
             else:
                 queries = reading.training_queries(model, module, row)
-                work.index(host, start, stop, queries, functools.partial(done.keys_of, row))
+                work.index(host, (start, stop), queries, functools.partial(done.keys_of, row))
         work.start_build()
         self._note_stored(done.total)
 
@@ -258,12 +259,9 @@ class RetrievalLayer(CacheLayer):
         if self.held is not None:
             self.held.select(list(rows))
 
-    def roll_back(self, columns: int) -> None:
-        self._reading = None
-        work, self._work = self._work, None
-        if work is not None:
-            work.give_up()
-        super().roll_back(columns)
+    def snapshot(self) -> dict[str, Any]:
+        state = super().snapshot()
+        return {**state, "held": None if self.held is None else self.held.fork(self.batch, state["stats"])}
 
     def drop_newest(self, count: int) -> None:
         if self.held is None or not count:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,14 @@ class Batch:
     def reset(self) -> None:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """The batch as it is, for `restore`."""
+        return {**vars(self), "sequences": [sequence.copy() for sequence in self.sequences]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be as when `snapshot` was made. The owner of the paths truncates them."""
+        vars(self).update(state, epoch=self.epoch + 1)
 
     # -- rows ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ layer of a model must speak the same handle protocol and survive crops, forks an
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,6 +130,9 @@ class SlidingLayer(CacheLayer):
     def select(self, rows: Items[int]) -> None:
         if self._window is not None:
             self._window.select(torch.tensor(list(rows), dtype=torch.int64))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**super().snapshot(), "_window": None if self._window is None else self._window.clone()}
 
     def fork(self, batch: Batch) -> SlidingLayer:
         """An independent copy (constant size)."""

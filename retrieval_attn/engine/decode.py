@@ -2,7 +2,8 @@
 
 Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions
 explicitly, so that padded rows and rows whose padding lies in the middle continue where they stopped.
-On a GPU the forwards of generated tokens are replays of one graph (`engine/graph.py`), where the model allows it.
+On a GPU the forwards of generated tokens are replays of one graph (`engine/graph_launch.py`), where the model allows
+it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
-from retrieval_attn.engine.graph import GraphDecoder, acquire, give_back, runtime_for
-from retrieval_attn.engine.lookahead import Follower, Teller
+from retrieval_attn.engine.graph_launch import Launcher
+from retrieval_attn.engine.graph_registry import bind, runtime_for, unbind
+from retrieval_attn.engine.lookahead import Lookahead, TokenCopy
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
 
@@ -125,9 +127,9 @@ class Steps:
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache, graph: GraphMode | None = None) -> None:
         """graph: as `Config.graph`; None: what the cache's options say. Nothing is captured before the first step."""
         self._model, self._cache = model, cache
-        self._wanted = cache.config.graph if graph is None else graph
-        self._decoder: GraphDecoder | None = None
-        self._open = self._wanted is not False
+        self._graph = cache.config.graph if graph is None else graph
+        self.launcher: Launcher | None = None
+        self._eager = self._graph is False
         self.replays = 0
         self.reason = ""
 
@@ -137,11 +139,11 @@ class Steps:
         They may be overwritten by the next step, before which the caller reads something that was computed from them,
         and calls `confirm`. Raises CaptureError if a graph was demanded and cannot be.
         """
-        if self._open and self._decoder is None:
-            self._acquire()
-        if self._decoder is not None:
+        if not self._eager and self.launcher is None:
+            self._bind()
+        if self.launcher is not None:
             try:
-                logits = self._decoder.step(token, position)
+                logits = self.launcher.step(token, position)
             except CaptureError as error:
                 self._fail(str(error))
             else:
@@ -152,62 +154,60 @@ class Steps:
     @property
     def chosen(self) -> Tensor | None:
         """The likeliest token (batch,) after the last step, the same memory at every step; None after an eager one."""
-        return None if self._decoder is None else self._decoder.chosen
+        return None if self.launcher is None else self.launcher.chosen
 
-    def ahead(self) -> bool:
+    def launch_next(self) -> bool:
         """As `step` for `chosen`, before that is read and confirmed; False where that cannot be. One step goes ahead.
 
         `confirm` then confirms one after the other. Raises BackendError as `step` does.
         """
-        gone = self._decoder is not None and self._decoder.ahead()
-        self.replays += gone
-        return gone
+        launched = self.launcher is not None and self.launcher.launch_next()
+        self.replays += launched
+        return launched
 
-    def take_back(self) -> None:
+    def discard(self) -> None:
         """What is not confirmed did not happen."""
-        if self._decoder is not None:
-            self._decoder.take_back()
+        if self.launcher is not None:
+            self.launcher.discard()
 
     def confirm(self) -> None:
-        """The first step that is not confirmed is over. Raises BackendError if a host search in it failed, the layer
+        """Commit the oldest step that is not confirmed. Raises BackendError if a host search in it failed, the layer
         named.
         """
-        if self._decoder is not None:
-            self._decoder.confirm()
+        if self.launcher is not None:
+            self.launcher.confirm()
 
     def close(self) -> None:
         """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
-        if self._decoder is not None:
-            decoder, self._decoder = self._decoder, None
-            give_back(self._model, decoder)
+        if self.launcher is not None:
+            launcher, self.launcher = self.launcher, None
+            unbind(self._model, launcher)
 
-    def _acquire(self) -> None:
+    def _bind(self) -> None:
         try:
             runtime = runtime_for(self._model)
             if runtime is None:
-                if self._wanted == "auto":
-                    self._open = False  # on a CPU a graph gains nothing: nothing to tell
+                if self._graph == "auto":
+                    self._eager = True  # on a CPU a graph gains nothing: nothing to report
                     return
                 raise CaptureError(f"the model runs on {input_device(self._model)}, a graph needs a CUDA device")
-            self._decoder = acquire(self._model, self._cache, runtime)
+            self.launcher = bind(self._model, self._cache, runtime)
         except (CaptureError, BackendError) as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:
-        """Go on eagerly, said once for a model and reason; or raise, where a graph was demanded."""
-        self._open, self.reason = False, reason
-        if self._decoder is not None:
-            decoder, self._decoder = self._decoder, None
-            give_back(self._model, decoder)
-        if self._wanted is True:
+        """Go on eagerly, logged once for a model and reason; or raise, where a graph was demanded."""
+        self._eager, self.reason = True, reason
+        self.close()
+        if self._graph is True:
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
-        told = _told.setdefault(self._model, set())
-        if reason not in told:
-            told.add(reason)
+        logged = _logged.setdefault(self._model, set())
+        if reason not in logged:
+            logged.add(reason)
             logger.warning("decoding eagerly, without a CUDA graph: %s", reason)
 
 
-_told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+_logged: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -236,12 +236,12 @@ def run(
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
-    steps, teller = Steps(model, cache, graph), Teller(sequences.device)
+    steps, token_copy = Steps(model, cache, graph), TokenCopy(sequences.device)
     own_memory = bool(processors) or choice.keep_scores or choice.keep_logits
-    plain = not (own_memory or choice.do_sample) and Follower.serves(criteria)
-    follower = Follower(steps, teller, criteria, cancelled, sequences) if plain else None
+    plain = not (own_memory or choice.do_sample) and Lookahead.serves(criteria)
+    lookahead = Lookahead(steps, token_copy, criteria, cancelled, sequences) if plain else None
 
-    def tell(token: list[int]) -> None:
+    def emit(token: list[int]) -> None:
         result.new_tokens += 1
         if on_token is not None:
             on_token(token)
@@ -263,30 +263,30 @@ def run(
             chosen = torch.where(running, chosen, choice.pad_id)
             sequences = torch.cat([sequences, chosen[:, None]], dim=1)
             running = running & ~criteria(sequences, None)
-            # here, and where the follower reads a token, the CPU waits for the device
-            teller.send(torch.cat([chosen, running.to(chosen.dtype)]))
-            numbers = teller.read()
+            # here, and where the lookahead reads a token, the CPU waits for the device
+            token_copy.send(torch.cat([chosen, running.to(chosen.dtype)]))
+            numbers = token_copy.read()
             steps.confirm()
-            tell(numbers[:batch])
+            emit(numbers[:batch])
             if not any(numbers[batch:]) or cancelled.is_set():
                 break
             position = position + 1
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
             logits = steps.step(chosen, position, mask)
-            if follower is None:
+            if lookahead is None:
                 continue
-            follower.note(numbers[:batch])
-            while steps.chosen is not None and all(numbers[batch:]) and not follower.stopped.any():
-                told = follower.follow(tell).to(sequences.device)
-                sequences = torch.cat([sequences, told], dim=1)
-                if follower.stopped.all():
+            lookahead.note(numbers[:batch])
+            while (next_token := steps.chosen) is not None and all(numbers[batch:]) and not lookahead.stopped.any():
+                new = lookahead.follow(next_token, emit).to(sequences.device)
+                sequences = torch.cat([sequences, new], dim=1)
+                if lookahead.stopped.all():
                     break
-                running, position = ~follower.stopped.to(sequences.device), position + told.shape[1]
+                running, position = ~lookahead.stopped.to(sequences.device), position + new.shape[1]
                 if mask is not None:
-                    mask = torch.cat([mask, mask.new_ones(told.shape)], dim=1)
+                    mask = torch.cat([mask, mask.new_ones(new.shape)], dim=1)
                 logits = steps.step(sequences[:, -1], position, mask)
-            if follower.stopped.all():
+            if lookahead.stopped.all():
                 break
     finally:
         steps.close()

@@ -14,8 +14,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieval_attn.cache.cache import RetrievalCache, is_empty
 from retrieval_attn.config import Config, resolve
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
-from retrieval_attn.engine.switch import enabled_config, using_retrieval
+from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError
 
 

@@ -1,18 +1,20 @@
-"""The host's part of a captured layer's attention, for some rows of the batch: what it is asked, and what it plans.
+"""The host's part of a captured layer's attention, for some rows of the batch: its memory, its call, its plan.
 
-A batch whose keys are named by the device has two of them: while the host works on the first rows, the device searches
-the codes of the others. Nothing here is bound to a cache but by `plan`, until `forget`.
+A batch whose keys are searched by codes on the device has two of them: while the host works on the first rows, the
+device searches the codes of the others. Nothing here is bound to a cache but by `plan`, until `forget`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import plan_paths
 from retrieval_attn.cpu.pool import Pool
@@ -24,52 +26,60 @@ from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.codes.search import Aim, CodeSearch, Scratch, class_of, shared_scratch
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
-MOST_TURNS = 2
-"""Parts of a batch that take turns at most."""
+MAX_MICROBATCHES = 2
+"""Parts of a batch that the host and the device work on at the same time."""
 
 
-class Owner(Protocol):
-    """What a part asks of its decoder. scratch: for searches of codes, which take turns with it."""
+@dataclass(frozen=True)
+class HostResources:
+    """What the host's parts of one decoder share. scratch: for searches of codes, which run one after the other."""
 
     runtime: Runtime
     pool: Pool
-    scratch: dict[Any, Scratch]
-
-    @property
-    def most_coded(self) -> int:
-        """The largest of all layers, see `HostRows`."""
+    scratch: dict[Any, Scratch] = field(default_factory=dict)
 
 
-def turns_of(layer: RetrievalLayer, batch: int, head_dim: int) -> list[slice]:
+class HeadShape(NamedTuple):
+    """Heads of a layer and their dimensions."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def split_microbatches(layer: RetrievalLayer, batch: int, head_dim: int) -> list[slice]:
     """The rows of each part, in order: one part, or two where the device has codes to search meanwhile."""
-    if batch < MOST_TURNS or layer.code_shape(head_dim) is None:
+    if batch < MAX_MICROBATCHES or layer.code_shape(head_dim) is None:
         return [slice(0, batch)]
     return [slice(0, batch // 2), slice(batch // 2, batch)]
 
 
 class HostRows:
-    """See the module. part: the results as the device reads them, after the call that `ask` began has joined."""
+    """See the module. part: the results as the device reads them, after the call that `begin` began has joined."""
 
     def __init__(
         self,
-        owner: Owner,
+        resources: HostResources,
         number: int,
         layer: RetrievalLayer,
         rows: slice,
-        sizes: tuple[int, int, int, int],
+        shape: HeadShape,
+        scoring: Scoring,
         memory: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]],
         device: torch.device,
     ) -> None:
-        """For rows `rows` of layer `number`. sizes: q_heads, kv_heads, head_dim, value_dim; memory: meters and
-        descriptor as in StepBuffers.
+        """For rows `rows` of layer `number`, and layers like `layer`. memory: meters and descriptor as in StepBuffers.
+
+        device: where queries come from.
         """
-        self._owner, self._number, self.rows = owner, number, rows
-        self._q_heads, kv_heads, dim, value_dim = sizes
-        batch, runtime = rows.stop - rows.start, owner.runtime
+        self._resources, self._number, self.rows, self.scoring = resources, number, rows, scoring
+        self._q_heads, kv_heads, dim, value_dim = shape
+        batch, runtime = rows.stop - rows.start, resources.runtime
         count = batch * self._q_heads
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
-        shape = layer.code_shape(dim)
-        room = 0 if shape is None else shape.room
+        codes = layer.code_shape(dim)
+        room = 0 if codes is None else codes.room
         queries, results = runtime.queries(count * (dim + room)), runtime.results(lse_at + count)
         places = None if batch == 1 else torch.arange(count, device=device)
         self.part = HostPart(
@@ -77,22 +87,23 @@ class HostRows:
         )
         out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
         given = queries.host.numpy()
-        candidates = None if shape is None else given[count * dim :].view(np.int32).reshape(count, room)
+        candidates = None if codes is None else given[count * dim :].view(np.int32).reshape(count, room)
         self._buffers = StepBuffers(given[: count * dim], out, lse, *memory, candidates)
         self._staged = queries.device[: count * dim].view(count, dim)
-        self._search = None if shape is None else CodeSearch(batch, self._q_heads, kv_heads, shape, device)
+        self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
-        self._step = LayerStep(owner.pool, _held(layer).fmt, layer=number, buffers=self._buffers)
+        self._step = LayerStep(resources.pool, _held(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
 
     @property
-    def most_coded(self) -> int:
+    def max_coded_keys(self) -> int:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return class_of(self._search.most) if self._search is not None and self._search.most else 0
 
-    def plan(self, layer: RetrievalLayer, retrieve: int, scale: float, softcap: float | None) -> None:
+    def plan(self, layer: RetrievalLayer, retrieve: int) -> None:
         """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
         hosts, ranges = layer.hosts[self.rows], layer.ranges[self.rows]
+        scale, softcap = self.scoring.scale, self.scoring.softcap
         if not any(stop > start for start, stop in ranges):
             self._answer_nothing()
             return
@@ -115,15 +126,18 @@ class HostRows:
         if self._search is not None:
             self._search.aim([None] * len(self._search.entries))
 
-    def ask(self, query: Tensor) -> Any:
-        """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call."""
-        owner, own = self._owner, query[self.rows]
+    def begin(self, query: Tensor, max_coded_keys: int) -> Any:
+        """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call.
+
+        max_coded_keys: of all layers, see `StepKind`. Returns what the runtime's `join` takes.
+        """
+        resources, own = self._resources, query[self.rows]
         stage_queries(own, self._staged, self.part.rows)
-        if self._search is not None and owner.most_coded:
-            sizes = len(own) * self._q_heads, owner.most_coded, self._search.shape.room, query.device
-            scratch = shared_scratch(owner.scratch, *sizes)
-            self._search.run(own, self._ids, self.part.rows, scratch, owner.runtime.opaque)
-        return owner.runtime.begin(self._call)
+        if self._search is not None and max_coded_keys:
+            sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.room, query.device
+            scratch = shared_scratch(resources.scratch, *sizes)
+            self._search.run(own, self._ids, self.part.rows, scratch, resources.runtime.opaque)
+        return resources.runtime.begin(self._call)
 
     def raise_error(self) -> None:
         """Raise what the last replay left as the step's status; BackendError names the layer."""

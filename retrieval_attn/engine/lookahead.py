@@ -1,4 +1,4 @@
-"""Reading tokens while the device is at the next step already, which it began with the likeliest token by itself."""
+"""Reading tokens while the device runs the next step already, which it began with the likeliest token by itself."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ from retrieval_attn.errors import BackendError
 
 
 class Steps(Protocol):
-    """What a follower asks of `decode.Steps`."""
+    """What a lookahead asks of `decode.Steps`."""
 
-    @property
-    def chosen(self) -> Tensor | None: ...
-
-    def ahead(self) -> bool: ...
+    def launch_next(self) -> bool: ...
 
     def confirm(self) -> None: ...
 
-    def take_back(self) -> None: ...
+    def discard(self) -> None: ...
 
 
-class Teller:
-    """Brings numbers from the device; what is launched after `send` does not hold them up."""
+class TokenCopy:
+    """Copies numbers from the device; what is launched after `send` does not delay them."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -41,7 +38,7 @@ class Teller:
         self._sent = torch.cuda.Event() if self._cuda else None
 
     def send(self, numbers: Tensor) -> None:
-        """Begin to bring them. Those sent before must have been read."""
+        """Begin to copy them, int64 of any shape. Those sent before must have been read."""
         if self._sent is None:
             self._numbers = numbers.clone()
             return
@@ -51,17 +48,17 @@ class Teller:
         self._sent.record(torch.cuda.current_stream(numbers.device))
 
     def read(self) -> list[int]:
-        """Wait for them."""
+        """Wait for the numbers that were sent last."""
         if self._sent is not None:
             self._sent.synchronize()
         return list(self._numbers.tolist())
 
 
-class Follower:
-    """Follows the device, which takes the likeliest token itself and begins the next step with it.
+class Lookahead:
+    """Reads the tokens of a device that takes the likeliest one itself and begins the next step with it.
 
-    Nothing of the loop then lies between two steps of the device: what ends a text is asked on the CPU, while the next
-    step runs. Only for what transformers itself asks.
+    Nothing of the loop then lies between two steps of the device: the CPU evaluates what ends a text while the next
+    step runs. Only for criteria of transformers itself: others may need what is on the device.
     """
 
     CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -69,52 +66,54 @@ class Follower:
     def __init__(
         self,
         steps: Steps,
-        teller: Teller,
+        token_copy: TokenCopy,
         criteria: StoppingCriteriaList,
         cancelled: threading.Event,
         sequences: Tensor,
     ) -> None:
-        self._steps, self._teller, self._criteria, self._cancelled = steps, teller, criteria, cancelled
+        self._steps, self._token_copy, self._criteria, self._cancelled = steps, token_copy, criteria, cancelled
         self._ids, self._columns = sequences.cpu(), sequences.shape[1]
-        self._most = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=None)
+        self._max_columns = min(
+            (one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=None
+        )
         self.stopped = torch.zeros(sequences.shape[0], dtype=torch.bool)
 
     @classmethod
     def serves(cls, criteria: StoppingCriteriaList) -> bool:
-        """Whether it can ask all of them."""
+        """Whether it can evaluate all of them."""
         return all(type(one) in cls.CRITERIA for one in criteria)
 
     def note(self, token: list[int]) -> None:
-        """The id of every row that was told by somebody else."""
+        """Note the id of every row that the caller has read itself."""
         if self._columns == self._ids.shape[1]:
             more = max(64, self._columns)
             self._ids = torch.cat([self._ids, self._ids.new_zeros(len(self._ids), more)], dim=1)
         self._ids[:, self._columns] = torch.tensor(token)
         self._columns += 1
 
-    def follow(self, tell: Callable[[list[int]], None]) -> Tensor:
-        """Tell what the step under way chooses, and so on until a row ends or the device has to wait for the caller.
+    def follow(self, chosen: Tensor, on_token: Callable[[list[int]], None]) -> Tensor:
+        """Read what the launched step chooses, and so on until a row ends or the device has to wait for the caller.
 
-        Returns the ids that were told, (batch, n) on the CPU; `stopped` says which rows have ended. What comes next has
-        not begun. Raises BackendError once all that came before is told.
+        chosen: (batch,) on the device, where every step writes its token. on_token gets the ids of each. Returns all
+        ids, (batch, n) on the CPU; `stopped` says which rows have ended. No step is launched at the end. Raises
+        BackendError once all tokens before the failed step are read.
         """
-        begun, gone, failed = self._columns, True, None
-        while gone and not self.stopped.any():
-            assert self._steps.chosen is not None
-            self._teller.send(self._steps.chosen)
+        begun, launched, failed = self._columns, True, None
+        while launched and not self.stopped.any():
+            self._token_copy.send(chosen)
             try:
-                gone = self._columns + 1 != self._most and self._steps.ahead()
+                launched = self._columns + 1 != self._max_columns and self._steps.launch_next()
             except BackendError as error:
-                gone, failed = False, error  # of the next token: this one is told first
-            token = self._teller.read()
+                launched, failed = False, error  # of the next token: this one is read first
+            token = self._token_copy.read()
             self._steps.confirm()
             self.note(token)
-            tell(token)
+            on_token(token)
             self.stopped = self._criteria(self._ids[:, : self._columns], None)
             if self._cancelled.is_set():
                 self.stopped = torch.ones_like(self.stopped)
         if failed is not None and not self.stopped.all():
             raise failed
-        if gone:
-            self._steps.take_back()
+        if launched:
+            self._steps.discard()
         return self._ids[:, begun : self._columns]

@@ -24,56 +24,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.layered import LayeredCache
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
+from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.work import drain
+from retrieval_attn.model.layers import decoder_layers, final_norms
+from retrieval_attn.model.placement import tensor_ranks
+from retrieval_attn.offload.traffic import traffic
 
 log = logging.getLogger(__name__)
 
 LEAST_CHUNK = 256
 """Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
 _ORIGINAL = "_retrieval_attn_original_forward"
-
-
-def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The model's decoder layers with their cache layer index, in order.
-
-    A decoder layer is a member of a ModuleList that has a direct child with an integer `layer_idx`.
-    """
-    found = []
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList):
-            continue
-        for member in module:
-            index = _layer_index(member)
-            if index is not None:
-                found.append((member, index))
-    return found
-
-
-def _layer_index(layer: nn.Module) -> int | None:
-    for child in layer.children():
-        index = getattr(child, "layer_idx", None)
-        if isinstance(index, int) and not isinstance(index, bool):
-            return index
-    return None
-
-
-def final_norms(model: nn.Module) -> list[nn.Module]:
-    """Normalisations beside the decoder layers; over a whole prompt they are prefill's hidden memory peak."""
-    found = []
-    for module in model.modules():
-        holds_layers = any(
-            isinstance(child, nn.ModuleList) and any(_layer_index(member) is not None for member in child)
-            for child in module.children()
-        )
-        if holds_layers:
-            found += [
-                child for child in module.children() if "Norm" in type(child).__name__ and not list(child.children())
-            ]
-    return found
 
 
 def _embeddings(model: nn.Module) -> list[nn.Module]:
@@ -158,8 +123,6 @@ class _Stream:
 
         Also False where ranks share the model's heads: the others are in the middle of the same chunk.
         """
-        from retrieval_attn.model.placement import tensor_ranks  # which finds layers through this module
-
         if size <= LEAST_CHUNK or tensor_ranks(self.model) > 1:
             return False
         self.chunk = max(LEAST_CHUNK, size // 2)
@@ -173,8 +136,6 @@ class _Stream:
 
     def shortage(self, cache: Any, layer: int, tokens: int, batch: int, device: torch.device) -> str:
         """The arithmetic of what a pass over `tokens` tokens needs, as far as it is known for this model."""
-        from retrieval_attn.memory.plan import plan
-
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
         config = cache.config.replace(prefill_chunk=min(self.chunk, tokens))
         context = cache.layers[layer].get_seq_length() + tokens
@@ -213,9 +174,7 @@ class _ChunkedLayer:
         self.chunk = chunk
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        from retrieval_attn.cache.cache import RetrievalCache  # cache imports models, which verifies through here
-
-        cache = next((item for item in (*args, *kwargs.values()) if isinstance(item, RetrievalCache)), None)
+        cache = next((item for item in (*args, *kwargs.values()) if isinstance(item, LayeredCache)), None)
         if cache is None:
             return self._original(hidden_states, *args, **kwargs)
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
@@ -318,7 +277,7 @@ class _ChunkedLayer:
         """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
         tokens, device = hidden_states.shape[1], hidden_states.device
         needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"
-        drain(device)
+        traffic(device).drain()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if mark is None or not layer.restore(mark):

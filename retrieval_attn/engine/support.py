@@ -9,7 +9,10 @@ import weakref
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from retrieval_attn.engine.compare import NewCache, Report, compare
 from retrieval_attn.errors import UnsupportedModelError
+from retrieval_attn.memory.shape import splits_heads
+from retrieval_attn.model.placement import tensor_ranks
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,11 @@ REFUSED = {
 _verified: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
 
-def require_supported(model: PreTrainedModel) -> None:
+def require_supported(model: PreTrainedModel, new_cache: NewCache) -> None:
     """Return for a model that runs exactly; raise UnsupportedModelError with the reason otherwise.
 
     Model types not on the tested list are verified once per model object: eager attention against retrieval
-    with retrieve="all" on 64 random tokens (see `retrieval_attn.verify`).
+    with retrieve="all" on 64 random tokens (see `retrieval_attn.verify`). new_cache: makes the cache for that.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
@@ -85,18 +88,14 @@ def require_supported(model: PreTrainedModel) -> None:
     _check_ranks(model, text_config)
     if model_type in TESTED or model in _verified:
         return
-    from retrieval_attn.engine.verify import verify
-
-    report = verify(model)
+    report = compare(model, new_cache)
+    mark_verified(model, report)
     if not report.ok:
         raise UnsupportedModelError(f"{model_type} is not supported: {report.reason}")
 
 
 def _check_ranks(model: PreTrainedModel, text_config: PreTrainedConfig) -> None:
     """Tensor parallel: every rank must have whole heads of its own; one that has all of them is said once."""
-    from retrieval_attn.memory.shape import splits_heads
-    from retrieval_attn.model.placement import tensor_ranks
-
     ranks = tensor_ranks(model)
     if ranks == 1:
         return
@@ -121,9 +120,10 @@ def _say_all_heads(model_type: str, ranks: int) -> None:
     )
 
 
-def mark_verified(model: nn.Module) -> None:
-    """Remember that this model object passed `verify`."""
-    _verified[model] = None
+def mark_verified(model: nn.Module, report: Report) -> None:
+    """Remember that this model object passed, if it did."""
+    if report.ok:
+        _verified[model] = None
 
 
 def _is_bidirectional(model: nn.Module, text_config: PreTrainedConfig) -> bool:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, unchecked_cache
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.prefill import unwrap_layers, wrap_layers, wrapped_chunk
+from retrieval_attn.engine.attention import set_attention
+from retrieval_attn.engine.prefill import unwrap_layers, wrap_layers
 from retrieval_attn.engine.support import require_supported
-from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.model import hooks
 
 _STATE = "_retrieval_attn_state"
@@ -31,7 +26,7 @@ def enable(model: PreTrainedModel, config: Config | None = None, **overrides: An
     Raises UnsupportedModelError (with the reason) or ConfigError; the model is then unchanged.
     """
     options = resolve(config, overrides)
-    require_supported(model)
+    require_supported(model, unchecked_cache)
     before = getattr(model, _STATE, None)
     original = before["attn_implementation"] if before else model.config._attn_implementation
     set_attention(model, hooks.NAME)
@@ -59,66 +54,6 @@ def enabled_config(model: PreTrainedModel) -> Config | None:
     """The options `enable` was called with, or None when the model is not enabled."""
     state = getattr(model, _STATE, None)
     return state["config"] if state else None
-
-
-@dataclass
-class _Use:
-    """What a model had before it was first used, and by how many it is used now."""
-
-    attention: str
-    chunk: int | None
-    count: int = 0
-
-
-_uses: weakref.WeakKeyDictionary[PreTrainedModel, _Use] = weakref.WeakKeyDictionary()
-_uses_lock = threading.Lock()
-
-
-@contextmanager
-def using_retrieval(model: PreTrainedModel, chunk: int) -> Iterator[None]:
-    """Retrieval attention and layer-major prefill for the duration, then whatever the model had before.
-
-    Several threads may use a model at once: the last one to leave gives it back.
-    """
-    with _uses_lock:
-        attention, layers = model.config._attn_implementation, wrapped_chunk(model)
-        if attention != hooks.NAME:
-            set_attention(model, hooks.NAME)
-        use = _uses.setdefault(model, _Use(attention, layers))
-        use.count += 1
-        if layers != chunk:
-            wrap_layers(model, chunk)
-    try:
-        yield
-    finally:
-        with _uses_lock:
-            use.count -= 1
-            if use.count == 0:
-                _uses.pop(model, None)
-                layers = use.chunk
-                if use.attention != hooks.NAME:
-                    set_attention(model, use.attention)
-            if layers is not None and layers != wrapped_chunk(model):
-                wrap_layers(model, layers)
-            elif layers is None and use.count == 0:
-                unwrap_layers(model)
-
-
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """model.set_attn_implementation with an error that says what to do."""
-    hooks.register()
-    try:
-        model.set_attn_implementation(name)
-    except (ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not take attn_implementation={name!r}: {error}. Its attention is written "
-            "into the model; use a model class with transformers' attention interface."
-        ) from error
-    if model.config._attn_implementation != name:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} kept attn_implementation={model.config._attn_implementation!r} when asked for "
-            f"{name!r}; its attention cannot be replaced."
-        )
 
 
 def _prepare_cache(model: PreTrainedModel, original: Any, generation_config: Any, model_kwargs: Any, *args: Any) -> Any:

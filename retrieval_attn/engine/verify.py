@@ -2,107 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.config import Config
+from retrieval_attn.cache.cache import unchecked_cache
+from retrieval_attn.engine.compare import Report, compare
 from retrieval_attn.engine.support import mark_verified
-from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.model.placement import input_device
-
-# Largest logit difference accepted, relative to max(1, largest logit), by the arithmetic's own precision.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of `verify`.
-
-    max_error: largest |logit difference| to eager attention, relative to max(1, largest |logit|), over
-    prefill, layer-major prefill and decoding. retrieval_layers: full-attention layers that were searched.
-    """
-
-    model_type: str
-    ok: bool
-    max_error: float
-    tolerance: float
-    layers: int
-    retrieval_layers: int
-    reason: str
-
-    def __str__(self) -> str:
-        verdict = "exact" if self.ok else f"NOT exact: {self.reason}"
-        return (
-            f"{self.model_type}: {verdict}; largest logit difference {self.max_error:.2e} (allowed "
-            f"{self.tolerance:.0e}), {self.retrieval_layers} of {self.layers} layers retrieve"
-        )
 
 
 def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> Report:
-    """Compare eager full attention with retrieval over all keys on `tokens` random tokens.
+    """Compare eager full attention with retrieval over all keys on `tokens` random tokens; see `compare`.
 
-    The prompt is read once whole and once layer-major in chunks, then `decode_steps` tokens are decoded with a
-    window so small that most keys come from the host. The model is left as it was. Never raises for a model
-    that fails; the report says why.
+    A model that passes is not verified again when a cache is made for it.
     """
-    from retrieval_attn.cache.cache import RetrievalCache  # engine/support.py calls verify: avoid the import circle
-    from retrieval_attn.engine.switch import using_retrieval
-
-    text_config = model.config.get_text_config(decoder=True)
-    device = input_device(model)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, text_config.vocab_size, (1, tokens + decode_steps), generator=generator).to(device)
-    dtype = next(model.parameters()).dtype
-    tolerance = TOLERANCE.get(dtype, 1e-4)
-    config = Config(sink=2, window=8, spill=4, retrieve="all", decode_tokens=1)
-    was_training = model.training
-    model.eval()
-    retrieval_layers = 0
-    worst = 0.0
-    try:
-        expected = _eager_logits(model, ids, tokens)
-        largest = max(1.0, float(expected.abs().max()))
-        for chunk in (tokens, max(1, tokens // 3)):
-            with using_retrieval(model, chunk):
-                cache = RetrievalCache(model, config, check=False)
-                retrieval_layers = sum(isinstance(layer, RetrievalLayer) for layer in cache.layers)
-                got = _logits(model, ids, tokens, cache)
-            worst = max(worst, float((got - expected).abs().max()) / largest)
-            if not torch.isfinite(got).all():
-                worst = float("inf")
-    except (RetrievalAttentionError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        return Report(text_config.model_type, False, float("inf"), tolerance, 0, retrieval_layers, reason)
-    finally:
-        model.train(was_training)
-    ok = worst <= tolerance
-    if ok:
-        mark_verified(model)
-    reason = "" if ok else f"retrieval over all keys differs from eager attention by {worst:.2e}"
-    layers = len(cache.layers)
-    return Report(text_config.model_type, ok, worst, tolerance, layers, retrieval_layers, reason)
-
-
-def _eager_logits(model: PreTrainedModel, ids: Tensor, tokens: int) -> Tensor:
-    from retrieval_attn.engine.switch import set_attention
-
-    before = model.config._attn_implementation
-    set_attention(model, "eager")
-    try:
-        return _logits(model, ids, tokens, DynamicCache(config=model.config))
-    finally:
-        set_attention(model, before)
-
-
-@torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor, tokens: int, cache: object) -> Tensor:
-    """Logits of the whole prompt and of each decoded token, (1, tokens + steps, vocabulary) float32."""
-    parts = [model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True).logits.float()]
-    for step in range(tokens, ids.shape[1]):
-        parts.append(model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits.float())
-    return torch.cat(parts, dim=1)
+    report = compare(model, unchecked_cache, tokens, decode_steps)
+    mark_verified(model, report)
+    return report

@@ -1,4 +1,4 @@
-"""What stands around a context and a question: a chat template, or a plain question and answer line.
+"""From a row to token ids: what stands around a context and a question, tokenized once and never again.
 
 Everything is token ids.  The prompt is head + context + question, with exactly one BOS if the tokenizer uses one,
 and special tokens only from the tokenizer's own rules and its chat template.
@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.suite.sample import Row
+from retrieval_attn.eval.suite.suite import TaskSuite
 
-__all__ = ["Prompt", "PromptFormat"]
+__all__ = ["Prompt", "PromptFormat", "Prompts", "frame"]
 
 _MARK = "CONTEXTGOESHERE"
 _PLAIN_QUESTION = "\n\nQuestion: {question}\nAnswer:"
@@ -73,20 +75,47 @@ class PromptFormat:
             head = bos + head
         return cls(tuple(head), after, True, tokenizer)
 
-    def question_text(self, question: str) -> str:
-        """Everything after the context, up to where the answer begins."""
-        return (f"\n\n{question}" if self.chat else _PLAIN_QUESTION.format(question=question)) + self.tail
+    def asked(self, question: str) -> str:
+        """The question as it follows a context, up to the template's end."""
+        return f"\n\n{question}" if self.chat else _PLAIN_QUESTION.format(question=question)
 
-    def question_ids(self, question: str) -> list[int]:
-        """Ids of the question's text, tokenized on its own as `Context.ask` does, so that all methods get the same."""
-        text = self.question_text(question)
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def prompt(self, context: NDArray[np.int64], question: str) -> Prompt:
-        """The prompt of a context (ids without the head) and a question."""
-        head = np.asarray(self.head, dtype=np.int64)
-        ids = np.asarray(self.question_ids(question), dtype=np.int64)
-        return Prompt(np.concatenate([head, context]), ids, self.question_text(question))
+def frame(suite: TaskSuite, tokenizer: Any, chat: str) -> PromptFormat:
+    """What stands around the suite's rows: its own messages if it has some, else the tokenizer's template.
+
+    The suite is told, so that its rows leave room for it.
+    """
+    own = getattr(suite, "frame", None)
+    form: PromptFormat = own(tokenizer, chat) if own is not None else PromptFormat.of(tokenizer, chat)
+    if hasattr(suite, "form"):
+        suite.form = form
+    return form
+
+
+class Prompts:
+    """Prompts of rows.  The ids of the last context are kept: neighbours that share it are tokenized once.
+
+    The answer prefix follows the template's end, as the beginning of the model's own turn.  The context and what
+    follows it are tokenized apart, so that every method and both question positions get the same ids.
+    """
+
+    def __init__(self, form: PromptFormat) -> None:
+        self.form = form
+        self._text: str | None = None
+        self._context = np.zeros(0, dtype=np.int64)
+
+    def of(self, row: Row) -> Prompt:
+        text = row.question + self.form.tail + row.answer_prefix
+        return Prompt(self._context_ids(row), _ids(self.form.tokenizer, text), text)
+
+    def _context_ids(self, row: Row) -> NDArray[np.int64]:
+        head = np.asarray(self.form.head, dtype=np.int64)
+        if row.context_ids is not None:
+            return np.concatenate([head, np.asarray(row.context_ids, dtype=np.int64)])
+        if row.context != self._text:
+            self._context = np.concatenate([head, _ids(self.form.tokenizer, row.context)])
+            self._text = row.context
+        return self._context
 
 
 def _leading_special(tokenizer: Any) -> list[int]:
@@ -97,3 +126,8 @@ def _leading_special(tokenizer: Any) -> list[int]:
         if dressed[lead : lead + len(bare)] == bare:
             return dressed[:lead]
     return []
+
+
+def _ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
+    found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+    return np.asarray(found, dtype=np.int64)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.engine.prefill import decoder_layers
+from retrieval_attn.model.layers import decoder_layers
 
 
 def input_device(model: Any) -> torch.device:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieval_attn.errors import ConfigError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.eval.baselines import METHODS, budget_options, build_methods, make_method, option_names
 from retrieval_attn.eval.baselines.reader import ContextReader
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt
 from retrieval_attn.eval.tasks import make_sample
 from tests.tiny_models import config_of, tiny_model
@@ -343,7 +343,7 @@ def test_published_defaults() -> None:
 def test_registry_is_light() -> None:
     """Listing methods, for --help and for scoring, must not load torch or transformers."""
     code = (
-        "import sys, retrieval_attn.eval.methods; from retrieval_attn.eval.baselines import METHODS, option_names; "
+        "import sys, retrieval_attn.eval.models; from retrieval_attn.eval.baselines import METHODS, option_names; "
         "[option_names(m) for m in METHODS]; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.text.haystack import Haystack, encode_inside, read_haystack, sentence_ends, shipped_prose
 
 NEEDLE = "The special magic Oslo number is: 1234567."

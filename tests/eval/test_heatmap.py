@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.needle.heatmap import Panel, length_label, save_heatmap, text_table
+from retrieval_attn.eval.needle.heatmap import Panel, save_heatmap, text_table
+from retrieval_attn.eval.suite.tables import length_label
 
 
 def panel(title: str, *rows: tuple[float | None, ...]) -> Panel:

@@ -17,7 +17,7 @@ from retrieval_attn.eval.infinitebench.cutting import cut_context
 from retrieval_attn.eval.infinitebench.profiles import PROFILES, get_profile
 from retrieval_attn.eval.infinitebench.record import DataFile, Record, parse_record
 from retrieval_attn.eval.plans import NOISE_LINE
-from retrieval_attn.eval.suite.prompting import Prompts
+from retrieval_attn.eval.prompts import Prompts
 
 KEY, VALUE = "84fe443f-dcff-48dd-8b2e-ae4daff8b278", "c14cb8ba-002b-43be-bdc7-8a83f0fe1ac8"
 KV_QUESTION = f'\nKey: "{KEY}"\nThe value associated with the specified key is: '

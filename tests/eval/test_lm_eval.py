@@ -16,7 +16,7 @@ import pytest
 
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.eval.lm_eval import command as lm_eval_command
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+from retrieval_attn.eval.models import BUNDLED_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = find_spec("lm_eval") is None
@@ -211,7 +211,7 @@ def test_unknown_options_are_refused() -> None:
 def test_ruler_tasks_through_lm_evals_command_line(tmp_path: Path) -> None:
     """Its own RULER tasks at 4096, offline; the bundled model finds the needles and follows the chain."""
     code = (
-        "import argparse, sys; from retrieval_attn.eval import lm_eval_command as c;"
+        "import argparse, sys; from retrieval_attn.eval.lm_eval import command as c;"
         "sys.exit(c.run(argparse.Namespace(arguments=sys.argv[1:])))"
     )
     words = ["--tasks", "niah_single_1,niah_multikey_2,ruler_vt", "--limit", "2", "--output_path", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The needle command end to end with the bundled model, and every kind of bad input.
+"""The needle suite and its command with the bundled model; what all suites share is tested in test_suite_*.
 
 Lengths are short so that two cores finish in a minute; the default grid is a matter of `make needle`.
 """
@@ -26,12 +26,16 @@ from retrieval_attn.errors import (
     RetrievalAttentionError,
     RunFolderError,
 )
+from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.needle import command as needle
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL, Options
-from retrieval_attn.eval.needle.report import comparison_line, score, summarise
+from retrieval_attn.eval.needle.report import agreement_lines, panels_of
+from retrieval_attn.eval.needle.suite import NeedleSuite
 from retrieval_attn.eval.needle.text import NEEDLE
-from retrieval_attn.eval.prompts import PromptFormat
+from retrieval_attn.eval.prompts import Prompts, frame
 from retrieval_attn.eval.runs import load_run
+from retrieval_attn.eval.suite import Row, tables
+from retrieval_attn.eval.suite.arguments import Options
+from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = (BUNDLED_MODEL / "model.safetensors").exists()
@@ -44,8 +48,22 @@ def parse(*flags: str) -> argparse.Namespace:
     return parser.parse_args(list(flags))
 
 
-def prepare(*flags: str) -> needle.Test:
-    return needle.Test.prepare(Options.of(parse("--methods", "full", *flags)))
+def asked(*flags: str) -> tuple[NeedleSuite, Options]:
+    args = parse(*flags)
+    suite = needle.suite_of(args)
+    return suite, Options.of(args, suite)
+
+
+def rows_of(*flags: str) -> tuple[NeedleSuite, list[Row]]:
+    suite, options = asked("--methods", "full", *flags)
+    form = frame(suite, bundled_tokenizer(), "auto")
+    run = SuiteRun(suite, Selection(options.tasks, options.lengths, options.n, options.seed), form)
+    return suite, [row for block in run.blocks for _, row in run.rows(block)]
+
+
+def ids_of(suite: NeedleSuite, row: Row) -> list[int]:
+    assert suite.form is not None
+    return list(Prompts(suite.form).of(row).ids.tolist())
 
 
 @cache
@@ -60,70 +78,63 @@ def bundled_tokenizer() -> Any:
 
 def test_flags_of_other_needle_tests_work() -> None:
     """Both spellings and the names of the published scripts must reach the same options."""
-    ours = parse("--model", "m", "--lengths", "4k,8192", "--depths", "0,50", "--question", "q", "--haystack", "h")
-    theirs = parse(
+    ours = asked("--model", "m", "--lengths", "4k,8192", "--depths", "0,50", "--question", "q")
+    theirs = asked(
         "--model_name", "m", "--context_lengths", "[4096, 8192]", "--document_depth_percents", "[0, 50]",
-        "--retrieval_question", "q", "--haystack_dir", "h",
+        "--retrieval_question", "q",
     )  # fmt: skip
-    assert Options.of(ours) == Options.of(theirs)
-    assert Options.of(ours).lengths == (4096, 8192)
+    assert ours[1] == theirs[1] and ours[0].fingerprint() == theirs[0].fingerprint()
+    assert ours[1].lengths == (4096, 8192) and ours[1].tasks == ("0%", "50%")
     assert parse("--final_context_length_buffer", "7").context_length_buffer == 7
     assert parse("--max_new_tokens", "9").max_new_tokens == parse("--max-new-tokens", "9").max_new_tokens == 9
+    assert parse("--haystack_dir", "h").haystack == "h"
 
 
 def test_ranges() -> None:
     """Reference values of the published grid: linspace, and a sigmoid that keeps 0 and 100."""
-    options = Options.of(
-        parse(
-            "--context-lengths-min", "1000", "--context-lengths-max", "2000", "--context-lengths-num-intervals", "3",
-            "--document-depth-percent-intervals", "5", "--document-depth-percent-interval-type", "sigmoid",
-        )
+    _, options = asked(
+        "--context-lengths-min", "1000", "--context-lengths-max", "2k", "--context-lengths-num-intervals", "3",
+        "--document-depth-percent-intervals", "5", "--document-depth-percent-interval-type", "sigmoid",
     )  # fmt: skip
-    assert options.lengths == (1000, 1500, 2000)
-    assert options.depths == (0.0, 7.586, 50.0, 92.414, 100.0)
-    assert Options.of(parse("--document-depth-percent-intervals", "3")).depths == (0.0, 50.0, 100.0)
-    assert len(Options.of(parse("--document-depth-percent-min", "0")).depths) == 35
+    assert options.lengths == (1000, 1524, 2048)
+    assert options.tasks == ("0%", "7.586%", "50%", "92.414%", "100%")
+    assert asked("--document-depth-percent-intervals", "3")[1].tasks == ("0%", "50%", "100%")
+    assert len(asked("--document-depth-percent-min", "0")[1].tasks) == 35
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lengths", "4x"), "length '4x'"),
-        (("--lengths", "0"), "length '0'"),
+        (("--lengths", "4x"), "--lengths='4x' is not a number of tokens"),
         (("--lengths", ","), "holds no length"),
         (("--lengths", "4k", "--context-lengths-min", "1k"), "exclude each other"),
         (("--context-lengths-min", "9k", "--context-lengths-max", "4k"), "min <= max"),
+        (("--context-lengths-min", "x"), "--context-lengths-min='x' is not a number of tokens"),
         (("--depths", "0,101"), "from 0 to 100"),
         (("--depths", "nan"), "from 0 to 100"),
         (("--depths", "-1"), "from 0 to 100"),
         (("--depths", "a"), "no list of percents"),
         (("--depths", "5", "--document-depth-percent-max", "50"), "exclude each other"),
-        (("--methods", "full,streaming"), "'streaming' is unknown; choose from full, streaming_llm"),
-        (("--methods", ""), "'nothing' is unknown"),
-        (("--question-position", "before"), "choose from inside, after"),
         (("--needle", "It is hidden."), "needs --answer"),
         (("--needle", "{city} {nummer} {number}"), "unknown hole {nummer}"),
         (("--needle", " "), "--needle must hold a sentence"),
         (("--question", ""), "--question must hold"),
         (("--answer", ""), "needs --answer"),
-        (("--retrieve", "many"), "no number of keys"),
-        (("--rounds", "0"), "--rounds must be at least 1"),
-        (("--limit", "0"), "--limit must be at least 1"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
         (("--preset", "figure6"), "choose from figure5, figure7, figure8"),
         (("--needles", "0"), "a number from 1"),
         (("--needles", "[3]"), "JSON list of at least one sentence"),
         (("--needles", "2", "--needle", "a", "--needle", "b", "--needle", "c"), "less than the 3 sentences"),
         (("--needles", "2", "--needle", "Figs.", "--answer", "figs"), "same sentence twice"),
-        (("--methods", "full", "--budget", "99"), "none of full has an option budget"),
-        (("--method-option", "quest.pages=3"), "has no option pages"),
         (("--context-length-buffer", "-1"), "--context-length-buffer must be at least 0"),
+        (("--methods", "streaming"), "'streaming' is unknown; choose from full, streaming_llm"),
+        (("--n", "0"), "--n must be at least 1"),
     ],
 )
 def test_bad_flags(flags: tuple[str, ...], message: str) -> None:
     """Each must be one clear error, never an ignored option or a traceback."""
     with pytest.raises(ConfigError, match=message):
-        Options.of(parse(*flags))
+        asked(*flags)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +170,27 @@ def test_empty_haystack_leaves_nothing_behind(tmp_path: Path, capsys: pytest.Cap
     assert captured.err.count("\n") == 1 and "only empty documents" in captured.err
 
 
-def test_help_needs_no_heavy_import() -> None:
-    """--help must be instant: fails as soon as someone imports torch, transformers or matplotlib at the top."""
-    code = (
-        "import sys, argparse; from retrieval_attn.eval import needle;"
-        "needle.add_arguments(argparse.ArgumentParser());"
-        "bad = {'torch', 'transformers', 'matplotlib', 'numba', 'faiss'} & set(sys.modules);"
-        "sys.exit(str(bad) if bad else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_presets_are_the_papers_grids() -> None:
+    """Lengths, depths and methods of the figures; what is given besides wins."""
+    _, seven = asked("--preset", "figure7")
+    assert seven.lengths == tuple(1 << i for i in range(12, 18)) and len(seven.tasks) == 10 and seven.n == 3
+    assert seven.methods == ("streaming_llm", "snapkv", "infllm", "flat", "ivf")
+    assert seven.method_options["snapkv"] == {"budget": 2048} and seven.method_options["infllm"] == {"budget": 2688}
+    assert asked("--preset", "5")[1].methods == ("full", "retrieval")
+    _, eight = asked("--preset", "Figure 8", "--depths", "50", "--n", "2", "--methods", "flat")
+    assert eight.lengths[-1] == 1024000 and (eight.tasks, eight.n, eight.methods) == (("50%",), 2, ("flat",))
+    _, ranged = asked("--preset", "figure5", "--context-lengths-max", "8k", "--context-lengths-num-intervals", "2")
+    assert ranged.lengths == (1000, 8192)
+
+
+def test_options_of_methods() -> None:
+    """As for every suite, but for two: retrieval chooses its index, and full attention keeps no context."""
+    _, options = asked("--budget", "740", "--method-option", "full.keep_context=true")
+    assert options.method_options == {
+        "all": {"budget": 740}, "full": {"keep_context": True}, "retrieval": {"index": "auto"},
+    }  # fmt: skip
+    assert asked("--index", "flat")[1].method_options["retrieval"] == {"index": "flat"}
+    assert asked()[1].method_options["full"] == {"keep_context": False}
 
 
 # ---- prompts ---------------------------------------------------------------------------------------
@@ -177,210 +199,136 @@ def test_help_needs_no_heavy_import() -> None:
 @pytest.mark.parametrize("flags", [(), ("--context-length-buffer", "100", "--max-new-tokens", "64")])
 def test_prompts_fill_the_requested_length(flags: tuple[str, ...]) -> None:
     """Between 99 % and 100 % of the length, question, template and answer included, and the ids are the text's own."""
-    test = prepare("--lengths", "1k,2k,4k", "--depths", "0,33,50,100", "--rounds", "2", *flags)
-    room = test.options.max_new_tokens + test.options.buffer
+    suite, rows = rows_of("--lengths", "1k,2k,4k", "--depths", "0,33,50,100", "--n", "2", *flags)
     tokenizer = bundled_tokenizer()
-    for cell in test.cells:
-        prompt, placed = test.prompt(cell)
-        assert 0.99 * cell.length <= len(prompt) + room <= cell.length
-        assert placed.depth <= cell.depth + 1e-9 and cell.depth - placed.depth < 4096 / cell.length * 2
-        text = tokenizer.decode(prompt.ids.tolist())
-        assert text.count(cell.needle) == 1 and text.endswith(f"\n\nQuestion: {cell.question}\nAnswer:")
-        assert (placed.needle_start == 0) == (cell.depth == 0)
-        assert (placed.needle_stop == len(placed.ids)) == (cell.depth == 100)
+    for row in rows:
+        ids, meta, length = ids_of(suite, row), row.meta, row.target_tokens
+        assert length is not None and meta["prompt_tokens"] == len(ids)
+        room = row.max_new_tokens + (100 if flags else 0)
+        assert 0.99 * length <= len(ids) + room <= length
+        assert meta["achieved_depth"] <= meta["depth"] + 1e-9
+        assert meta["depth"] - meta["achieved_depth"] < 4096 / length * 2
+        text = tokenizer.decode(ids)
+        assert text.count(meta["needles"][0]) == 1 and text.endswith(f"\n\nQuestion: {meta['asked']}\nAnswer:")
+        assert row.context in text and row.context.startswith(meta["needles"][0]) == (meta["depth"] == 0)
+        assert (meta["needle_token"] == 0) == (meta["depth"] == 0)
+        assert row.context.endswith(meta["needles"][0]) == (meta["depth"] == 100)
         again = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert abs(len(again) - len(prompt)) <= 2  # reading the text again gives (nearly) the same ids
+        assert abs(len(again) - len(ids)) <= 2  # reading the text again gives (nearly) the same ids
 
 
 def test_needles_differ_between_cells_but_not_between_runs() -> None:
     """A needle that never changes can be answered from memory; one that depends on the grid cannot be resumed."""
-    small = {c.row_id("m", "p"): c for c in prepare("--lengths", "1k", "--depths", "50", "--rounds", "3").cells}
-    large = {c.row_id("m", "p"): c for c in prepare("--lengths", "1k,2k", "--rounds", "3").cells}
-    assert len({c.expected for c in large.values()}) == len(large) == 2 * 5 * 3
-    assert set(small) < set(large) and all(large[i] == c for i, c in small.items())
-    other = prepare("--lengths", "1k", "--depths", "50", "--rounds", "3", "--seed", "1").cells
-    assert not {c.expected for c in other} & {c.expected for c in small.values()}
-    for cell in large.values():
-        assert cell.expected[0] in cell.needle and cell.expected[0] not in cell.question
+    small = {row.id: row.answers for row in rows_of("--lengths", "1k", "--depths", "50", "--n", "3")[1]}
+    large = {row.id: row.answers for row in rows_of("--lengths", "1k,2k", "--n", "3")[1]}
+    assert len(set(large.values())) == len(large) == 2 * 5 * 3
+    assert set(small) < set(large) and all(large[i] == answers for i, answers in small.items())
+    other = rows_of("--lengths", "1k", "--depths", "50", "--n", "3", "--seed", "1")[1]
+    assert not {row.answers for row in other} & set(small.values())
 
 
 def test_longer_grids_keep_the_prompts_of_shorter_ones() -> None:
     """Rows of a folder that grew must belong to the same prompts; the haystack is read further, not differently."""
-    cells = ("--depths", "40", "--rounds", "2")
-    short, long = prepare("--lengths", "1k", *cells), prepare("--lengths", "1k,8k", *cells)
-    for a, b in zip(short.cells, long.cells, strict=False):
-        if a.round == 0:
-            assert short.prompt(a)[0].ids.tolist() == long.prompt(b)[0].ids.tolist()
+    (short, (first, *_)), (long, (same, *_)) = (rows_of("--lengths", n, "--depths", "40") for n in ("1k", "1k,8k"))
+    assert ids_of(short, first) == ids_of(long, same)
 
 
 def test_own_needle_question_and_answers() -> None:
-    flags = (
-        "--needle",
-        "The door code of {city} is {number}.",
-        "--question",
-        "Code of {city}?",
-        "--answer",
-        "{number}",
-    )
-    cell = prepare("--lengths", "1k", *flags, "--answer", "{city}").cells[0]
-    number, city = cell.expected
-    assert cell.needle == f"The door code of {city} is {number}." and cell.question == f"Code of {city}?"
+    """The holes are filled alike in all three."""
+    own = ("--needle", "The door code of {city} is {number}.", "--question", "Code of {city}?")
+    row = rows_of("--lengths", "1k", *own, "--answer", "{number}", "--answer", "{city}")[1][0]
+    number, city = row.answers
+    assert row.meta["needles"] == [f"The door code of {city} is {number}."]
+    assert row.question == f"\n\nQuestion: Code of {city}?\nAnswer:"
 
 
 def test_several_needles_lie_between_the_depth_and_the_end() -> None:
     """One city, a number each, at d + i (100 - d) / n percent; the first cell's first number is that of one needle."""
-    test = prepare("--lengths", "2k", "--depths", "20", "--needles", "4")
-    cell = test.cells[0]
-    prompt, placed = test.prompt(cell)
-    assert len(cell.drawn.needles) == len(set(cell.expected)) == 4 and len(set(placed.depths)) == 4
-    for wanted, reached in zip((20.0, 40.0, 60.0, 80.0), placed.depths, strict=True):
-        assert reached <= wanted + 1e-9 and wanted - reached < 5
-    text = bundled_tokenizer().decode(prompt.ids.tolist())
-    at = [text.index(needle) for needle in cell.drawn.needles]
-    assert at == sorted(at) and all(text.count(number) == 1 for number in cell.expected)
-    assert 0.98 * cell.length <= len(prompt) + test.options.max_new_tokens <= cell.length
-    assert test.options.max_new_tokens == 32 + 3 * 16
-    assert prepare("--lengths", "2k", "--depths", "20").cells[0].expected == cell.expected[:1]
+    suite, (row,) = rows_of("--lengths", "2k", "--depths", "20", "--needles", "4")
+    reached = row.meta["achieved_depths"]
+    assert len(row.meta["needles"]) == len(set(row.answers)) == 4 and len(set(reached)) == 4
+    for wanted, found in zip((20.0, 40.0, 60.0, 80.0), reached, strict=True):
+        assert found <= wanted + 1e-9 and wanted - found < 5
+    ids = ids_of(suite, row)
+    text = bundled_tokenizer().decode(ids)
+    at = [text.index(needle) for needle in row.meta["needles"]]
+    assert at == sorted(at) and all(text.count(number) == 1 for number in row.answers)
+    assert 0.98 * 2048 <= len(ids) + row.max_new_tokens <= 2048
+    assert row.max_new_tokens == 32 + 3 * 16
+    assert rows_of("--lengths", "2k", "--depths", "20")[1][0].answers == row.answers[:1]
 
 
-def test_own_needles_are_hidden_together(tmp_path: Path) -> None:
+def test_own_needles_are_hidden_together() -> None:
     """Sentences of one's own, by flag or as a JSON list; those whose places coincide stand side by side."""
-    own = ("--question", "Which secrets?", "--answer", "figs", "--answer", "ham")
-    flags = prepare("--lengths", "1k", "--depths", "100", "--needle", "One is figs.", "--needle", "One is ham.", *own)
-    listed = prepare("--lengths", "1k", "--depths", "100", "--needles", '["One is figs.", "One is ham."]', *own)
-    assert [c.drawn for c in flags.cells] == [c.drawn for c in listed.cells]
-    prompt, placed = flags.prompt(flags.cells[0])
-    assert placed.depths == (100.0, 100.0) and flags.cells[0].expected == ("figs", "ham")
-    assert " One is figs. One is ham.\n\nQuestion" in bundled_tokenizer().decode(prompt.ids.tolist())
-    assert isinstance(flags.settings()["needle"], list) and prepare("--lengths", "1k").settings()["needle"] == NEEDLE
-
-
-def test_presets_are_the_papers_grids() -> None:
-    """Lengths, depths and methods of the figures; what is given besides wins."""
-    seven = Options.of(parse("--preset", "figure7"))
-    assert seven.lengths == tuple(1 << i for i in range(12, 18)) and len(seven.depths) == 10 and seven.rounds == 3
-    assert seven.methods == ("streaming_llm", "snapkv", "infllm", "flat", "ivf")
-    assert seven.others["snapkv"] == {"budget": 2048} and seven.others["infllm"] == {"budget": 2688}
-    assert Options.of(parse("--preset", "5")).methods == ("full", "retrieval")
-    eight = Options.of(parse("--preset", "Figure 8", "--depths", "50", "--rounds", "2", "--methods", "flat"))
-    assert eight.lengths[-1] == 1024000 and (eight.depths, eight.rounds, eight.methods) == ((50.0,), 2, ("flat",))
-    ranged = Options.of(
-        parse("--preset", "figure5", "--context-lengths-max", "8k", "--context-lengths-num-intervals", "2")
-    )
-    assert ranged.lengths == (1000, 8192)
-
-
-def test_options_reach_every_method() -> None:
-    """Shared ones go where they are known, a budget becomes keys of retrieval, a method's own stay with it."""
-    flags = ("--methods", "all", "--budget", "740", "--method-option", "quest.page=8", "--append", "exact")
-    options = Options.of(parse(*flags, "--method-option", "retrieval.inside=context", "--threads", "1"))
-    assert options.retrieval == {"sink": 128, "window": 512, "retrieve": 100, "threads": 1}
-    assert options.others["quest"] == {"budget": 740, "page": 8} and options.others["retrieval"] == {
-        "inside": "context"
-    }
-    assert options.others["flat"] == {"append": "exact", "budget": 740, "threads": 1}
-    assert options.given["flat"] == {"budget": 740, "threads": 1}
-    assert Options.of(parse()).others == {} and Options.of(parse("--methods", "snapkv")).given == {"snapkv": {}}
+    own = ("--lengths", "1k", "--depths", "100", "--question", "Which secrets?", "--answer", "figs", "--answer", "ham")
+    suite, (by_flag,) = rows_of("--needle", "One is figs.", "--needle", "One is ham.", *own)
+    _, (listed,) = rows_of("--needles", '["One is figs.", "One is ham."]', *own)
+    assert by_flag == listed and by_flag.answers == ("figs", "ham")
+    assert by_flag.meta["achieved_depths"] == [100.0, 100.0]
+    assert " One is figs. One is ham.\n\nQuestion" in bundled_tokenizer().decode(ids_of(suite, by_flag))
+    assert isinstance(suite.fingerprint()["needle"], list) and NeedleSuite().fingerprint()["needle"] == NEEDLE
 
 
 def test_short_haystack_is_repeated_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The sky is blue. The grass is green. One plus one is two. " * 5)
-    test = prepare("--lengths", "2k", "--haystack", str(tmp_path / "a.txt"))
-    assert any("repeated" in note for note in test.notes)
-    assert len(test.prompt(test.cells[0])[0]) > 1900
+    suite, rows = rows_of("--lengths", "2k", "--haystack", str(tmp_path / "a.txt"))
+    assert any("repeated" in note for note in suite.notes)
+    assert rows[0].meta["prompt_tokens"] > 1900
 
 
 def test_answer_in_the_haystack_is_noted(tmp_path: Path) -> None:
     """A haystack that gives the answer away makes any method look good."""
     (tmp_path / "a.txt").write_text("Eat a sandwich in the park. " * 200)
-    needle_flags = ("--needle", "The best thing is to eat a Sandwich.", "--answer", "sandwich")
-    test = prepare("--lengths", "1k", "--haystack", str(tmp_path), *needle_flags)
-    assert any("holds the expected answer" in note for note in test.notes)
+    own = ("--needle", "The best thing is to eat a Sandwich.", "--answer", "sandwich")
+    suite, _ = rows_of("--lengths", "1k", "--haystack", str(tmp_path), *own)
+    assert any("holds the expected answer" in note for note in suite.notes)
 
 
-class TestPromptFormat:
-    """Special tokens: exactly one BOS if the tokenizer uses one, wherever the template leaves it."""
-
-    @staticmethod
-    def tokenizer(*, adds_bos: bool, template: str | None) -> Any:
-        from tokenizers import processors
-
-        made = bundled_tokenizer().__class__.from_pretrained(str(BUNDLED_MODEL))
-        if adds_bos:
-            made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-                single="<s> $A </s>", special_tokens=[("<s>", made.bos_token_id), ("</s>", made.eos_token_id)]
-            )
-        made.chat_template = template
-        return made
-
-    @pytest.mark.parametrize("adds_bos", [False, True])
-    @pytest.mark.parametrize(
-        "template",
-        [None, "<s>[{% for m in messages %}{{ m.content | trim }}{% endfor %}]", "[{{ messages[0].content }}]"],
-    )
-    def test_one_bos_and_no_eos(self, adds_bos: bool, template: str | None) -> None:
-        made = self.tokenizer(adds_bos=adds_bos, template=template)
-        form = PromptFormat.of(made)
-        body = made("Some text.", add_special_tokens=False)["input_ids"]
-        import numpy as np
-
-        prompt = form.prompt(np.asarray(body), "Why?")
-        ids = prompt.ids.tolist()
-        wanted = adds_bos or (template or "").startswith("<s>")
-        assert ids.count(made.bos_token_id) == wanted and made.eos_token_id not in ids
-        assert not wanted or ids[0] == made.bos_token_id
-        text = made.decode(ids).removeprefix("<s>").strip()
-        assert text == ("Some text.\n\nQuestion: Why?\nAnswer:" if template is None else "[Some text.\n\nWhy?]")
-        assert prompt.question_ids.tolist() == made(prompt.question_text, add_special_tokens=False)["input_ids"]
-
-    def test_template_can_be_left_out(self) -> None:
-        made = self.tokenizer(adds_bos=False, template="[{{ messages[0].content }}]")
-        assert not PromptFormat.of(made, "never").chat
-
-    def test_template_without_the_text_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="shows it 0 times"):
-            PromptFormat.of(self.tokenizer(adds_bos=False, template="hello"))
-
-
-# ---- scoring ---------------------------------------------------------------------------------------
+# ---- scoring and report ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("expected", "response", "wanted"),
-    [(["Abc"], "the aBC!", 1.0), (["a1", "b2"], "A1 only", 0.5), (["x"], "", 0.0), ([], "x", 0.0)],
+    [(("Abc",), "the aBC!", 1.0), (("a1", "b2"), "A1 only", 0.5), (("x",), "", 0.0), ((), "x", 0.0)],
 )
-def test_score(expected: list[str], response: str, wanted: float) -> None:
-    assert score(expected, response) == wanted
+def test_score(expected: tuple[str, ...], response: str, wanted: float) -> None:
+    assert NeedleSuite().score(Row("id", "0%", "", "", "", expected, 1, None), response) == wanted
 
 
-def row(method: str, position: str, response: str, **other: Any) -> dict[str, Any]:
-    length, depth = other.pop("length", 4096), other.pop("depth", 50.0)
-    base = {
-        "id": f"needle/{length}/{depth:g}/0/{method}/{position}", "method": method, "position": position,
-        "length": length, "depth": depth, "round": 0, "response": response, "score": float("7" in response),
-        "achieved_length": length, "achieved_depth": depth, "finish_reason": "stop", "seconds": {}, "error": None,
+def answer(method: str, position: str, response: str, depth: float = 50.0, error: str | None = None) -> dict[str, Any]:
+    return {
+        "method": method, "position": position, "task": f"{depth:g}%", "length": 4096, "index": 0, "error": error,
+        "response": response, "score": float("7" in response), "output_tokens": 1, "finish_reason": "stop",
+        "seconds": {},
     }  # fmt: skip
-    return {**base, **other}
 
 
-def test_comparison_counts_text_and_score_apart() -> None:
+ANSWERS = [
+    answer("full", "inside", " 7"), answer("retrieval", "inside", " 7"),
+    answer("full", "after", " 7"), answer("retrieval", "after", " It is 7"),
+    answer("full", "after", " 7", 0), answer("retrieval", "after", "", 0),
+    answer("full", "after", " 7", 9), answer("retrieval", "after", " 7", 9, error="broken"),
+]  # fmt: skip
+
+
+def test_agreement_counts_text_and_score_apart() -> None:
     """Same score with other words is agreement in score only; cells with an error do not count at all."""
-    rows = [
-        row("full", "inside", " 7"), row("retrieval", "inside", " 7"),
-        row("full", "after", " 7"), row("retrieval", "after", " It is 7"),
-        row("full", "after", " 7", depth=0.0), row("retrieval", "after", "", depth=0.0),
-        row("full", "after", " 7", depth=9.0), row("retrieval", "after", " 7", depth=9.0, error="broken"),
-    ]  # fmt: skip
-    assert comparison_line(rows) == (
+    assert agreement_lines(tables.agreement(ANSWERS)) == [
         "retrieval equals full attention's answer in 1 of 3 cells"
         " (question inside 1 of 1, question after 0 of 2); same score in 2 of 3"
-    )
-    found = summarise(rows)
-    assert found["methods"]["retrieval/after"] == {
-        "n": 2, "mean_score": 0.5, "errors": 1, "empty_answers": 1, "stopped_by_length": 0,
-        "mean_seconds": {"prefill": None, "index": None, "decode": None},
-    }  # fmt: skip
-    assert comparison_line(rows[:1]) == ""
+    ]
+    assert agreement_lines(tables.agreement(ANSWERS[:1])) == []
+
+
+def test_panels_show_every_cell_once() -> None:
+    """Depths ascend, what was not answered is empty; full attention is shown once where its positions agree."""
+    cells = tables.cells(ANSWERS, ("50%",), ("full", "retrieval"))
+    found = {panel.title: panel for panel in panels_of(cells)}
+    assert found["retrieval, question after the context"].scores == ((0.0,), (None,), (1.0,))
+    assert found["retrieval, question after the context"].depths == (0.0, 9.0, 50.0)
+    assert len(found) == 3  # one cell inside, three after: two panels of full attention under one title
+    once = panels_of(tables.cells([*ANSWERS[:2], *ANSWERS[2:4]], (), ()))
+    assert [panel.title.split(",")[0] for panel in once] == ["full attention", "retrieval", "retrieval"]
 
 
 # ---- runs ------------------------------------------------------------------------------------------
@@ -397,12 +345,12 @@ def test_retrieval_finds_what_full_attention_finds(tmp_path: Path, capsys: pytes
     config, rows = load_run(folder)
     assert len(rows) == 3 * 2 * 2 and config["settings"]["model"] == "needle_model"
     assert all(r["score"] == 1.0 and r["finish_reason"] == "stop" and r["error"] is None for r in rows)
-    assert all(r["retrieval"]["keys_scanned"] > 0 for r in rows if r["method"] == "retrieval")
+    assert all(r["stats"]["keys_scanned"] > 0 for r in rows if r["method"] == "retrieval")
     assert "retrieval equals full attention's answer in 6 of 6 cells" in printed
-    names = {"config.json", "contexts", "env.json", "heatmap.png", "predictions.jsonl", "summary.csv", "summary.json"}
-    assert {p.name for p in folder.iterdir()} == names
+    names = {"config.json", "contexts", "env.json", "heatmap.png", "predictions.jsonl"}
+    assert {p.name for p in folder.iterdir()} == names | {"summary.csv", "summary.json", "summary.md"}
     saved = json.loads((folder / "contexts" / "2048_33_0.json").read_text())["ids"]
-    assert len(saved) == next(r["prompt_tokens"] for r in rows if r["depth"] == 33)
+    assert len(saved) == next(r["prompt_tokens"] for r in rows if r["task"] == "33%")
 
     before = (folder / "predictions.jsonl").read_bytes()
     (folder / "heatmap.png").unlink()
@@ -429,11 +377,13 @@ def test_any_method_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "quest equals full attention's answer in 1 of 1 cells" in out and "streaming_llm equals" in out
     found = {row["method"]: row for row in load_run(folder)[1]}
     assert [found[name]["score"] for name in ("full", "quest")] == [1.0, 1.0]
-    assert len(found["full"]["needles"]) == 2 and found["streaming_llm"]["score"] < 1
-    assert found["quest"]["retrieval"]["tokens_attended_per_step"] < 500
+    assert len(found["full"]["meta"]["needles"]) == 2 and found["streaming_llm"]["score"] < 1
+    assert found["quest"]["stats"]["tokens_attended_per_step"] < 500
     summary = json.loads((folder / "summary.json").read_text())
-    assert [panel["title"].split(",")[0] for panel in summary["panels"]] == ["full attention", "streaming_llm", "quest"]
-    assert summary["against_full"]["quest"]["after"] == {"cells": 1, "same_text": 1, "same_score": 1}
+    assert [panel.title.split(",")[0] for panel in panels_of(summary["cells"])] == [
+        "full attention", "streaming_llm", "quest",
+    ]  # fmt: skip
+    assert summary["agreement"]["quest"]["after"] == {"answers": 1, "same_text": 1, "same_score": 1}
 
 
 @needs_weights
@@ -459,45 +409,12 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
     assert not (folder / "heatmap.png").exists()
 
 
-@needs_weights
-def test_a_failing_cell_is_recorded_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in one cell must not end the run, must not pass for an answer, and must make the exit code 1."""
-    from retrieval_attn.eval.methods import FullAttention
-
-    folder = tmp_path / "run"
-    args = parse("--lengths", "1k", "--depths", "0,50", "--methods", "full", "--output-dir", str(folder), "--no-plot")
-    real = FullAttention.answers
-    calls = []
-
-    def sometimes(self: Any, *arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError("no room for 4 GiB")
-        return real(self, *arguments)
-
-    monkeypatch.setattr(FullAttention, "answers", sometimes)
-    assert needle.run(args) == 1
-    failed = [r for r in load_run(folder)[1] if r["error"]]
-    assert [r["error"] for r in failed] == ["MemoryError: no room for 4 GiB"] * 2
-    assert needle.run(args) == 0
-    assert len(calls) == 3 and not any(r["error"] for r in load_run(folder)[1])
-
-
-@needs_weights
-def test_dry_run_writes_and_loads_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from retrieval_attn.eval import methods
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("--dry-run loaded the weights")
-
-    monkeypatch.setattr(methods, "load_model", refuse)
-    folder = tmp_path / "run"
-    assert needle.run(parse("--dry-run", "--lengths", "4k,128k", "--depths", "50", "--output-dir", str(folder))) == 0
+def test_dry_run_shows_depths(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the grid reaches and costs, without weights."""
+    assert needle.run(parse("--dry-run", "--lengths", "4k,128k", "--depths", "50")) == 0
     printed = capsys.readouterr().out
-    assert not folder.exists()
-    assert "8 answers" in printed and "131072" in printed and "320.0 MiB per context" in printed
+    assert "8 answers" in printed and "131072" in printed and "depth reached 49.9%" in printed
+    assert "319.92 MiB per context" in printed
 
 
 @needs_weights

@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
     """A renamed flag, method or option would otherwise show after hours, on a GPU."""
     from retrieval_attn.eval.bench import methods as bench_methods
-    from retrieval_attn.eval.needle import options as needle_options
+    from retrieval_attn.eval.needle.command import suite_of
     from retrieval_attn.eval.suite.arguments import Options
     from retrieval_attn.eval.suite.runner import POSITIONS
     from tests.eval.toy_suite import ToySuite
@@ -103,10 +103,10 @@ def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
             args.tasks = "all"
             assert set(Options.of(args, ToySuite()).positions) <= set(POSITIONS)
         elif step.words[0] == "needle":
-            options = needle_options.Options.of(args)
+            options = Options.of(args, suite_of(args))
             assert options.lengths[-1] == ((1024000 if name == "figure8" else 1 << 17) if full else 4096)
             if "snapkv" in options.methods:
-                assert options.others["snapkv"] == {"budget": 2048 if full else 256}
+                assert options.method_options["snapkv"] == {"budget": 2048 if full else 256}
         elif step.words[:2] == ("bench", "decode"):
             assert {spec.name for spec in bench_methods.parse(args.methods)} > {"static", "roargraph"}
 
@@ -327,10 +327,12 @@ def test_studies_beside_the_figures(tmp_path: Path) -> None:
 
 
 def test_needle_panels_are_shown_with_their_means(tmp_path: Path) -> None:
-    panel = {"title": "snapkv, question inside", "lengths": [4096], "depths": [0.0, 50.0], "scores": [[1.0], [0.5]],
-             "mean": 0.75, "n": 2}  # fmt: skip
-    write(tmp_path / "run", "summary.json", {"panels": [panel]})
+    cells = [
+        {"method": "snapkv", "position": "inside", "length": 4096, "task": task, "score": score, "n": 1}
+        for task, score in (("0%", 1.0), ("50%", 0.5))
+    ]
+    write(tmp_path / "run", "summary.json", {"cells": cells})
     steps = EXPERIMENTS["figure7"].steps(Size(False))
     text = compare.comparison("figure7", EXPERIMENTS["figure7"], tmp_path, steps, "")
-    assert "snapkv, question inside: mean 75.0, n = 2" in text and "  50%  0.50" in text
+    assert "snapkv, question inside the prompt: mean 75.0, n = 2" in text and "  50%  0.50" in text
     assert "appendix A.2, Figure 7" in text

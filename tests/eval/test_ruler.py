@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.plans import NOISE_LINE
-from retrieval_attn.eval.prompts import PromptFormat
+from retrieval_attn.eval.prompts import PromptFormat, Prompts
 from retrieval_attn.eval.ruler import RulerSuite, command
 from retrieval_attn.eval.ruler.lexicon import Lexicon, pseudo_words
 from retrieval_attn.eval.ruler.specs import SPECS, TASKS
 from retrieval_attn.eval.ruler.tokens import TokenCounter
-from retrieval_attn.eval.suite.prompting import Prompts
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.text.haystack import shipped_prose
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.ruler import RulerSuite
 from retrieval_attn.eval.ruler.qa_files import read_hotpotqa, read_squad
 from retrieval_attn.eval.text.prose import sentences

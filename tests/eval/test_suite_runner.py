@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, RunFolderError
-from retrieval_attn.eval.methods import Reply
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
-from retrieval_attn.eval.prompts import Prompt, PromptFormat
+from retrieval_attn.eval.baselines import Reply
+from retrieval_attn.eval.models import BUNDLED_MODEL
+from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts
 from retrieval_attn.eval.suite import Row, arguments
-from retrieval_attn.eval.suite.prompting import Prompts
 from retrieval_attn.eval.suite.runner import Selection, SuiteRun, run_suite
 from retrieval_attn.eval.suite.scoring import score_again
 from tests.eval.toy_suite import ToySuite
@@ -280,7 +279,7 @@ def test_export_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")
 def test_run_suite_on_a_loaded_model(tmp_path: Path) -> None:
     """The call for scripts: methods as objects, report written, too long lengths refused before a row is made."""
-    from retrieval_attn.eval.methods import load_model
+    from retrieval_attn.eval.models import load_model
 
     model = load_model(str(BUNDLED_MODEL), "cpu", "float32")
     outcome = run_suite(

@@ -5,7 +5,14 @@ make_method("snapkv", model, tokenizer, capacity=2048).answers(prompt, ("inside"
 
 from __future__ import annotations
 
-from retrieval_attn.eval.baselines.registry import METHODS, budget_options, build_methods, make_method, option_names
+from retrieval_attn.eval.baselines.registry import (
+    METHODS,
+    budget_options,
+    build_methods,
+    make_method,
+    option_names,
+    settle_options,
+)
 from retrieval_attn.eval.baselines.reply import POSITIONS, Method, Reply
 
 __all__ = [
@@ -17,4 +24,5 @@ __all__ = [
     "build_methods",
     "make_method",
     "option_names",
+    "settle_options",
 ]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState, TokenChoice, run
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory, attention_modules
 from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation, require_projection
 from retrieval_attn.eval.baselines.infllm import Blocks, require_rotation

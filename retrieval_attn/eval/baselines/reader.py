@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval_attn.config import Config
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory
 
 __all__ = ["ContextReader", "feed"]

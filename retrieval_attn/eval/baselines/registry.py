@@ -22,7 +22,7 @@ from retrieval_attn.eval.baselines.options import (
 )
 from retrieval_attn.eval.baselines.reply import Method
 
-__all__ = ["METHODS", "budget_options", "build_methods", "make_method", "option_names"]
+__all__ = ["METHODS", "budget_options", "build_methods", "make_method", "option_names", "settle_options"]
 
 _POLICIES: dict[str, type[Options]] = {
     kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen)
@@ -86,26 +86,41 @@ def make_method(
     Raises ConfigError for an unknown name or option, UnsupportedModelError, with the reason, for a model that the
     method cannot run on.
     """
+    settled, own = settle_options(name, {**options, **({} if budget is None else {"budget": budget})})
+    if isinstance(settled, Config):
+        from retrieval_attn.eval.baselines.retrieval import RetrievalAttention
+
+        return RetrievalAttention(model, tokenizer, settled, name=name, **own)
+    if isinstance(settled, Options):
+        from retrieval_attn.eval.baselines.method import PolicyMethod
+
+        return PolicyMethod(name, model, tokenizer, settled, shared)
+    from retrieval_attn.eval.baselines.full import FullAttention
+
+    return FullAttention(model, tokenizer, **own)
+
+
+def settle_options(name: str, options: Mapping[str, Any]) -> tuple[Config | Options | None, dict[str, Any]]:
+    """A method's checked options, `budget` spent, and those that are the method's own keywords.
+
+    Raises ConfigError for an unknown name or option, or a value that cannot be.
+    """
     _known(name)
-    unknown = sorted(set(options) - set(option_names(name)))
+    given = dict(options)
+    budget = given.pop("budget", None)
+    unknown = sorted(set(given) - set(option_names(name)))
     if unknown:
         known = ", ".join(option_names(name))
         raise ConfigError(f"method {name} has no option {', '.join(unknown)}; its options: {known}")
     if budget is not None:
-        options = {**budget_options(name, budget, options), **options}
-    if name == "full":
-        from retrieval_attn.eval.baselines.full import FullAttention
-
-        return FullAttention(model, tokenizer, **options)
+        given = {**budget_options(name, budget, given), **given}
     if name in _INDEXES:
-        from retrieval_attn.eval.baselines.retrieval import RetrievalAttention
-
-        own = {key: options.pop(key) for key in _OF_RETRIEVAL if key in options}
-        config = Config.from_dict({"index": _INDEXES[name], **options})
-        return RetrievalAttention(model, tokenizer, config, name=name, **own)
-    from retrieval_attn.eval.baselines.method import PolicyMethod
-
-    return PolicyMethod(name, model, tokenizer, _POLICIES[name].of(options), shared)
+        own = {key: given.pop(key) for key in _OF_RETRIEVAL if key in given}
+        return Config.from_dict({"index": _INDEXES[name], **given}), own
+    if name in _POLICIES:
+        checked: Options = _POLICIES[name].of(given)
+        return checked, {}
+    return None, given
 
 
 def build_methods(

@@ -23,7 +23,7 @@ from retrieval_attn import Config, Context
 from retrieval_attn.config import HOST_DTYPES
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
 from retrieval_attn.eval.flags import as_tokens
-from retrieval_attn.eval.methods import load_model
+from retrieval_attn.eval.models import load_model
 from retrieval_attn.eval.tasks import TASKS, make_sample, score
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32

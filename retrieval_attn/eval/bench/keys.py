@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.engine.prefill import finish_prefill
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.place import fill_watching, place
 from retrieval_attn.eval.bench.source import BLOCK, Source, attentions

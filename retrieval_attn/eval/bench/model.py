@@ -125,8 +125,7 @@ class Bench:
                 ) from error
         from transformers import AutoTokenizer
 
-        from retrieval_attn.eval.methods import load_model
-        from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+        from retrieval_attn.eval.models import BUNDLED_MODEL, load_model
 
         name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model
         return load_model(name, str(self.device), args.dtype), AutoTokenizer.from_pretrained(name)

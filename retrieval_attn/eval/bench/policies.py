@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from retrieval_attn.engine.switch import using_retrieval
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.eval.baselines.cache import ContextCache
 from retrieval_attn.eval.baselines.method import policies_of
 from retrieval_attn.eval.baselines.options import InfLLM, Options, SnapKV

@@ -16,7 +16,7 @@ import torch
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.cpu.store import HostPath
-from retrieval_attn.engine.switch import using_retrieval
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.eval.bench.method import Retrieval, forward_logits
 from retrieval_attn.eval.bench.source import Source
 from retrieval_attn.index.formats import to_float32

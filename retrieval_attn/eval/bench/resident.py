@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from retrieval_attn.engine.switch import set_attention
+from retrieval_attn.engine.attention import set_attention
 from retrieval_attn.eval.bench.source import Source, Span, blocks, tokens_of
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import merge

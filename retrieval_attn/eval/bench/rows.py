@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from retrieval_attn.engine.graph import forget
-from retrieval_attn.engine.switch import using_retrieval
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.graph_registry import forget
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.eval.bench.busy import Busy, Recorder
 from retrieval_attn.eval.bench.host import host_peak, start_host_peak

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.engine.prefill import decoder_layers
 from retrieval_attn.errors import ConfigError, ContextLengthError
+from retrieval_attn.model.layers import decoder_layers
 
 __all__ = ["BLOCK", "Source", "Span", "attentions", "blocks", "kv_shape", "tokens_of"]
 

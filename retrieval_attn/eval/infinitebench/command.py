@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.flags import add_flag
 from retrieval_attn.eval.infinitebench.catalogue import TASKS, check_tasks
 from retrieval_attn.eval.infinitebench.profiles import PROFILES
 from retrieval_attn.eval.infinitebench.scoring import SCORERS
 from retrieval_attn.eval.infinitebench.suite import InfiniteBench
-from retrieval_attn.eval.needle.options import _flag
 from retrieval_attn.eval.suite import arguments
 
 __all__ = ["add_arguments", "run"]
@@ -30,21 +30,21 @@ class _ForScoring(InfiniteBench):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark, then those that all suites share."""
     own = parser.add_argument_group("InfiniteBench")
-    _flag(
+    add_flag(
         own,
         "--data-dir",
         metavar="DIR",
         help="folder of the benchmark's TASK.jsonl files, for all 12 tasks; without it the six tasks with a public"
         f" recipe are generated (at {_LENGTHS} tokens, {_SAMPLES} samples each, if not said otherwise)",
     )
-    _flag(
+    add_flag(
         own,
         "--profile",
         default="minference",
         choices=list(PROFILES),
         help="whose prompts and answer lengths to use (default: %(default)s)",
     )
-    _flag(
+    add_flag(
         own,
         "--scorer",
         default="official",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="scores in the tables: the benchmark's rules or the same without their defects (default: %(default)s);"
         " both are stored",
     )
-    _flag(
+    add_flag(
         own,
         "--max-new-tokens",
         action="append",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+from retrieval_attn.eval.models import BUNDLED_MODEL
 
 __all__ = ["add_arguments", "command_line", "run"]
 

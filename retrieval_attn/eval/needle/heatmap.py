@@ -13,8 +13,9 @@ from typing import Any
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.runs import write_atomically
+from retrieval_attn.eval.suite.tables import length_label
 
-__all__ = ["Panel", "length_label", "save_heatmap", "text_table"]
+__all__ = ["Panel", "save_heatmap", "text_table"]
 
 _RED, _YELLOW, _GREEN = "#F0496E", "#EBB839", "#0CD79F"
 _ANSI = ((0.999, "32"), (0.5, "33"), (-1.0, "31"))  # score at least -> colour
@@ -35,14 +36,6 @@ class Panel:
         """Mean over the cells that were run; None if there is none."""
         found = [s for row in self.scores for s in row if s is not None]
         return sum(found) / len(found) if found else None
-
-
-def length_label(tokens: int) -> str:
-    """4096 -> "4K", 131072 -> "128K", 1048576 -> "1M", 5000 -> "5000"."""
-    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= unit and tokens % unit == 0:
-            return f"{tokens // unit}{name}"
-    return str(tokens)
 
 
 def text_table(panels: Sequence[Panel], *, color: bool = False, width: int = 100) -> str:

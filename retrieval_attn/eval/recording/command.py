@@ -109,8 +109,7 @@ def record_text(
     """
     from transformers import AutoTokenizer
 
-    from retrieval_attn.eval.methods import load_model, model_digest
-    from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+    from retrieval_attn.eval.models import BUNDLED_MODEL, load_model, model_digest
     from retrieval_attn.eval.recording.record import record
     from retrieval_attn.index.formats import Format
     from retrieval_attn.model.loading import load
@@ -172,7 +171,7 @@ def numbers(flag: str, text: str) -> list[int] | None:
 def _plan(args: argparse.Namespace, layers: list[int] | None, kv_heads: list[int] | None) -> str:
     from transformers import AutoConfig
 
-    from retrieval_attn.eval.needle.options import BUNDLED_MODEL
+    from retrieval_attn.eval.models import BUNDLED_MODEL
     from retrieval_attn.model.loading import load
 
     name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
-from retrieval_attn.engine.switch import using_retrieval
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.eval.recording.files import HeadRecording, Recording
 from retrieval_attn.index.formats import Format, from_float32

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.needle.heatmap import length_label
 from retrieval_attn.eval.reproduce.experiments import Experiment, Step
 from retrieval_attn.eval.reproduce.paper import CLAIMS, SLIPS, TABLES, Cell, PaperTable
 from retrieval_attn.eval.suite.report import percent, table
+from retrieval_attn.eval.suite.tables import length_label
 
 __all__ = ["comparison", "paper_only"]
 
@@ -255,13 +255,10 @@ def _study(folder: Path, steps: Sequence[Step]) -> str:
 
 def _needle(folder: Path, steps: Sequence[Step]) -> str:
     """The panels as text, means first; the heatmap lies in the step's folder."""
-    from retrieval_attn.eval.needle.heatmap import Panel, text_table
+    from retrieval_attn.eval.needle.heatmap import text_table
+    from retrieval_attn.eval.needle.report import panels_of
 
-    found = _json(folder / steps[0].folder / "summary.json")["panels"]
-    panels = [
-        Panel(p["title"], tuple(p["lengths"]), tuple(p["depths"]), tuple(map(tuple, p["scores"])), p["n"])
-        for p in found
-    ]
+    panels = panels_of(_suite_cells(folder, steps[0])[0])
     means = [f"{panel.title}: mean {percent(panel.mean)}, n = {panel.n}" for panel in panels]
     return "\n".join([*means, "", "```", text_table(panels), "```", "", str(folder / steps[0].folder / "heatmap.png")])
 

@@ -152,7 +152,7 @@ def _grid(figure: str) -> Callable[[Size], list[Step]]:
         lengths = size.lengths or (None if size.full else "2k,4k")
         words += ["--lengths", lengths] if lengths else []
         if size.n or not size.full:
-            words += ["--rounds", str(size.n or 1)]
+            words += ["--n", str(size.n or 1)]
         if not size.full:
             methods = tuple(PRESETS[figure].methods.split(","))
             words += ["--depths", "0,25,50,75,100", *_budgets(size, methods)]

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrieval_attn.eval.needle.options import _flag
+from retrieval_attn.eval.flags import add_flag
 from retrieval_attn.eval.ruler.specs import SPECS
 from retrieval_attn.eval.ruler.suite import RulerSuite
 from retrieval_attn.eval.suite import arguments
@@ -30,28 +30,28 @@ class _ForScoring(RulerSuite):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark, then those that all suites share."""
     own = parser.add_argument_group("RULER")
-    _flag(
+    add_flag(
         own,
         "--haystack",
         "--haystack-dir",
         metavar="PATH",
         help="folder or file (.txt, .jsonl, .json) with the essays (default: shipped prose, named in the summary)",
     )
-    _flag(own, "--squad", metavar="FILE", help="SQuAD dev-v2.0.json, for qa_1 (default: made-up qa_synth_1 instead)")
-    _flag(
+    add_flag(own, "--squad", metavar="FILE", help="SQuAD dev-v2.0.json, for qa_1 (default: made-up qa_synth_1 instead)")
+    add_flag(
         own,
         "--hotpotqa",
         metavar="FILE",
         help="hotpot_dev_distractor_v1.json, for qa_2 (default: made-up qa_synth_2 instead)",
     )
-    _flag(own, "--words", metavar="FILE", help="one word per line, for cwe (default: shipped words, then pseudo-words)")
-    _flag(
+    add_flag(own, "--words", metavar="FILE", help="one word per line, for cwe (default: shipped, then pseudo-words)")
+    add_flag(
         own,
         "--legacy-typo",
         action="store_true",
         help='"assgined" in the prompt of vt, as before June 2024 and in lm-evaluation-harness',
     )
-    _flag(
+    add_flag(
         own,
         "--reserve-tokens",
         type=int,

@@ -49,7 +49,9 @@ def options_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def check_options(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConfigError for an option of "all" that none of the methods has, or an own one that is unknown."""
+    """Raises ConfigError for an option of "all" that none of the methods has, an unknown own one, or a bad value."""
+    from retrieval_attn.eval.baselines import settle_options
+
     taken = {key for name in names for key in _options_known(name)}
     unused = sorted(set(options.get("all", {})) - taken)
     if unused:
@@ -59,6 +61,8 @@ def check_options(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
         if unknown:
             known = ", ".join(sorted(_options_known(name)))
             raise ConfigError(f"method {name} has no option {', '.join(unknown)}; its options: {known}")
+    for name in names:
+        settle_options(name, options_of(name, options))
 
 
 def _options_known(name: str) -> set[str]:
@@ -67,9 +71,16 @@ def _options_known(name: str) -> set[str]:
     return {*option_names(name), *(() if name == "full" else ("budget",))}
 
 
-def build(names: Sequence[str], model: Any, tokenizer: Any, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def build(
+    names: Sequence[str],
+    model: Any,
+    tokenizer: Any,
+    options: Mapping[str, Mapping[str, Any]],
+    threads: int | None = None,
+) -> dict[str, Any]:
     """Methods by name.  options: "all" holds those of every method that has them, a method's name those of its own.
 
+    threads: of the methods that search on the host; None: all cores.
     Raises ConfigError for an unknown method or option, UnsupportedModelError if one cannot run on the model.
     """
     from retrieval_attn.eval.baselines import build_methods
@@ -79,4 +90,7 @@ def build(names: Sequence[str], model: Any, tokenizer: Any, options: Mapping[str
     if unknown or not names:
         raise ConfigError(f"method {unknown[0] if unknown else 'nothing'!r} is unknown; choose from {', '.join(known)}")
     check_options(names, options)
-    return dict(build_methods(names, model, tokenizer, {name: options_of(name, options) for name in names}))
+    own = {name: options_of(name, options) for name in names}
+    if threads is not None:
+        own = {name: {"threads": threads, **o} if "threads" in _options_known(name) else o for name, o in own.items()}
+    return dict(build_methods(names, model, tokenizer, own))

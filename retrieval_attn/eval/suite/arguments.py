@@ -15,30 +15,49 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.needle.options import BUNDLED_MODEL, _at_least, _choices, _flag, _length, _retrieve
+from retrieval_attn.eval.flags import (
+    add_flag,
+    as_tokens,
+    check_at_least,
+    check_matplotlib,
+    parse_choices,
+    parse_lengths,
+    parse_retrieve,
+)
+from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.suite.suite import TaskSuite
 
 __all__ = ["Options", "add_arguments", "run"]
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None, n: int | None = 20) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    lengths: str | None = None,
+    n: int | None = 20,
+    index: str = "roargraph",
+    tasks: bool = True,
+) -> None:
     """Flags that every suite shares.  lengths: the default of --lengths; None: a suite without lengths of its own.
 
-    n: rows per task and length by default; None: all rows of the files.
+    n: rows per task and length by default; None: all rows of the files.  index: default of the method retrieval.
+    tasks: whether tasks are chosen by name.
     """
     parser.formatter_class = argparse.HelpFormatter
     model = parser.add_argument_group("model")
-    _flag(model, "--model", "--model-name", metavar="PATH|ID", help="model folder or hub id (default: bundled model)")
-    _flag(model, "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    _flag(
+    add_flag(
+        model, "--model", "--model-name", metavar="PATH|ID", help="model folder or hub id (default: bundled model)"
+    )
+    add_flag(model, "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add_flag(
         model,
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
         help="weights and cache; auto: float32 on the CPU, as stored elsewhere",
     )
-    _flag(model, "--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-    _flag(
+    add_flag(model, "--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    add_flag(
         model,
         "--chat-template",
         default="auto",
@@ -47,23 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
     )
 
     rows = parser.add_argument_group("samples")
-    _flag(rows, "--tasks", default="all", metavar="NAME,NAME", help="tasks to run (default: %(default)s)")
-    _flag(
+    if tasks:
+        add_flag(rows, "--tasks", default="all", metavar="NAME,NAME", help="tasks to run (default: %(default)s)")
+    add_flag(
         rows,
         "--lengths",
         "--context-lengths",
         default=lengths,
         metavar="N,N",
         help="tokens, question and answer included, such as 4096,8k,128k"
-        + (" (default: %(default)s)" if lengths else ""),
+        + (f" (default: {lengths})" if lengths else ""),
     )
-    every = "all of a file" if n is None else "%(default)s"
-    _flag(
+    every = "all of a file" if n is None else str(n)
+    add_flag(
         rows, "--n", "--num-samples", type=int, default=n, metavar="N", help=f"per task and length (default: {every})"
     )
-    _flag(rows, "--seed", type=int, default=42, help="of generated samples (default: %(default)s)")
-    _flag(rows, "--limit", type=int, metavar="N", help="only the first N samples of all")
-    _flag(
+    add_flag(rows, "--seed", type=int, default=42, help="of generated samples (default: %(default)s)")
+    add_flag(rows, "--limit", type=int, metavar="N", help="only the first N samples of all")
+    add_flag(
         rows,
         "--shard",
         metavar="I/N",
@@ -71,38 +91,37 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
     )
 
     methods = parser.add_argument_group("methods")
-    _flag(
+    add_flag(
         methods,
         "--methods",
         default="full,retrieval",
         metavar="NAME,NAME",
-        help="methods to compare, or all (default: %(default)s)",
+        help="methods to compare, or all (default: full,retrieval)",
     )
-    _flag(
+    add_flag(
         methods,
         "--question-position",
-        "--question",
         default="inside,after",
         help="inside: question read with the prompt; after: asked when the context is indexed (default: both)",
     )
-    _flag(
+    add_flag(
         methods,
         "--budget",
-        type=int,
+        type=as_tokens,
         metavar="N",
         help="tokens attended per step and head, for every method but full (default: published parameters)",
     )
-    _flag(methods, "--retrieve", metavar="K", help="keys retrieved per head: a number, a share or all")
-    _flag(methods, "--sink", type=int, metavar="N", help="first tokens always attended to")
-    _flag(methods, "--window", type=int, metavar="N", help="recent tokens always attended to")
-    _flag(methods, "--index", metavar="NAME", help="index of the method retrieval (default: roargraph)")
-    _flag(
+    add_flag(methods, "--retrieve", metavar="K", help="keys retrieved per head: a number, a share or all")
+    add_flag(methods, "--sink", type=as_tokens, metavar="N", help="first tokens always attended to")
+    add_flag(methods, "--window", type=as_tokens, metavar="N", help="recent tokens always attended to")
+    add_flag(methods, "--index", metavar="NAME", help=f"index of the method retrieval (default: {index})")
+    add_flag(
         methods,
         "--append",
         choices=["retrieval", "exact"],
         help="how an after question attends to the context (default: retrieval, the honest test)",
     )
-    _flag(
+    add_flag(
         methods,
         "--method-option",
         action="append",
@@ -111,22 +130,25 @@ def add_arguments(parser: argparse.ArgumentParser, *, lengths: str | None = None
     )
 
     output = parser.add_argument_group("output")
-    _flag(
+    add_flag(
         output,
         "--output-dir",
         "--output-path",
         metavar="DIR",
         help="results folder; an unfinished one is continued (default: results/SUITE/MODEL-TIME)",
     )
-    _flag(output, "--dry-run", action="store_true", help="check everything, show token counts and cost; run nothing")
-    _flag(
+    add_flag(output, "--dry-run", action="store_true", help="check everything, show token counts and cost; run nothing")
+    add_flag(
         output,
         "--export",
         metavar="FILE",
         help="write the samples as jsonl that kvpress reads (context, question, answer_prefix, ...); run nothing",
     )
-    _flag(output, "--no-plot", action="store_true", help="no PNG plots")
-    _flag(output, "--score-only", metavar="DIR", help="score a results folder, or its shards, again; needs no model")
+    add_flag(
+        output, "--save-contexts", action="store_true", help="write every prompt to contexts/ in the results folder"
+    )
+    add_flag(output, "--no-plot", action="store_true", help="no PNG plots")
+    add_flag(output, "--score-only", metavar="DIR", help="score a results folder, or its shards, again; needs no model")
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,7 @@ class Options:
     method_options: dict[str, dict[str, Any]]
     output_dir: Path | None
     dry_run: bool
+    save_contexts: bool
     plot: bool
 
     @classmethod
@@ -157,8 +180,7 @@ class Options:
         from retrieval_attn.eval.suite.answerers import check_options, known_methods
         from retrieval_attn.eval.suite.runner import POSITIONS
 
-        for name in ("n", "limit", "threads"):
-            _at_least(name, getattr(args, name), 1)
+        check_at_least(1, args, "n", "limit", "threads")
         known = known_methods()
         shard = _shard(args.shard)
         folder = Path(args.output_dir).expanduser() if args.output_dir else None
@@ -166,7 +188,7 @@ class Options:
             if folder is None:
                 raise ConfigError("--shard needs --output-dir DIR, the folder that holds all parts")
             folder = folder / f"shard-{shard[0]}-of-{shard[1]}"
-        methods = known if args.methods == "all" else _choices("--methods", args.methods, known)
+        methods = known if args.methods == "all" else parse_choices("--methods", args.methods, known)
         method_options = _method_options(args)
         check_options(methods, method_options)
         return cls(
@@ -175,17 +197,18 @@ class Options:
             dtype=args.dtype,
             threads=args.threads,
             chat_template=args.chat_template,
-            tasks=suite.tasks() if args.tasks == "all" else _choices("--tasks", args.tasks, suite.tasks()),
-            lengths=_lengths(args.lengths),
+            tasks=suite.tasks() if args.tasks == "all" else parse_choices("--tasks", args.tasks, suite.tasks()),
+            lengths=(None,) if args.lengths is None else parse_lengths(args.lengths),
             n=args.n,
             seed=args.seed,
             limit=args.limit,
             shard=shard,
             methods=methods,
-            positions=_choices("--question-position", args.question_position, POSITIONS),
+            positions=parse_choices("--question-position", args.question_position, POSITIONS),
             method_options=method_options,
             output_dir=folder,
             dry_run=args.dry_run,
+            save_contexts=args.save_contexts,
             plot=not args.no_plot,
         )
 
@@ -202,15 +225,16 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
     if args.score_only:
         return scoring.score_again(Path(args.score_only).expanduser(), suite, plot=not args.no_plot)
     options = Options.of(args, suite)
-    from retrieval_attn.eval.needle.command import _load_description
-    from retrieval_attn.eval.suite.prompting import frame
+    from retrieval_attn.eval.models import load_description
+    from retrieval_attn.eval.prompts import frame
     from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 
-    model_config, tokenizer = _load_description(options.model)
+    model_config, tokenizer = load_description(options.model)
     selection = Selection(options.tasks, options.lengths, options.n, options.seed, options.limit, options.shard)
     room = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     form = frame(suite, tokenizer, options.chat_template)
     test = SuiteRun(suite, selection, form, positions=options.positions, max_positions=room)
+    test.save_contexts = options.save_contexts
     if options.dry_run:
         from retrieval_attn.eval.suite.estimate import overview
 
@@ -235,24 +259,24 @@ def _run(test: Any, options: Options, model_config: Any) -> int:
 
 def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> int:
     from retrieval_attn.eval.runs import RunFolder, environment
-    from retrieval_attn.eval.suite.report import need_matplotlib, write_report
+    from retrieval_attn.eval.suite.report import write_report
 
     if options.plot:
-        need_matplotlib()
+        check_matplotlib()
     settings = _settings(test, options, model_config)
     RunFolder.check(folder, settings)
     test.check_contexts()
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from retrieval_attn.eval import methods as ways
+    from retrieval_attn.eval import models
     from retrieval_attn.eval.suite.answerers import build
 
     if options.threads:
         torch.set_num_threads(options.threads)
     disable_progress_bar()  # one bar, over the samples, is enough
-    model = ways.load_model(options.model, options.device, options.dtype)
-    methods = build(options.methods, model, test.form.tokenizer, options.method_options)
+    model = models.load_model(options.model, options.device, options.dtype)
+    methods = build(options.methods, model, test.form.tokenizer, options.method_options, options.threads)
     notes = list(getattr(test.suite, "notes", ()))
     start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype), "notes": notes}
     if model.device.type == "cuda":
@@ -265,13 +289,13 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
         print(f"interrupted; continue with the same flags and --output-dir {folder}", file=sys.stderr)
         raise
     print("\n" + write_report(folder, outcome.rows, test.suite, settings, plot=options.plot))
-    print(f"{folder}: predictions.jsonl, summary.md, summary.csv, summary.json, config.json, env.json")
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.name[0] != '.'))}")
     return 1 if outcome.errors else 0
 
 
 def _settings(test: Any, options: Options, model_config: Any) -> dict[str, Any]:
     """What decides the meaning of a row; tasks, lengths and methods are in its id, so that a folder can grow."""
-    from retrieval_attn.eval.methods import model_digest
+    from retrieval_attn.eval.models import model_digest
     from retrieval_attn.model.loading import choose_device
 
     return {
@@ -292,15 +316,6 @@ def _new_folder(suite: str, model: str) -> Path:
     return Path("results") / suite / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _lengths(text: str | None) -> tuple[int | None, ...]:
-    if text is None:
-        return (None,)
-    parts = [part for part in text.strip("[] ").split(",") if part.strip()]
-    if not parts:
-        raise ConfigError(f"--lengths {text!r} holds no length; write 4096,8192")
-    return tuple(dict.fromkeys(_length(part) for part in parts))
-
-
 def _shard(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 1
@@ -315,7 +330,7 @@ def _method_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     from retrieval_attn.eval.suite.answerers import parse_method_options
 
     shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append", "budget")}
-    shared["retrieve"] = None if args.retrieve is None else _retrieve(args.retrieve)
+    shared["retrieve"] = None if args.retrieve is None else parse_retrieve(args.retrieve)
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:
         found["retrieval"] = {"index": args.index}

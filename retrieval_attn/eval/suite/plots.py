@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.eval.needle.heatmap import length_label
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.eval.suite import tables
 from retrieval_attn.eval.suite.answerers import known_methods
+from retrieval_attn.eval.suite.tables import length_label
 
 __all__ = ["save_plots"]
 

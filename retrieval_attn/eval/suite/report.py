@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.needle.heatmap import length_label
+from retrieval_attn.eval.flags import check_matplotlib
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.eval.suite import statistics, tables
 from retrieval_attn.eval.suite.answerers import known_methods
 from retrieval_attn.eval.suite.suite import TaskSuite
+from retrieval_attn.eval.suite.tables import length_label
 
-__all__ = ["markdown", "need_matplotlib", "write_report"]
+__all__ = ["markdown", "write_report"]
 
 _PLACES = {"inside": "question inside the prompt", "after": "question after the context is indexed"}
 
@@ -30,41 +30,32 @@ def write_report(
     plot: bool = True,
     notes: Sequence[str] | None = None,
 ) -> str:
-    """Write the files into `folder`, replacing older ones; returns the text of summary.md.
+    """Write the files into `folder`, replacing older ones; returns the suite's own view, or the text of summary.md.
 
     notes: what the run noted when it was started; None: what the suite says now.
     """
-    summary = tables.summarise(rows, suite.tasks(), known_methods())
     kept = list(dict.fromkeys(getattr(suite, "notes", ()) if notes is None else notes))
+    found = tables.summarise(rows, suite.tasks(), known_methods())
+    summary = {**found, "settings": dict(settings), "notes": kept}
     text = markdown(summary, rows, suite, settings, kept)
-    write_atomically(
-        folder / "summary.json",
-        json.dumps({**summary, "settings": dict(settings), "notes": kept}, indent=2, ensure_ascii=False) + "\n",
-    )
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     write_atomically(folder / "summary.csv", summary_csv(summary["cells"]))
     write_atomically(folder / "summary.md", text)
+    own = getattr(suite, "view", None)
+    if own is not None:
+        return str(own(folder, summary, rows, plot=plot))
     if plot and summary["cells"]:
-        need_matplotlib()
+        check_matplotlib()
         from retrieval_attn.eval.suite.plots import save_plots
 
-        save_plots(folder, summary, titles_of(suite), title=_title(suite, settings))
+        save_plots(folder, summary, titles_of(suite, summary["cells"]), title=_title(suite, settings))
     return text
 
 
-def need_matplotlib() -> None:
-    """Raises ConfigError if plots cannot be drawn."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            'plots need matplotlib, which is not installed; install "retrieval-attn[eval]" or use --no-plot'
-        )
-
-
-def titles_of(suite: TaskSuite) -> dict[str, str]:
-    """Column names of the tasks: the published table's, else the task's own name."""
+def titles_of(suite: TaskSuite, cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Column names of the suite's tasks and of those found: the published table's, else the task's own name."""
     titles = getattr(suite, "titles", {})
-    return {task: titles.get(task, task) for task in suite.tasks()}
+    return {task: titles.get(task, task) for task in (*suite.tasks(), *(cell["task"] for cell in cells))}
 
 
 def summary_csv(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -88,7 +79,7 @@ def markdown(
     """summary.md: per question position the tables by length and by task, the paired differences, and the counts."""
     parts = [f"# {_title(suite, settings)}", "", _facts(summary, settings)]
     parts += [f"- {note}" for note in notes]
-    titles = titles_of(suite)
+    titles = titles_of(suite, summary["cells"])
     positions = tables.ordered({cell["position"] for cell in summary["cells"]}, tuple(_PLACES))
     for position in positions:
         cells = [cell for cell in summary["cells"] if cell["position"] == position]

@@ -7,6 +7,7 @@ when they are needed, so the first answer does not wait for the last sample.
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
-from retrieval_attn.eval.prompts import PromptFormat
-from retrieval_attn.eval.runs import RunFolder, utc_now
-from retrieval_attn.eval.suite.prompting import Prompts, frame
+from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts, frame
+from retrieval_attn.eval.runs import RunFolder, utc_now, write_atomically
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.suite.suite import TaskSuite
 
@@ -109,6 +109,7 @@ class SuiteRun:
         self.positions, self.max_positions = tuple(positions), max_positions
         self.blocks = selection.blocks(suite)
         self.prompts = Prompts(form)
+        self.save_contexts = False  # whether every prompt is written into the results folder
         if hasattr(suite, "max_positions"):
             suite.max_positions = max_positions
         self._check_lengths()
@@ -222,7 +223,7 @@ class SuiteRun:
                     asked = [p for p in self.positions if (index, name, p) in todo]
                     if asked:
                         bar.now(block, name)
-                        answers = self._answer(block, index, row, name, method, asked)
+                        answers = self._answer(out.path, block, index, row, (name, method), asked)
                         self._append(out, answers)
                         bar.done(block, name, answers)
             for method in methods.values():
@@ -239,17 +240,20 @@ class SuiteRun:
         out.append(*answers)
 
     def _answer(
-        self, block: Block, index: int, row: Row, name: str, method: Any, positions: Sequence[str]
+        self, folder: Path, block: Block, index: int, row: Row, named: tuple[str, Any], positions: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Predictions of one row and method.  What goes wrong inside the method becomes rows with an error."""
         from retrieval_attn.model.loading import launched_processes
 
+        name, method = named
         begin = time.perf_counter()
         replies: dict[str, Any] = {}
         error, tokens = None, None
         try:
             prompt = self.prompts.of(row)
             tokens = len(prompt)
+            if self.save_contexts:
+                self._save_context(folder, row, prompt)
             self._require_positions(row)
             replies = method.answers(prompt, positions, row.max_new_tokens)
         except Exception as problem:  # one row must not end a run of hours: kept, counted, tried again on resume
@@ -286,6 +290,13 @@ class SuiteRun:
                 }
             )
         return rows
+
+    def _save_context(self, folder: Path, row: Row, prompt: Prompt) -> None:
+        target = folder / "contexts" / row.id.removeprefix(f"{self.suite.name}/").replace("/", "_")
+        target.parent.mkdir(exist_ok=True)
+        ids = prompt.ids.tolist()
+        write_atomically(target.with_name(f"{target.name}.txt"), self.form.tokenizer.decode(ids))
+        write_atomically(target.with_name(f"{target.name}.json"), json.dumps({"ids": ids}))
 
 
 def score_fields(suite: TaskSuite, row: Row, text: str) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError, RunFolderError
+from retrieval_attn.eval.flags import check_matplotlib
 from retrieval_attn.eval.runs import CONFIG, ENVIRONMENT, load_run
-from retrieval_attn.eval.suite.report import need_matplotlib, write_report
+from retrieval_attn.eval.suite.report import write_report
 from retrieval_attn.eval.suite.runner import score_fields
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.suite.suite import TaskSuite
@@ -22,7 +23,7 @@ def score_again(folder: Path, suite: TaskSuite, *, plot: bool = True) -> int:
     predictions.jsonl stays as it is.  Raises InputDataError or RunFolderError for what is no run of this suite.
     """
     if plot:
-        need_matplotlib()
+        check_matplotlib()
     settings, rows, notes = load_parts(folder)
     if settings.get("suite") != suite.name:
         raise RunFolderError(

@@ -20,6 +20,8 @@ class TaskSuite(Protocol):
     frame(tokenizer, chat) -> PromptFormat: the profile's own messages around a row.
     scores(row, text) -> {name: score}: further scorers, kept beside `score`.
     nulls(text) -> bool: whether an answer counts as empty.
+    about(row) -> what a dry run shows of a row besides its tokens.
+    view(folder, summary, rows, plot) -> text for the terminal instead of summary.md; draws its own plots.
     summary(scores) -> markdown lines for one method, from {length: {task: mean score 0..1}}.
     """
 

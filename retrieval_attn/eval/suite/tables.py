@@ -10,7 +10,7 @@ from typing import Any
 
 from retrieval_attn.eval.suite import statistics
 
-__all__ = ["cells", "comparisons", "curves", "ordered", "summarise"]
+__all__ = ["agreement", "cells", "comparisons", "curves", "length_label", "ordered", "summarise"]
 
 Prediction = Mapping[str, Any]
 # Of two methods that differ in one thing only: the index takes Flat's place at the same number of keys.
@@ -145,6 +145,25 @@ def comparisons(rows: Sequence[Prediction], methods: Sequence[str]) -> list[dict
     return found
 
 
+def agreement(rows: Sequence[Prediction]) -> dict[str, dict[str, dict[str, int]]]:
+    """Per method and position: samples that full attention answered too, with the same text, with the same score."""
+    exact = {(row["task"], row["length"], row["index"], row["position"]): row for row in good(rows) if _is_full(row)}
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for row in good(rows):
+        full = exact.get((row["task"], row["length"], row["index"], row["position"]))
+        if full is not None and not _is_full(row):
+            counts = found.setdefault(row["method"], {})
+            count = counts.setdefault(row["position"], {"answers": 0, "same_text": 0, "same_score": 0})
+            count["answers"] += 1
+            count["same_text"] += full["response"] == row["response"]
+            count["same_score"] += full["score"] == row["score"]
+    return found
+
+
+def _is_full(row: Prediction) -> bool:
+    return bool(row["method"] == "full")
+
+
 def _pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [("full", method) for method in methods if method != "full"] if "full" in methods else []
     return pairs + [("flat", method) for method in methods if method in INDEXES and "flat" in methods]
@@ -158,7 +177,16 @@ def summarise(rows: Sequence[Prediction], tasks: Sequence[str], methods: Sequenc
         "cells": cells(rows, tasks, methods),
         "curves": curves(rows),
         "comparisons": comparisons(rows, methods),
+        "agreement": agreement(rows),
     }
+
+
+def length_label(tokens: int) -> str:
+    """4096 -> "4K", 131072 -> "128K", 1048576 -> "1M", 5000 -> "5000"."""
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return str(tokens)
 
 
 def _mean(values: Iterable[Any]) -> float | None:

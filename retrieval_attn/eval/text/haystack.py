@@ -197,7 +197,7 @@ class Haystack:
                 f"needed a haystack of at least two sentences, found {len(ends)} in {len(text)} characters;"
                 " give more text, or text with sentence ends"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.text, self.passes = text, 1
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         chars = num_tokens * _CHARS_PER_TOKEN + 1000
@@ -218,7 +218,7 @@ class Haystack:
 
     def _encode(self, text: str) -> Any:
         # special tokens written out in a haystack are text, not tokens
-        return self._tokenizer(
+        return self.tokenizer(
             text,
             add_special_tokens=False,
             return_offsets_mapping=True,
@@ -287,8 +287,8 @@ class Haystack:
         """Most tokens that `place` can add for this needle, wherever it goes."""
         core = needle.strip()
         return max(
-            len(encode_inside(self._tokenizer, lead + core + trail)) for lead in ("", " ") for trail in ("", "\n", " ")
-        ) + max(len(encode_inside(self._tokenizer, needle)) - len(encode_inside(self._tokenizer, core)), 0)
+            len(encode_inside(self.tokenizer, lead + core + trail)) for lead in ("", " ") for trail in ("", "\n", " ")
+        ) + max(len(encode_inside(self.tokenizer, needle)) - len(encode_inside(self.tokenizer, core)), 0)
 
     def _needle_ids(self, needle: str, where: int, start: int, stop: int) -> list[int]:
         lead = trail = ""
@@ -296,10 +296,10 @@ class Haystack:
             lead = " "
         if where < stop and not needle[-1:].isspace() and not _starts_with_space(self._token(where)):
             trail = "\n"
-        return encode_inside(self._tokenizer, lead + needle + trail)
+        return encode_inside(self.tokenizer, lead + needle + trail)
 
     def _token(self, index: int) -> str:
-        return str(self._tokenizer.convert_ids_to_tokens(int(self.ids[index])))
+        return str(self.tokenizer.convert_ids_to_tokens(int(self.ids[index])))
 
 
 def _cuts(ends: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,106 @@
+"""Recording one forward of a bound cache as a graph, after the checks that only a trial can make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.engine.graph_binding import Binding
+from retrieval_attn.engine.graph_decoder import CapturedStep
+from retrieval_attn.errors import CaptureError, RetrievalAttentionError
+
+
+def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
+    """Record the step, for these inputs, token and position (batch,); afterwards everything is as before it.
+
+    The passes before it compile kernels and take the libraries' workspaces, too. Raises CaptureError for a step that
+    cannot be recorded, BackendError where a host search failed.
+    """
+    runtime, memory = binding.runtime, binding.decoder.memory
+    outputs: list[Tensor] = []
+
+    def restart() -> None:
+        binding.upload_spans()
+        memory.place(token, position)
+
+    def record() -> None:
+        logits = _forward(binding)
+        if not outputs:  # in the first trial: a tensor made while a graph is captured would lie in the graphs' pool
+            outputs.append(torch.empty(logits.shape, dtype=torch.float32, device=logits.device))
+        outputs[0].copy_(logits)
+        memory.finish_step(outputs[0])
+
+    with _recording(binding):
+        try:
+            seen = []
+            for shift in (0, binding.cache.batch.columns // 2):
+                restart()
+                _try_shifted(binding, shift, record)
+                seen.append(outputs[0].clone())
+            if memory.host_failed:
+                for slot in binding.decoder.slots:
+                    slot.raise_error()
+            # no difference at all but where a model's own kernels add in any order
+            known = 1e-4 if binding.model.dtype == torch.float32 else 1e-2
+            tolerance = known * float(seen[0].abs().max())
+            if not torch.allclose(seen[0], seen[1], rtol=0, atol=tolerance, equal_nan=True):
+                raise CaptureError("the model computes with the number of cached tokens on the CPU")
+            restart()
+            return CapturedStep(runtime.capture(record), outputs[0])
+        except RetrievalAttentionError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
+        finally:
+            runtime.synchronize()
+            restart()
+
+
+def _try_shifted(binding: Binding, shift: int, record: Callable[[], None]) -> None:
+    """Run eagerly what is to be recorded, with a cache that claims to hold `shift` tokens fewer.
+
+    What follows from that number on the CPU would be frozen in a graph; a model that uses none gives equal logits.
+    """
+    batch = binding.cache.batch
+    batch.columns -= shift
+    try:
+        binding.runtime.warm_up(record)
+    finally:
+        batch.columns += shift
+        for bound in binding.layers:
+            bound.layer._pending = None
+
+
+def _forward(binding: Binding) -> Tensor:
+    """Logits of the last column, (batch, vocabulary) in the model's dtype."""
+    model, memory = binding.model, binding.decoder.memory
+    arguments: dict[str, Any] = {
+        "input_ids": memory.token,
+        "position_ids": memory.position,
+        "past_key_values": binding.cache,
+        "use_cache": True,
+        "return_dict": True,
+    }
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1
+    logits: Tensor = model(**arguments).logits[:, -1]
+    return logits
+
+
+@contextmanager
+def _recording(binding: Binding) -> Iterator[None]:
+    """Attention goes to the bound layers' `attend`, and nothing else watches."""
+    cache = binding.cache
+    on_layer, cache.on_layer = cache.on_layer, None
+    binding.recording = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        binding.recording = False
+        cache.on_layer = on_layer

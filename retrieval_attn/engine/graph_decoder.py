@@ -1,0 +1,84 @@
+"""What a model keeps for decoding by graphs: buffers, and the graphs that were captured over them.
+
+A decoder serves every cache of the same shape: caches are bound to it in turn (`graph_binding.py`), so that a captured
+graph outlives the context, fork or question that it was captured for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sliding import SlidingLayer
+from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.engine.graph_host import HostResources
+from retrieval_attn.engine.graph_memory import StepMemory, ordinary_tensors
+from retrieval_attn.engine.graph_slot import LayerSlot
+from retrieval_attn.engine.graph_support import hooks_of
+from retrieval_attn.gpu.capture.exchange import Replay
+from retrieval_attn.gpu.capture.runtime import Runtime
+
+
+class StepKind(NamedTuple):
+    """What a graph is captured for, beside the shapes.
+
+    retrieves: some row has keys between sinks and window. padded: some window has padding. max_coded_keys: keys that
+    searches of codes on the device are recorded for; 0: none is searched.
+    """
+
+    retrieves: bool
+    padded: bool
+    max_coded_keys: int
+
+
+class CapturedStep(NamedTuple):
+    """A graph, and the logits (batch, vocabulary) float32 that a replay writes."""
+
+    replay: Replay
+    logits: Tensor
+
+
+class GraphDecoder:
+    """See the module. It holds neither model nor cache.
+
+    graphs: one per kind of step. captures, replays: how many there were. capture_failure: why no graph can be captured,
+    once a capture has failed.
+    """
+
+    @ordinary_tensors
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> None:
+        """Buffers for caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet."""
+        layers: list[Any] = list(cache.layers)
+        key = layers[0].window.buffers[0]
+        self.signature = signature(model, cache, runtime)
+        self.runtime = runtime
+        self.captures = self.replays = 0
+        self.capture_failure: str | None = None
+        self.graphs: dict[StepKind, CapturedStep] = {}
+        resources = HostResources(runtime, default_pool())
+        self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
+        self.slots = [LayerSlot(number, layer, resources, self.memory) for number, layer in enumerate(layers)]
+        # kept, so that the signature's ids stay taken and what they recorded stays in memory
+        self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+
+
+def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
+    """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads."""
+    layers = []
+    cached: list[Any] = list(cache.layers)
+    for layer in cached:
+        key, value = layer.window.buffers
+        slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
+        fmt = codes = None
+        if isinstance(layer, RetrievalLayer):
+            fmt = None if layer.held is None else layer.held.fmt
+            codes = layer.code_shape(key.shape[3])
+        sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
+        layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
+    weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))
+    hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
+    return id(runtime), id(default_pool()), weights, hooks, tuple(layers)

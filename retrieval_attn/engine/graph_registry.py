@@ -1,0 +1,85 @@
+"""The decoders that each model keeps for its next cache, and what their graphs run on."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cpu.serve import Server
+from retrieval_attn.engine.graph_binding import Binding
+from retrieval_attn.engine.graph_decoder import GraphDecoder, signature
+from retrieval_attn.engine.graph_emulation import emulated_runtime
+from retrieval_attn.engine.graph_launch import Launcher
+from retrieval_attn.engine.graph_support import refusal
+from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.capture.exchange import asked_hop
+from retrieval_attn.gpu.capture.runtime import Runtime, cuda_runtime
+from retrieval_attn.model.placement import input_device
+
+KEPT_DECODERS = 2
+"""Decoders that a model keeps for later caches, each with its window buffers and graphs; the oldest goes."""
+
+_decoders: weakref.WeakKeyDictionary[PreTrainedModel, list[GraphDecoder]] = weakref.WeakKeyDictionary()
+_failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def runtime_for(model: PreTrainedModel) -> Runtime | None:
+    """The runtime of the model's device, or None where there is none, with the exchange that the environment asks for.
+
+    Raises BackendError where there is none that works, ConfigError if the environment asks for one that is unknown.
+    """
+    runtime = emulated_runtime()
+    if runtime is not None:
+        return runtime
+    device = input_device(model)
+    if device.type != "cuda":
+        return None
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, asked_hop())
+
+
+def bind(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> Launcher:
+    """Bind `cache` to a decoder that waits, or to a new one. End it by `unbind`.
+
+    Raises CaptureError with the reason where the step cannot be recorded.
+    """
+    reason = refusal(model, cache)
+    if reason is not None:
+        raise CaptureError(reason)
+    needed = signature(model, cache, runtime)
+    with _lock:
+        reason = _failed.setdefault(model, {}).get(needed)
+        if reason is not None:
+            raise CaptureError(reason)
+        waiting = _decoders.setdefault(model, [])
+        decoder = next((one for one in waiting if one.signature == needed), None)
+        if decoder is not None:
+            waiting.remove(decoder)
+    if decoder is None:
+        decoder = GraphDecoder(model, cache, runtime)
+    return Launcher(Binding(decoder, model, cache))
+
+
+def unbind(model: PreTrainedModel, launcher: Launcher) -> None:
+    """Let the cache go, and keep its decoder for the next one; or remember why it could not capture."""
+    launcher.close()
+    decoder = launcher.decoder
+    with _lock:
+        if decoder.capture_failure is not None:
+            _failed.setdefault(model, {})[decoder.signature] = decoder.capture_failure
+            return
+        waiting = _decoders.setdefault(model, [])
+        waiting.append(decoder)
+        del waiting[:-KEPT_DECODERS]
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Drop the decoders that wait for this model's next cache, with their buffers and graphs, and why others failed."""
+    with _lock:
+        _decoders.pop(model, None)
+        _failed.pop(model, None)

@@ -1,0 +1,67 @@
+"""Models and caches whose decode step cannot be recorded, found by named checks before anything is tried."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sliding import SlidingLayer
+from retrieval_attn.model.capturable import is_capturable
+from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
+
+
+def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
+    """Why this model's step cannot be recorded with this cache, as far as can be told without trying; or None."""
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in (RetrievalLayer, SlidingLayer):
+            return f"layer {number} is a {type(layer).__name__}, whose state lives outside the step's buffers"
+        if layer.window is None:  # type: ignore[union-attr]
+            return "the cache holds no tokens yet"
+        if isinstance(layer, SlidingLayer) and layer.record_past:
+            return "a sliding layer records its past for assisted decoding"
+    if not cache.layers:
+        return "the cache has no layers"
+    if cache.config.retrieve == "all":
+        return 'retrieve="all" attends to every key on the host, the reference mode'
+    if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in cache.layers):
+        return "measure_mass measures attention on the CPU at every step"
+    places = devices(model)
+    if len(places) > 1:
+        return f"the model's layers run on {', '.join(map(str, places))}"
+    if is_hooked(model):
+        return "accelerate moves tensors or weights while the model runs (device_map)"
+    if tensor_ranks(model) > 1:
+        return "the model's heads are split over several processes"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} takes no position_ids: it counts tokens on the CPU"
+    text = model.config.get_text_config(decoder=True)
+    changing = sorted(_rope_types(text.to_dict()) & {"dynamic", "longrope"})
+    if changing:
+        return f"rotary embedding of type {changing[0]} looks at the position on the CPU"
+    return _hooked(model)
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """The module's own forward hooks, which a replay does not call."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _rope_types(options: Any) -> set[str]:
+    if not isinstance(options, dict):
+        return set()
+    own = {str(options[name]) for name in ("rope_type", "type") if isinstance(options.get(name), str)}
+    return own.union(*(_rope_types(value) for value in options.values()))
+
+
+def _hooked(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        for hook in hooks_of(module):
+            # transformers' own stay in place after a call that asked for hidden states, and do nothing otherwise
+            if not is_capturable(hook) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return f"{name or 'the model'} has a forward hook, which replays would not call (model.capturable)"
+    return None

@@ -1,0 +1,58 @@
+"""Models of the evaluation: the bundled one, loading by name, and what tells two model folders apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from retrieval_attn.errors import InputDataError
+
+__all__ = ["BUNDLED_MODEL", "load_description", "load_model", "model_digest", "model_path"]
+
+BUNDLED_MODEL = Path(__file__).parent / "needle_model"
+
+
+def model_path(name: str) -> str:
+    """What transformers loads for `name`: a folder or a hub id; "bundled" is the bundled model."""
+    return str(BUNDLED_MODEL) if name == "bundled" else name
+
+
+def load_model(name: str, device: str, dtype: str) -> Any:
+    """A causal language model in evaluation mode with PyTorch's SDPA attention.
+
+    Under torchrun the processes share its heads (transformers' tensor parallel), each on its own GPU.
+    device: "auto", "cpu", "cuda" or "cuda:N".  dtype: "auto" is float32 on the CPU and the stored dtype elsewhere.
+    Raises InputDataError if it cannot be loaded, ConfigError for a device that is not there.
+    """
+    from retrieval_attn.model import loading
+
+    spread = loading.launched_processes() > 1
+    return loading.load_model(name, device=device, dtype=dtype, tensor_parallel=spread, attn_implementation="sdpa")
+
+
+def load_description(name: str) -> tuple[Any, Any]:
+    """Config and tokenizer of a model, without its weights.  Raises InputDataError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from retrieval_attn.model.loading import load
+
+    looks_local = name.startswith((".", "/", "~")) or Path(name).exists() or name.count("/") > 1
+    path = Path(name).expanduser()
+    if looks_local and not (path / "config.json").is_file():
+        raise InputDataError(f"model {name}: needed a folder with a config.json, found none; check the path")
+    return load(AutoConfig, path), load(AutoTokenizer, path)
+
+
+def model_digest(name: str) -> str | None:
+    """SHA-256 over what a local model folder holds (weights by size and their first MiB); None for a hub id."""
+    import hashlib
+
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
+        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
+        with open(file, "rb") as data:
+            digest.update(data.read(1 << 20))
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
-from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.answer_loop import AnswerLoop, notice_after
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
@@ -196,7 +196,8 @@ class Context:
 
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
-        self._prepare(len(ids))
+        with notice_after("compiling the search, once on this machine: this can take a minute", progress):
+            self._prepare(len(ids))
         batch = self._loop.batch([ids], before=self._ids)
         self.read_seconds += self._loop.fill(self._cache, batch, progress)
         self._cache.batch.note_ids(batch.ids)

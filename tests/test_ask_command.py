@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -130,6 +131,19 @@ def test_interrupted_it_stops_and_says_so(
     assert printed.out == "".join(seen[:2])
     assert printed.err.splitlines()[-1] == "retrieval-attn ask: interrupted"
     assert not [thread for thread in threading.enumerate() if "stream" in thread.name]
+
+
+def test_ctrl_c_from_a_keyboard(document: str) -> None:
+    """The signal itself, while the worker is inside compiled code: status 130, and no crash at the end."""
+    command = [sys.executable, "-m", "retrieval_attn.cli", "ask", document, "Who?", "--temperature", "9", "--seed", "1"]
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as asked:
+        assert asked.stdout is not None and asked.stdout.read(1)
+        asked.send_signal(signal.SIGINT)
+        _, said = asked.communicate(timeout=60)
+    assert asked.returncode == 130
+    assert said.decode().splitlines()[-1] == "retrieval-attn ask: interrupted"
 
 
 def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:

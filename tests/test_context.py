@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
+from retrieval_attn.answer_loop import notice_after
 from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.engine import decode
 from retrieval_attn.errors import ConfigError, InputDataError
@@ -138,6 +141,9 @@ def test_sampling_is_seeded_and_stop_strings_stop(context: ra.Context) -> None:
     assert any(context.ask(QUESTION, seed=seed, **options).tokens != first.tokens for seed in range(2, 8))
     stopped = context.ask(QUESTION, max_new_tokens=16, stop=("39",))
     assert stopped.finish_reason == "stop" and "39" not in stopped.text
+    other = context.ask_many([QUESTION, "Tell me more."], max_new_tokens=16, stop=("39",))
+    assert (other[0].text, other[0].tokens) == (stopped.text, stopped.tokens)
+    assert len(other[1].tokens) > len(stopped.tokens)
 
 
 def test_wrong_use_of_a_context(context: ra.Context, loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
@@ -393,6 +399,21 @@ TURNS = [
     {"role": "assistant", "content": "She."},
     {"role": "user", "content": "Why?"},
 ]
+
+
+def test_a_long_compilation_is_announced(
+    loaded: tuple[Any, PreTrainedTokenizerBase], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first context on a machine waits for the compiler, and says so after a while, where bars are shown."""
+    monkeypatch.setattr("retrieval_attn.context.prepare", lambda *arguments: time.sleep(0.5))
+    monkeypatch.setattr("retrieval_attn.context.notice_after", functools.partial(notice_after, seconds=0.05))
+    for progress in (False, True):
+        ra.Context(*loaded, CONFIG).read("The sky is blue.", progress=progress)
+        assert ("compiling the search" in capsys.readouterr().err) == progress
+    with notice_after("never", True, seconds=0.2):
+        pass
+    time.sleep(0.4)
+    assert "never" not in capsys.readouterr().err
 
 
 def test_messages_are_put_through_the_chat_template(loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
-import retrieval_attn.eval.baselines.faiss_index  # registers "ivf", which has no compiled search
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.engine import graph_registry, graph_slot
 from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
@@ -313,10 +313,11 @@ def test_a_waiting_decoder_holds_no_context_and_dies_with_its_model(case: dict[s
     decoded = Decoded(model, True, **{**case, "new": 2})
     layer: Any = decoded.cache.layers[0]
     held = [weakref.ref(layer.hosts[0].segments[0].keys)]
-    held += [weakref.ref(index.codes.device.codes) for index in layer.coded_indexes.values()]
+    coded: Any = decoded.cache.coded_indexes
+    held += [weakref.ref(index.codes.device.codes) for index in coded]
     assert len(held) > 1 or not case
     decoder = weakref.ref(decoded.decoder)
-    del decoded, layer
+    del decoded, layer, coded
     gc.collect()
     assert [one() for one in held] == [None] * len(held) and decoder() is not None
     del model

@@ -199,8 +199,8 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     max_keys, size = scratch.max_keys, scratch.group
     width = search.planes.shape[2]
     _project_kernel[(queries,)](
-        query, search.table, search.planes, search.factors, query.stride(0), query.stride(1), q_heads, kv_heads,
-        dim, rank,
+        query, search.table, search.planes, search.factors,
+        query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
         WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
         R=triton.next_power_of_2(rank), FINE=FINE, num_warps=8,
     )  # fmt: skip

@@ -43,45 +43,16 @@ def _capped(scores, softcap):
 
 @triton.jit
 def _window_kernel(
-    query,
-    new_key,
-    new_value,
-    key,
-    value,
-    valid,
-    span,
-    out,
-    lse,
-    scale,
-    softcap,
-    reach,
-    query_b,
-    query_h,
-    new_key_b,
-    new_key_h,
-    new_value_b,
-    new_value_h,
-    key_b,
-    key_h,
-    key_t,
-    value_b,
-    value_h,
-    value_t,
-    valid_b,
-    kv_heads,
-    group,
-    dim,
-    value_dim,
-    splits,
-    HAS_VALID: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_REACH: tl.constexpr,
-    EXACT: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-):
+    query, new_key, new_value, key, value, valid, span, out, lse, scale, softcap, reach,
+    query_b, query_h, new_key_b, new_key_h, new_value_b, new_value_h,
+    key_b, key_h, key_t, value_b, value_h, value_t, valid_b, kv_heads, group, dim, value_dim, splits,
+    HAS_VALID: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_REACH: tl.constexpr, EXACT: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """One part of the attention of one key-value head's queries; the first part stores the new token as well.
+
+    Strides end in _b (row), _h (head) and _t (token).
+    """
     # one program for all query heads of a key-value head: each key and value is read once
     entry, split = tl.program_id(0), tl.program_id(1)
     row, head = (entry // kv_heads).to(tl.int64), entry % kv_heads
@@ -159,22 +130,9 @@ def _window_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out,
-    lse,
-    host_out,
-    host_lse,
-    rows,
-    sinks,
-    target,
-    q_heads,
-    splits,
-    value_dim,
-    HAS_HOST: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    S: tl.constexpr,
-    V: tl.constexpr,
-):
+    out, lse, host_out, host_lse, rows, sinks, target, q_heads, splits, value_dim,
+    HAS_HOST: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0)
     at = i.to(tl.int64)
     part, column = tl.arange(0, S), tl.arange(0, V)
@@ -214,16 +172,9 @@ def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
     query = _dense_rows(query)
     batch, q_heads, _, dim = query.shape
     _stage_kernel[(batch * q_heads,)](
-        query,
-        target if rows is None else rows,
-        target,
-        query.stride(0),
-        query.stride(1),
-        q_heads,
-        dim,
-        HAS_ROWS=rows is not None,
-        D=triton.next_power_of_2(dim),
-    )
+        query, target if rows is None else rows, target, query.stride(0), query.stride(1), q_heads, dim,
+        HAS_ROWS=rows is not None, D=triton.next_power_of_2(dim),
+    )  # fmt: skip
 
 
 def window_partials(
@@ -244,41 +195,18 @@ def window_partials(
     out = torch.empty(batch, q_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=query.device)
     valid = None if window.valid is None else window.valid.view(torch.uint8)
+    # where a tensor is absent another one stands for its pointer: HAS_... compiles the loads away
     _window_kernel[(batch * kv_heads, splits)](
-        query,
-        key,
-        value,
-        window.key,
-        window.value,
-        window.span if valid is None else valid,  # a pointer must be given; HAS_VALID compiles its loads away
-        window.span,
-        out,
-        lse,
-        scale,
-        0.0 if softcap is None else softcap,
-        0 if reach is None else reach,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *window.key.stride()[:3],
-        *window.value.stride()[:3],
-        0 if valid is None else valid.stride(0),
-        kv_heads,
-        group,
-        dim,
-        value_dim,
-        splits,
-        HAS_VALID=valid is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_REACH=reach is not None,
-        EXACT=query.dtype == torch.float32,
-        G=max(MIN_ROWS, triton.next_power_of_2(group)),
-        N=BLOCK_TOKENS,
-        D=max(MIN_ROWS, triton.next_power_of_2(dim)),
-        V=max(MIN_ROWS, triton.next_power_of_2(value_dim)),
-        num_warps=4,
-        num_stages=2,
-    )
+        query, key, value, window.key, window.value, window.span if valid is None else valid, window.span, out, lse,
+        scale, 0.0 if softcap is None else softcap, 0 if reach is None else reach,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
+        kv_heads, group, dim, value_dim, splits,
+        HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
+        EXACT=query.dtype == torch.float32, N=BLOCK_TOKENS,
+        G=max(MIN_ROWS, triton.next_power_of_2(group)), D=max(MIN_ROWS, triton.next_power_of_2(dim)),
+        V=max(MIN_ROWS, triton.next_power_of_2(value_dim)), num_warps=4, num_stages=2,
+    )  # fmt: skip
     return Parts(out, lse)
 
 
@@ -288,23 +216,12 @@ def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None,
     target = torch.empty(batch, q_heads, 1, value_dim, dtype=dtype, device=parts.out.device)
     rows = None if host is None else host.rows
     _merge_kernel[(batch * q_heads,)](
-        parts.out,
-        parts.lse,
-        parts.out if host is None else host.out,
-        parts.lse if host is None else host.lse,
-        parts.lse if rows is None else rows,
-        parts.lse if sink_logits is None else sink_logits.contiguous(),
-        target,
-        q_heads,
-        splits,
-        value_dim,
-        HAS_HOST=host is not None,
-        HAS_ROWS=rows is not None,
-        HAS_SINKS=sink_logits is not None,
-        S=triton.next_power_of_2(splits),
-        V=triton.next_power_of_2(value_dim),
-        num_warps=4,
-    )
+        parts.out, parts.lse, parts.out if host is None else host.out, parts.lse if host is None else host.lse,
+        parts.lse if rows is None else rows, parts.lse if sink_logits is None else sink_logits.contiguous(), target,
+        q_heads, splits, value_dim,
+        HAS_HOST=host is not None, HAS_ROWS=rows is not None, HAS_SINKS=sink_logits is not None,
+        S=triton.next_power_of_2(splits), V=triton.next_power_of_2(value_dim), num_warps=4,
+    )  # fmt: skip
     return target
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -15,6 +17,12 @@ from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.work import HostWork
+
+log = logging.getLogger(__name__)
+
+FEW_TOKENS = 256
+"""So many are nothing to warn of, and layers that read in chunks take them as they are."""
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class ReadingMark(NamedTuple):
@@ -88,3 +96,18 @@ class Reading:
         self.done.restore(mark.done)
         if self._sample is not None:
             self._sample.restore(mark.sampled)
+
+
+def warn_of_whole_prompts(model: nn.Module | None, tokens: int, chunk: int) -> None:
+    """Log, once for a model, that a long prompt comes through its layers whole and not in chunks of `chunk` tokens."""
+    if tokens <= max(chunk, FEW_TOKENS) or model is None or model in _warned:
+        return
+    _warned.add(model)
+    log.warning(
+        "%s reads %d tokens at once, and the activations of all of them have to fit the device's memory. Call "
+        "retrieval_attn.enable(model), or generate within `with retrieval_attn.prefill_by_layer(model):`, and it reads "
+        "layer by layer in chunks of %d tokens.",
+        type(model).__name__,
+        tokens,
+        chunk,
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import HostPart, Scoring
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.reading import Reading, ReadingMark
+from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import HostPath
@@ -111,6 +111,8 @@ class RetrievalLayer(CacheLayer):
         if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
             return self._decode(held, query, key, value, spec, Scoring(scale, softcap))
         if self._reading is None:
+            if self._announced is None:
+                warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
             self.stats.wait_seconds += traffic(held.device).make_room()
             self._reading = Reading(held, total, self._index.spec, self.config.train_queries)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)

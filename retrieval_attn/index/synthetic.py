@@ -120,13 +120,13 @@ def synthetic_heads(n: int, count: int, *, threads: int = 1, **options: Any) -> 
     """
     if n < 0:
         raise ConfigError(f"n={n} must be >= 0")
-    asked = HeadOptions(**options)
-    text = _Text(n + asked.decode, asked.head_dim, asked.seed)
+    chosen = HeadOptions(**options)
+    text = _Text(n + chosen.decode, chosen.head_dim, chosen.seed)
 
     def make(number: int) -> SyntheticHead:
-        seed, first = asked.seed + number, number * asked.group
-        head = _Head(LEVELS[asked.level], asked.head_dim, asked.group, asked.theta, seed, first=first)
-        return _made(text, head, n, asked.train, asked.decode, asked.seed, asked.theta)
+        seed, first = chosen.seed + number, number * chosen.group
+        head = _Head(LEVELS[chosen.level], chosen.head_dim, chosen.group, chosen.theta, seed, first=first)
+        return _made(text, head, n, chosen.train, chosen.decode, chosen.seed, chosen.theta)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         yield from pool.map(make, range(count))

@@ -31,12 +31,12 @@ from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_flo
 from retrieval_attn.index.kernels.codes import code_width, encode_keys, encode_query
 from retrieval_attn.index.kernels.knn import training_lists
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.pieces import JoinedKeys, PiecesIndex
 from retrieval_attn.index.roargraph import graph as graph_head
 from retrieval_attn.index.roargraph.graph import HeadGraph
 from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.roargraph.search import make_scratch, search_rows
 from retrieval_attn.index.roargraph.task import SearchArguments, graph_search, prepare_graph, room_for
+from retrieval_attn.index.runs import JoinedKeys, RunsIndex
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 from retrieval_attn.index.threads import kernel_threads
@@ -49,7 +49,7 @@ more than this take memory and time that are not there beside a model which read
 
 
 @register
-class RoarGraphIndex(PiecesIndex):
+class RoarGraphIndex(RunsIndex):
     """Approximate best keys from a query-aware graph. Options: see GraphOptions.
 
     Without training lists they are computed from the training queries.

@@ -21,12 +21,12 @@ from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, StateValue, check_search, check_training
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
+from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.blocks import (
     BLOCK,
     allocate,
@@ -60,7 +60,7 @@ FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
 TILE = 64
 PROJECTED_AT_ONCE = 8192
-LEAST_LEAVES = 512
+MIN_LEAVES = 512
 """With fewer leaves all are looked at."""
 HELD_OUT, HELD_K = 64, 100
 """Training queries, and best keys of each, that tell how many leaves have to be looked at."""
@@ -127,7 +127,7 @@ class SketchOptions:
 
 
 @register
-class SketchIndex(PiecesIndex):
+class SketchIndex(RunsIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 
     A query that is not finite gets the exact answer, and so does a search for more than one key in four (after
@@ -138,7 +138,7 @@ class SketchIndex(PiecesIndex):
     trains: ClassVar[bool] = True
     Options = SketchOptions
 
-    def __init__(self, keys: KeyPieces, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
+    def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
         """key_side (rank, head_dim): B. Callers use `build`."""
         self._keys = keys
         self._search = arguments
@@ -166,7 +166,7 @@ class SketchIndex(PiecesIndex):
 
         Raises ConfigError without finite training queries, ShapeError for keys that are not finite.
         """
-        pieces = KeyPieces(keys, fmt)
+        runs = KeyRuns(keys, fmt)
         dim, share = fmt.dim_of(keys), options.share
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -184,8 +184,8 @@ class SketchIndex(PiecesIndex):
         nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
         none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
         empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
-        index = cls(pieces, empty, key_side, int(options.rescore))
-        index._encode_all(pieces.within(len(keys)), len(keys), share is None or share < 1)
+        index = cls(runs, empty, key_side, int(options.rescore))
+        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1)
         if share is None and index._search.leaves.ordered:
             index._fit_share(rows if queries is None else queries)
         return index
@@ -198,7 +198,7 @@ class SketchIndex(PiecesIndex):
         numbers = np.concatenate(sample) if sample else np.empty((0, rank), np.float32)
         _check_finite(numbers, 0, every)
         leaves = self._search.leaves
-        leafy = leafy and total >= LEAST_LEAVES * BLOCK
+        leafy = leafy and total >= MIN_LEAVES * BLOCK
         if leafy:
             first = [_projected(array, fmt, self._key_side[:TREE_NUMBERS]) for array in arrays]
             order = leaf_order(np.concatenate(first))
@@ -229,7 +229,7 @@ class SketchIndex(PiecesIndex):
         held = np.ascontiguousarray(few.transpose(1, 0, 2).reshape(-1, few.shape[2]))
         if not len(held):
             return
-        found = search_pieces(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
+        found = search_runs(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
         places = np.empty(len(self), np.int64)
         ids = self._search.ids[: self._search.total * BLOCK]
         places[ids[ids >= 0]] = np.flatnonzero(ids >= 0)
@@ -312,7 +312,7 @@ class SketchIndex(PiecesIndex):
         stop = len(self) if limit is None else min(int(limit), len(self))
         kept = self.rescore_count(k)
         if stop < SCAN_SHARE * kept:
-            return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
+            return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
         found, scanned, lost = best_of_blocks(self._search, stop, queries, kept)
         ids, scores = self._keys.best(found, queries, k)
         answer_lost(self._keys, stop, queries, k, lost, ids, scores)
@@ -333,7 +333,7 @@ class SketchIndex(PiecesIndex):
         rescore = state.get("rescore")
         if not isinstance(rescore, int):
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
-        return cls(KeyPieces(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys)), rescore)
+        return cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys)), rescore)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from retrieval_attn.index.kernels.scan import rescore
 from retrieval_attn.index.memory import aligned_empty, one_layout
 
 
-class KeyPieces:
+class KeyRuns:
     """Keys (n, head_dim) of dtype fmt.dtype in one or more arrays, ids counted through. Never copies a key."""
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format) -> None:
@@ -93,7 +93,7 @@ class KeyPieces:
         return ids, scores
 
 
-class JoinedKeys(KeyPieces):
+class JoinedKeys(KeyRuns):
     """Keys in one array: those that do not follow the earlier ones in memory are copied, with room for more."""
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format) -> None:
@@ -132,10 +132,10 @@ class JoinedKeys(KeyPieces):
         return self._room[:stop]
 
 
-class PiecesIndex(KeyIndex):
-    """An index that sees its keys as `KeyPieces`."""
+class RunsIndex(KeyIndex):
+    """An index that sees its keys as `KeyRuns`."""
 
-    _keys: KeyPieces
+    _keys: KeyRuns
 
     def __len__(self) -> int:
         return self._keys.length
@@ -189,11 +189,11 @@ def joined(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[Any
     return _view(root, first, (len(first) + len(second), first.shape[1]), (stride, first.strides[1]))
 
 
-def stacked(pieces: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
-    """(heads, n, d) view over single-piece heads that lie at even distances in one array; else None."""
-    if any(len(head) != 1 for head in pieces):
+def stacked(runs: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
+    """(heads, n, d) view over single-run heads that lie at even distances in one array; else None."""
+    if any(len(head) != 1 for head in runs):
         return None
-    views = [head[0] for head in pieces]
+    views = [head[0] for head in runs]
     first = views[0]
     if len(views) == 1:
         return first[None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -140,6 +141,8 @@ class AnswerLoop:
         tokens = row if ended is None else row[:ended]
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         stopped = ended is not None or any(stop in text for stop in sampling.stop)
+        while ended is None and stopped and tokens[-1] == self._pad:
+            tokens = tokens[:-1]  # other rows went on after the one that a string ended
         for stop in sampling.stop:
             text = text.split(stop, 1)[0]
         return Answer(text, tokens, "stop" if stopped else "length", stats)
@@ -181,6 +184,19 @@ class _Progress:
         self._cache.on_layer = None
         if self._show:
             self._bar.close()
+
+
+@contextmanager
+def notice_after(what: str, show: bool, seconds: float = 2.0) -> Iterator[None]:
+    """Say `what` on the error output if this takes longer than so many seconds, and if `show`."""
+    timer = threading.Timer(seconds, tqdm.write, (what,), {"file": sys.stderr})
+    timer.daemon = True
+    if show:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _TextPieces:

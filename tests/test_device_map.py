@@ -223,7 +223,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "retrieval_attn.engine.prefill.require_host_room", lambda *sizes: None
     )  # builds the model again
-    monkeypatch.setattr("retrieval_attn.offload.work.to_host", to_host)
+    monkeypatch.setattr("retrieval_attn.offload.copy.to_host", to_host)
     monkeypatch.setattr("retrieval_attn.cache.held.to_device", to_device)
     monkeypatch.setattr(
         "retrieval_attn.cache.host_part.to_queries", lambda query: np.ones(tuple(query.shape), np.float32)

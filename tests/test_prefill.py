@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.cache.reading import Reading
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
@@ -23,6 +24,9 @@ from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.memory import host_room
 from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.offload import build as index_build
+from retrieval_attn.offload import copy as kv_copy
+from retrieval_attn.offload import traffic as device_traffic
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.stats import LayerStats
@@ -39,7 +43,7 @@ CONFIG = ra.Config(sink=4, window=16, spill=8, index="roargraph", index_options=
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What happens beside a GPU, on any device: copies and index builds in threads, lists by torch."""
-    monkeypatch.setattr(host_work, "beside", lambda device: True)
+    monkeypatch.setattr(host_work, "overlaps", lambda device: True)
     yield
     assert not workers(), "threads are left"
 
@@ -92,10 +96,10 @@ def test_threads_leave_the_same_bytes(
     ids = random_ids(2, 200)
     mask = torch.ones_like(ids)
     mask[1, :90] = 0
-    monkeypatch.setattr(host_work, "staging", lambda device: Staging(device, 20_000, 2))
+    monkeypatch.setattr(kv_copy, "staging", lambda device: Staging(device, 20_000, 2))
     beside = read(config, ids, chunk, mask)
     finish_prefill(beside)
-    monkeypatch.setattr(host_work, "beside", lambda device: False)
+    monkeypatch.setattr(host_work, "overlaps", lambda device: False)
     plain = read(config, ids, chunk, mask)
     for mine, other in zip(held(beside), held(plain), strict=True):
         np.testing.assert_array_equal(mine[0], other[0])
@@ -114,7 +118,7 @@ def test_lists_from_the_device_are_used(threaded: None, monkeypatch: pytest.Monk
         asked.append((keys, lists))
         return lists
 
-    monkeypatch.setattr(host_work, "nearest_keys", spying)
+    monkeypatch.setattr(index_build, "nearest_keys", spying)
     config = CONFIG.replace(host_dtype="float32")
     cache = read(config, random_ids(1, 400), 128)
     finish_prefill(cache)
@@ -156,7 +160,7 @@ def test_a_follow_up_turn_waits_for_what_is_under_way(threaded: None) -> None:
         return cache, logits
 
     beside, mine = two_turns()
-    with unittest.mock.patch.object(host_work, "beside", lambda device: False):
+    with unittest.mock.patch.object(host_work, "overlaps", lambda device: False):
         plain, other = two_turns()
     for one, two in zip(held(beside), held(plain), strict=True):
         np.testing.assert_array_equal(one[0], two[0])
@@ -191,7 +195,7 @@ def test_an_interrupted_prefill_leaves_no_threads(threaded: None, monkeypatch: p
     begun = threading.Event()
     release = threading.Event()
     built = []
-    original: Any = vars(RoarGraphIndex)["build"].__func__
+    original: Any = vars(RoarGraphIndex)["make"].__func__
 
     def slow(cls: Any, *args: Any, **options: Any) -> Any:
         begun.set()
@@ -199,7 +203,7 @@ def test_an_interrupted_prefill_leaves_no_threads(threaded: None, monkeypatch: p
         built.append(1)
         return original(cls, *args, **options)
 
-    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(slow))
+    monkeypatch.setattr(RoarGraphIndex, "make", classmethod(slow))
     model = tiny_model("llama")
     second = model.model.layers[1].mlp
 
@@ -226,9 +230,9 @@ def test_an_interrupted_prefill_leaves_no_threads(threaded: None, monkeypatch: p
 
 def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for no waiting layer, layer 1 opens its pass only after layer 0 is indexed."""
-    monkeypatch.setattr(host_work, "BACKLOG", 0)
+    monkeypatch.setattr(device_traffic, "BACKLOG", 0)
     order: list[str] = []
-    original: Any = vars(RoarGraphIndex)["build"].__func__
+    original: Any = vars(RoarGraphIndex)["make"].__func__
 
     def noting(cls: Any, *args: Any, **options: Any) -> Any:
         time.sleep(0.05)
@@ -236,15 +240,14 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
         order.append("built")
         return index
 
-    opened = RetrievalLayer._open_reading
+    opened = Reading.__init__
 
-    def opening(self: RetrievalLayer, held: Any, total: int) -> Any:
-        done = opened(self, held, total)
+    def opening(self: Reading, *arguments: Any) -> None:
+        opened(self, *arguments)
         order.append("opened")
-        return done
 
-    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(noting))
-    monkeypatch.setattr(RetrievalLayer, "_open_reading", opening)
+    monkeypatch.setattr(RoarGraphIndex, "make", classmethod(noting))
+    monkeypatch.setattr(Reading, "__init__", opening)
     cache = read(CONFIG, random_ids(1, 300), 128)
     finish_prefill(cache)
     assert order[:4] == ["opened", "built", "built", "opened"]
@@ -256,18 +259,18 @@ def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeyp
     crew = Crew(1, "retrieval_attn-layer")
     monkeypatch.setattr(host_work, "_layers", lambda: crew)
     release = threading.Event()
-    original: Any = vars(RoarGraphIndex)["build"].__func__
+    original: Any = vars(RoarGraphIndex)["make"].__func__
 
     def held_up(cls: Any, *args: Any, **options: Any) -> Any:
         release.wait(20)
         return original(cls, *args, **options)
 
-    monkeypatch.setattr(RoarGraphIndex, "build", classmethod(held_up))
+    monkeypatch.setattr(RoarGraphIndex, "make", classmethod(held_up))
     try:
         cache = read(CONFIG, random_ids(1, 300), 128)
         work = cache.layers[1]._work
-        work.fetched.result(10)
-        assert [type(job.lists) for job in work._jobs] == [np.ndarray] and not work.built.done()
+        work._futures["fetch"].result(10)
+        assert [type(job.lists) for job in work._build._jobs] == [np.ndarray] and not work._futures["build"].done()
     finally:
         release.set()
     finish_prefill(cache)
@@ -285,7 +288,7 @@ def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
     device: str, threaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host slower than the device: when a layer takes memory all but one of the earlier ones have let theirs go."""
-    original = host_work._append
+    original = kv_copy._append
     paths = [HostPath(2, 64, 64, Format.BFLOAT16, layer=number) for number in range(6)]
     asked = {id(path): threading.Event() for path in paths}
     in_time: list[bool] = []
@@ -295,19 +298,19 @@ def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
         time.sleep(0.03)
         original(host, *args)
 
-    monkeypatch.setattr(host_work, "_append", slow)
+    monkeypatch.setattr(kv_copy, "_append", slow)
     where = torch.empty(0, device=device).device  # with its number
     tokens = 3000 if device == "cpu" else 60_000
     works: list[HostWork] = []
     if device == "cuda":
-        host_work.staging(where)
+        kv_copy.staging(where)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     waited = 0.0
     for number, path in enumerate(paths):
-        waited += host_work.make_room(where)
-        assert sum(work._kv is not None for work in works) <= 1
+        waited += device_traffic.traffic(where).make_room()
+        assert sum(bool(work._copy._kv) for work in works) <= 1
         kv = torch.full((2, 1, 2, tokens, 64), float(number), device=device).bfloat16()
         works.append(HostWork(number, Format.BFLOAT16, None, LayerStats(), (kv[0], kv[1])))
         works[-1].append(0, path, None)
@@ -334,12 +337,12 @@ def test_a_gpu_prefill_leaves_the_bytes_of_one_that_waits(monkeypatch: pytest.Mo
     ids = random_ids(1, 3900)
     config = CONFIG.replace(index_options={"exact_below": 0})
     ring = Staging(torch.device("cuda"), 60_000, 2)
-    monkeypatch.setattr(host_work, "staging", lambda device: ring)
+    monkeypatch.setattr(kv_copy, "staging", lambda device: ring)
     beside = read(config, ids, 512, device="cuda")
     finish_prefill(beside)
     assert all(edges.shape[0] for edges in graphs(beside))
     assert beside.stats().lists_seconds > 0
-    monkeypatch.setattr(host_work, "beside", lambda device: False)
+    monkeypatch.setattr(host_work, "overlaps", lambda device: False)
     plain = read(config, ids, 512, device="cuda")
     for mine, other in zip(held(beside), held(plain), strict=True):
         np.testing.assert_array_equal(mine[0], other[0])

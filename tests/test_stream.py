@@ -30,11 +30,13 @@ def context(loaded: tuple[Any, Any]) -> ra.Context:
     return ra.Context(*loaded, CONFIG).read(text, progress=False)
 
 
-@pytest.fixture(params=["plain", "enabled"])
+@pytest.fixture(params=["plain", "enabled", "graphs"])
 def model(request: pytest.FixtureRequest, context: ra.Context) -> Iterator[Any]:
-    """The context's model, with transformers' own attention or switched over for good."""
-    if request.param == "enabled":
+    """The context's model, with transformers' own attention or switched over for good, and with emulated graphs."""
+    if request.param != "plain":
         ra.enable(context.model, CONFIG)
+    if request.param == "graphs":
+        request.getfixturevalue("emulated_graphs")
     before = context.model.config._attn_implementation
     yield context.model
     assert context.model.config._attn_implementation == before

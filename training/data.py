@@ -18,7 +18,17 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from retrieval_attn.eval.plans import NOISE_LINE, Plan, Question, _city, _niah, _vt, make_plan, number, uuid4
+from retrieval_attn.eval.plans import (
+    NOISE_LINE,
+    Plan,
+    Question,
+    make_plan,
+    number,
+    plan_city,
+    plan_niah,
+    plan_vt,
+    uuid4,
+)
 from retrieval_attn.eval.tasks import split_sentences
 from retrieval_attn.eval.text.prose import prose
 
@@ -188,35 +198,35 @@ class Source:
 
     def plan(self, kind: str, rng: random.Random, asks: int) -> Plan:
         """Plan with up to `asks` questions; half the time the keys are any words, not the lists."""
-        key = self.word_key if rng.random() < 0.5 else None
+        key = self.word_key if rng.random() < 0.5 else "words"
         city = self.city_key if rng.random() < 0.4 else None
         hay = rng.choice(("prose", "prose", "noise"))
         value = rng.choice(("numbers", "numbers", "numbers", "words"))
         if kind == "niah_noise":
-            return _niah(rng, asks, haystack="noise", value=value, draw_key=key)
+            return plan_niah(rng, asks, haystack="noise", value=value, key=key)
         if kind == "niah_prose":
-            return _niah(rng, asks, haystack="prose", value=value, keys=4, draw_key=key)
+            return plan_niah(rng, asks, haystack="prose", value=value, keys=4, key=key)
         if kind == "niah_uuid":
             by = rng.choice(("words", "words", "uuids"))
-            return _niah(rng, asks, haystack=hay, key=by, value="uuids", draw_key=key if by == "words" else None)
+            return plan_niah(rng, asks, haystack=hay, key=key if by == "words" else by, value="uuids")
         if kind == "niah_needles":
-            return _niah(rng, asks, haystack="needles", draw_key=key)
+            return plan_niah(rng, asks, haystack="needles", key=key)
         if kind == "niah_uuid_needles":
-            return _niah(rng, asks, haystack="needles", key="uuids", value="uuids")
+            return plan_niah(rng, asks, haystack="needles", key="uuids", value="uuids")
         if kind == "multivalue":
-            return _niah(
+            return plan_niah(
                 rng,
                 min(rng.choice((1, 1, 2, 3, 4, 8, 16)), max(asks // 2, 1)),
                 haystack=hay,
                 values=rng.choice((2, 3, 4, 4, 4, 4)),
-                draw_key=key,
+                key=key,
             )
         if kind == "multiquery":
-            return _niah(rng, max(asks // 3, 1), haystack=hay, queries=rng.choice((2, 4, 4)), draw_key=key)
+            return plan_niah(rng, max(asks // 3, 1), haystack=hay, queries=rng.choice((2, 4, 4)), key=key)
         if kind == "vt":
             # several chains in one text: with one chain the next line would always be the next hop
             chains = min(rng.choice((1, 1, 2, 3, 4, 8, 16)), max(asks // 2, 1))
-            plan = _vt(rng, chains, hops=rng.choice((2, 3, 4, 4, 4, 4)), example=rng.random() < 0.7)
+            plan = plan_vt(rng, chains, hops=rng.choice((2, 3, 4, 4, 4, 4)), example=rng.random() < 0.7)
             plan.haystack = rng.choice(("noise", "noise", "noise", "prose"))
             return plan
         if kind in ("passkey", "number_string"):
@@ -226,7 +236,7 @@ class Source:
         if kind in ("city_number", "city_activity"):
             what = kind.removeprefix("city_")
             count = 1 if rng.random() < 0.2 else asks
-            plan = _city(rng, count, what=what, varied=rng.random() < 0.65, draw_key=city)
+            plan = plan_city(rng, count, what=what, varied=rng.random() < 0.65, draw_key=city)
             plan.haystack = rng.choice(("prose", "prose", "prose", "noise"))
             return plan
         if kind == "kv_uuid":

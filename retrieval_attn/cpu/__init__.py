@@ -16,7 +16,8 @@ from retrieval_attn.cpu.formats import Format, from_float32, to_float32
 from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
 from retrieval_attn.cpu.pool import JobError, Pool, default_pool, set_default_pool
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.step.plan import LayerStep, Piece, StepCost
+from retrieval_attn.cpu.step.piece import Piece
+from retrieval_attn.cpu.step.plan import LayerStep, StepCost
 from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
 
 # The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.

@@ -133,10 +133,7 @@ def plan_paths(
     rows = []
     for path, (start, stop) in zip(paths, ranges, strict=True):
         path._check_range(start, stop)
-        pieces = path._step_pieces(start, stop, step.named)
-        if pieces is None:
-            return False
-        rows.append(pieces)
+        rows.append(path._step_pieces(start, stop))
     threads = first._threads if threads is None else threads
     return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads)
 

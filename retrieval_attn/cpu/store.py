@@ -25,11 +25,9 @@ from retrieval_attn.cpu.attend import (
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_paths
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.segment import Each, HeadCoders, Segment
-from retrieval_attn.cpu.step.given_task import given_task
-from retrieval_attn.cpu.step.plan import LayerStep, Piece
-from retrieval_attn.cpu.step.search_tasks import coded_task, graph_task, sketch_task
+from retrieval_attn.cpu.step.piece import Piece
+from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.formats import Format, check_queries, check_rows
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import check_threads, kernel_threads
@@ -407,17 +405,14 @@ class HostPath:
                 result[row] = merge_partials(parts)[1][0]
         return result
 
-    def _step_pieces(self, start: int, stop: int, named: bool = False) -> list[Piece] | None:
-        """Tokens [start, stop) as a step takes them; None if it cannot search them. named: see `Segment.pieces`."""
+    def _step_pieces(self, start: int, stop: int) -> list[Piece]:
+        """Tokens [start, stop) as a step takes them."""
         pieces: list[Piece] = []
         first = 0
         for span in self._spans:
             low, high = max(start - first, 0), min(stop - first, span.length)
             if low < high:
-                more = span.segment.pieces(low, high, first, self._tail_tokens, named)
-                if more is None:
-                    return None
-                pieces += more
+                pieces += span.segment.pieces(low, high, first, self._tail_tokens)
             first += span.length
         return pieces
 
@@ -452,17 +447,6 @@ def prepare(fmt: Format, spec: IndexSpec | None = None, tokens: int | None = Non
     queries = np.zeros((2, 1, 1), np.float32)
     for top_k in (1, None):
         path.attend(queries, 0, 2, top_k, scale=1.0)
-    kind = spec.kind
-    if kind == "auto" and tokens is not None and tokens < SKETCH_FROM:
-        coded_task(fmt)
-    elif kind in ("roargraph", "auto"):
-        graph_task(fmt)
-    if kind == "auto" or getattr(spec.options, "codes", None) == "int8":
-        coded_task(fmt)
-    if kind in ("sketch", "auto"):
-        sketch_task(fmt)
-    if kind == "device":
-        given_task(fmt)
-    if kind not in ("flat", "sketch", "roargraph", "auto"):
+    if not spec.prepare(fmt, tokens):
         attend_apart(path, queries, 0, 2, 1, 1.0, None, None)
     return time.perf_counter() - began

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cpu.step import descriptor as words
 from retrieval_attn.engine.graph_decoder import GraphDecoder, StepKind, signature
 from retrieval_attn.engine.graph_layer import GraphLayer
 from retrieval_attn.engine.graph_memory import ordinary_tensors
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.index.task import descriptor as words
 
 
 class Binding:

@@ -32,7 +32,7 @@ from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.layers import decoder_layers, final_norms
 from retrieval_attn.model.placement import tensor_ranks
-from retrieval_attn.offload.work import drain
+from retrieval_attn.offload.traffic import traffic
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class _ChunkedLayer:
         """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
         tokens, device = hidden_states.shape[1], hidden_states.device
         needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"
-        drain(device)
+        traffic(device).drain()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if mark is None or not layer.restore(mark):

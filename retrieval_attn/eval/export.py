@@ -15,7 +15,7 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.eval.suite.sample import Row
 
-__all__ = ["kvpress_row", "read_rows", "write_rows"]
+__all__ = ["kvpress_row", "write_rows"]
 
 
 def kvpress_row(row: Row) -> dict[str, Any]:
@@ -43,38 +43,3 @@ def write_rows(rows: Iterable[Row], path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(line + "\n" for line in lines.values()))
     return len(lines)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Rows of a file in this shape, kvpress's own data sets included (their rows get the line number as id).
-
-    Raises InputDataError, with the line number, for what is no such row.
-    """
-    if not path.is_file():
-        raise InputDataError(f"{path}: needed a jsonl file of rows, found none; check the path")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-            answer = values["answer"]
-            rows.append(
-                Row(
-                    id=str(values.get("id", f"{path.stem}/{number - 1}")),
-                    task=values["task"],
-                    context=values["context"],
-                    question=values["question"],
-                    answer_prefix=values["answer_prefix"],
-                    answers=tuple(str(a) for a in answer) if isinstance(answer, list) else (str(answer),),
-                    max_new_tokens=int(values["max_new_tokens"]),
-                    target_tokens=values.get("length"),
-                    options=tuple(values.get("options", ())),
-                )
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputDataError(
-                f"{path}, line {number}: needed context, question, answer_prefix, answer, task and max_new_tokens"
-                f" ({type(error).__name__}: {error}); repair the line"
-            ) from None
-    return rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from retrieval_attn.eval.text.words import ACTIVITIES, ADJECTIVES, CITIES, NOUNS, PLACES
 
-__all__ = ["PLANNERS", "TASKS", "Plan", "Question", "make_plan"]
+__all__ = ["PLANNERS", "TASKS", "Plan", "Question", "make_plan", "plan_city", "plan_niah", "plan_vt"]
 
 NOISE_LINE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -79,20 +79,22 @@ def _listing(items: list[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
 
 
-def _niah(
+def plan_niah(
     rng: random.Random,
     asks: int,
     *,
     haystack: str,
-    key: str = "words",
+    key: str | Callable[[random.Random], str] = "words",
     value: str = "numbers",
     keys: int = 1,
     values: int = 1,
     queries: int = 1,
-    draw_key: Callable[[random.Random], str] | None = None,
 ) -> Plan:
-    """RULER needle task; with asks > 1 every question has its own keys among the same needles."""
-    pick_key = draw_key or _DRAW[key]
+    """RULER needle task; with asks > 1 every question has its own keys among the same needles.
+
+    key: "words", "numbers", "uuids", or what draws one.
+    """
+    pick_key = _DRAW[key] if isinstance(key, str) else key
     names = _distinct(lambda: pick_key(rng), max(keys, queries * asks))
     table = {name: [_DRAW[value](rng) for _ in range(values)] for name in names}
     needles = [f"One of the special magic {value} for {name} is: {item}." for name in names for item in table[name]]
@@ -137,7 +139,7 @@ def _niah(
     )
 
 
-def _vt(rng: random.Random, asks: int, *, chains: int = 1, hops: int = 4, example: bool = True) -> Plan:
+def plan_vt(rng: random.Random, asks: int, *, chains: int = 1, hops: int = 4, example: bool = True) -> Plan:
     """RULER variable tracking; the statements of a chain keep their order in the text."""
     chains = max(chains, asks)
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -193,7 +195,7 @@ _HIDDEN_INFO = (
 )
 
 
-def _passkey(rng: random.Random, asks: int, *, name: str = "pass key") -> Plan:
+def plan_passkey(rng: random.Random, asks: int, *, name: str = "pass key") -> Plan:
     """InfiniteBench pass key and number string; one needle, so never more than one question."""
     key = number(rng, 5)
     if name != "pass key":
@@ -227,7 +229,7 @@ _LEAD_INS = (
 )
 
 
-def _city(
+def plan_city(
     rng: random.Random,
     asks: int,
     *,
@@ -262,7 +264,7 @@ def _city(
     return Plan(lead, needles, questions, needle_style=style, answer_tokens=32 if what != "number" else 12)
 
 
-def _kv_uuid(rng: random.Random, asks: int) -> Plan:
+def plan_kv_uuid(rng: random.Random, asks: int) -> Plan:
     """InfiniteBench key-value retrieval: the whole context is one JSON object of UUID pairs."""
     pairs = [(uuid4(rng), uuid4(rng)) for _ in range(asks)]
     needles = [f'"{key}": "{value}"' for key, value in pairs]
@@ -285,20 +287,20 @@ def _kv_uuid(rng: random.Random, asks: int) -> Plan:
 
 Planner = Callable[[random.Random, int], Plan]
 PLANNERS: dict[str, Planner] = {
-    "niah_single_1": lambda r, n: _niah(r, n, haystack="noise"),
-    "niah_single_2": lambda r, n: _niah(r, n, haystack="prose"),
-    "niah_single_3": lambda r, n: _niah(r, n, haystack="prose", value="uuids"),
-    "niah_multikey_1": lambda r, n: _niah(r, n, haystack="prose", keys=4),
-    "niah_multikey_2": lambda r, n: _niah(r, n, haystack="needles"),
-    "niah_multikey_3": lambda r, n: _niah(r, n, haystack="needles", key="uuids", value="uuids"),
-    "niah_multivalue": lambda r, n: _niah(r, n, haystack="prose", values=4),
-    "niah_multiquery": lambda r, n: _niah(r, n, haystack="prose", queries=4),
-    "vt": lambda r, n: _vt(r, n),
-    "passkey": lambda r, n: _passkey(r, n),
-    "number_string": lambda r, n: _passkey(r, n, name="sequence of digits"),
-    "city_number": lambda r, n: _city(r, n, what="number"),
-    "city_activity": lambda r, n: _city(r, n, what="activity"),
-    "kv_uuid": lambda r, n: _kv_uuid(r, n),
+    "niah_single_1": lambda r, n: plan_niah(r, n, haystack="noise"),
+    "niah_single_2": lambda r, n: plan_niah(r, n, haystack="prose"),
+    "niah_single_3": lambda r, n: plan_niah(r, n, haystack="prose", value="uuids"),
+    "niah_multikey_1": lambda r, n: plan_niah(r, n, haystack="prose", keys=4),
+    "niah_multikey_2": lambda r, n: plan_niah(r, n, haystack="needles"),
+    "niah_multikey_3": lambda r, n: plan_niah(r, n, haystack="needles", key="uuids", value="uuids"),
+    "niah_multivalue": lambda r, n: plan_niah(r, n, haystack="prose", values=4),
+    "niah_multiquery": lambda r, n: plan_niah(r, n, haystack="prose", queries=4),
+    "vt": lambda r, n: plan_vt(r, n),
+    "passkey": lambda r, n: plan_passkey(r, n),
+    "number_string": lambda r, n: plan_passkey(r, n, name="sequence of digits"),
+    "city_number": lambda r, n: plan_city(r, n, what="number"),
+    "city_activity": lambda r, n: plan_city(r, n, what="activity"),
+    "kv_uuid": lambda r, n: plan_kv_uuid(r, n),
 }
 TASKS: tuple[str, ...] = tuple(PLANNERS)
 

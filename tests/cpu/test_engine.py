@@ -16,12 +16,15 @@ from retrieval_attn.cpu import host_attend
 from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
-from retrieval_attn.cpu.step.plan import LayerStep, Piece
+from retrieval_attn.cpu.step.piece import Piece
+from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
+from retrieval_attn.index import flat_task
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.sketch import index as sketch_module
+from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
 from tests.cpu.reference import attention, best_ids, normal, whole_numbers
@@ -134,9 +137,7 @@ def assert_close(one: HostPartial, other: HostPartial) -> None:
     np.testing.assert_allclose(one.lse, other.lse, atol=5e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"per_query_head": True}, {"beta": 20.0}, {"planes": 2, "seeds": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"per_query_head": True}, {"beta": 20.0}], ids=str)
 def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[SyntheticHead], options: dict[str, Any]) -> None:
     """Same keys, same attention, same count; one query position, which starts from no earlier search."""
     queries = np.concatenate([head.decode for head in heads])[:, :1]
@@ -161,9 +162,9 @@ def test_coded_scan_finds_what_the_index_finds(
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "CODED_TOKENS", 300)
+            patch.setattr(flat_task if kind == "flat" else sketch_task, "CODED_TOKENS", 300)
             path = trained_path(pool, heads, kind, options)
-            assert path._step_pieces(SINKS, TOKENS) is not None
+            assert path.index_kinds == {kind: 2}
             results += [path.attend(queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
             assert results[-1].keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)
             wrong = queries.copy()
@@ -182,7 +183,7 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "CODED_TOKENS", 300)
+            patch.setattr(sketch_task, "CODED_TOKENS", 300)
             patch.setattr(sketch_module, "LEAST_LEAVES", 32)
             path = trained_path(pool, heads, "sketch", {"key_bytes": 16, "share": 0.06})
             results.append(path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE))
@@ -374,7 +375,7 @@ def test_what_a_step_cannot_hold_takes_the_other_way(pool: Pool, monkeypatch: py
     for n in (1, 40):
         queries = whole_numbers(rng, (4, n, 16))
         expected = path.attend(queries, 0, 3000, 9, scale=SCALE)
-        monkeypatch.setattr(engine_module, "MOST_LISTS_BYTES", 100)
+        monkeypatch.setattr(engine_module, "MAX_LISTS_BYTES", 100)
         path._steps.clear()
         assert_close(path.attend(queries, 0, 3000, 9, scale=SCALE), expected)
         monkeypatch.undo()

@@ -11,11 +11,11 @@ import pytest
 
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.step import descriptor as words
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.task import descriptor as words
 from tests.cpu.reference import normal
 
 HEADS, Q_HEADS, DIM, VALUE_DIM = 2, 6, 16, 19

@@ -229,10 +229,12 @@ def test_the_model_asks_what_the_synthetic_head_asks(bench: Bench, source: Any) 
 
 @pytest.mark.parametrize("keys", ["mid", "read"])
 def test_published_methods_attend_to_their_budgets(keys: str) -> None:
-    """SnapKV to 2,048 tokens and what was generated, InfLLM to some; on placed keys and on read ones."""
+    """2,048 tokens and what was generated, InfLLM more, Quest's first two layers all; on placed and on read keys."""
     bench = Bench(arguments("unused", "--methods", "snapkv", "--keys", keys))
     source = bench.source(9000)
-    for name, least, most in (("snapkv", 2048, 2060), ("infllm", 6000, 6500)):
+    attended = {"snapkv": (2048, 2060), "pyramidkv": (2048, 2060), "streaming_llm": (2048, 2049)}
+    attended |= {"infllm": (6000, 6500), "quest": (9000, 9010)}
+    for name, (least, most) in attended.items():
         row = measure(bench, source, parse(name)[0])
         assert row.status == "ok" and row.ms is not None and row.error is not None, row
         assert row.device_touched is not None

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, UnsupportedModelError
 from retrieval_attn.eval.recording import command as record_command
 from retrieval_attn.eval.recording.files import Recording
+from retrieval_attn.eval.recording.options import RecordOptions
 from retrieval_attn.eval.recording.record import record
-from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.index.formats import to_float32
 from retrieval_attn.model.rotation import Rotation
 from tests.tiny_models import config_of, random_ids, tiny_model
 
@@ -35,7 +36,7 @@ def test_recorded_queries_and_keys_make_the_models_attention(name: str, ids: lis
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         eager = model(torch.tensor([ids]), output_attentions=True, past_key_values=cache, use_cache=True)
-    found = record(model, ids[:CONTEXT], ids[CONTEXT:], train=30, fmt=Format.FLOAT32, chunk=16)
+    found = record(model, ids[:CONTEXT], ids[CONTEXT:], RecordOptions(train=30, storage="float32", chunk=16))
     assert model.config._attn_implementation == "eager"
     full = [i for i, kind in enumerate(_layer_types(model)) if kind == "full_attention"]
     assert [(head.layer, head.kv_head) for head in found.heads] == [(layer, h) for layer in full for h in (0, 1)]
@@ -72,7 +73,9 @@ def test_moved_queries_are_what_the_model_asks_at_the_new_position(name: str, id
     model: Any = tiny_model(name)
     token = ids[20]
     after = [token, 5, token]
-    found = record(model, ids[:CONTEXT], after, layers=[0], train=CONTEXT, fmt=Format.FLOAT32, chunk=32, span=3)
+    found = record(
+        model, ids[:CONTEXT], after, RecordOptions(layers=[0], train=CONTEXT, storage="float32", chunk=32, span=3)
+    )
     for head in found.heads:
         assert head.train_rotated is not None
         assert set(head.train_targets) == {CONTEXT, CONTEXT + 1, CONTEXT + 2}
@@ -121,7 +124,7 @@ def test_a_model_without_rotation_says_so() -> None:
 def test_what_is_kept_can_be_chosen(ids: list[int]) -> None:
     """Only the named layers and heads; wrong ones are named before anything runs."""
     model: Any = tiny_model("llama")
-    found = record(model, ids[:CONTEXT], ids[CONTEXT:], layers=[1], kv_heads=[1], train=0, chunk=512)
+    found = record(model, ids[:CONTEXT], ids[CONTEXT:], RecordOptions(layers=[1], kv_heads=[1], train=0, chunk=512))
     assert [(head.layer, head.kv_head) for head in found.heads] == [(1, 1)]
     head = found.heads[0]
     assert head.train.shape == (3, 0, 16) and head.train_rotated is not None and head.train_rotated.shape == (3, 0, 16)
@@ -136,16 +139,16 @@ def test_what_is_kept_can_be_chosen(ids: list[int]) -> None:
     ]
     for wrong in mistakes:
         with pytest.raises(ConfigError):
-            record(model, ids[:CONTEXT], ids[CONTEXT:], **wrong)
+            record(model, ids[:CONTEXT], ids[CONTEXT:], RecordOptions(**wrong))
     with pytest.raises(InputDataError):
         record(model, [], ids)
     with pytest.raises(ConfigError):
-        record(tiny_model("gemma3"), ids[:CONTEXT], ids[CONTEXT:], layers=[0])
+        record(tiny_model("gemma3"), ids[:CONTEXT], ids[CONTEXT:], RecordOptions(layers=[0]))
 
 
 def test_a_recording_survives_the_disk(tmp_path: Path, ids: list[int]) -> None:
     """Keys, values and decode queries bit for bit, training queries rounded to the keys' format."""
-    found = record(tiny_model("llama"), ids[:CONTEXT], ids[CONTEXT:], layers=[0], train=20)
+    found = record(tiny_model("llama"), ids[:CONTEXT], ids[CONTEXT:], RecordOptions(layers=[0], train=20))
     found.save(tmp_path / "new")
     loaded = Recording.load(tmp_path / "new")
     assert loaded.meta == found.meta
@@ -162,7 +165,9 @@ def test_a_recording_survives_the_disk(tmp_path: Path, ids: list[int]) -> None:
 
 def test_damaged_recordings_are_named(tmp_path: Path, ids: list[int]) -> None:
     """No folder, no description, another version, a cut or missing file: never a traceback of numpy's."""
-    record(tiny_model("llama"), ids[:CONTEXT], ids[CONTEXT:], layers=[0], kv_heads=[0], train=3).save(tmp_path)
+    record(tiny_model("llama"), ids[:CONTEXT], ids[CONTEXT:], RecordOptions(layers=[0], kv_heads=[0], train=3)).save(
+        tmp_path
+    )
     meta, head = tmp_path / "meta.json", tmp_path / "layer0_head0.npz"
     good_meta, good_head = meta.read_text(), head.read_bytes()
     for text in ("", "[]", "{}", json.dumps({**json.loads(good_meta), "version": 99})):

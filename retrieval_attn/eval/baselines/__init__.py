@@ -9,9 +9,10 @@ from retrieval_attn.eval.baselines.registry import (
     METHODS,
     budget_options,
     build_methods,
+    check_options,
     make_method,
     option_names,
-    settle_options,
+    parse_method_options,
 )
 from retrieval_attn.eval.baselines.reply import POSITIONS, Method, Reply
 
@@ -22,7 +23,8 @@ __all__ = [
     "Reply",
     "budget_options",
     "build_methods",
+    "check_options",
     "make_method",
     "option_names",
-    "settle_options",
+    "parse_method_options",
 ]

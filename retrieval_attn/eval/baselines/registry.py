@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,24 +25,34 @@ from retrieval_attn.eval.baselines.options import (
 )
 from retrieval_attn.eval.baselines.reply import Method
 
-__all__ = ["METHODS", "budget_options", "build_methods", "make_method", "option_names", "settle_options"]
+__all__ = [
+    "METHODS",
+    "POLICIES",
+    "budget_options",
+    "build_methods",
+    "check_options",
+    "make_method",
+    "option_names",
+    "parse_method_options",
+    "settle_options",
+]
 
-_POLICIES: dict[str, type[Options]] = {
+POLICIES: dict[str, type[Options]] = {
     kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen)
 }
 _INDEXES = {"flat": "flat", "ivf": "ivf", "hnsw": "hnsw", "retrieval": "roargraph"}
 _OF_RETRIEVAL = ("append", "inside", "beta")
 _COPY_BELOW_BYTES = 1 << 30
 
-METHODS: tuple[str, ...] = ("full", *_POLICIES, *_INDEXES)
+METHODS: tuple[str, ...] = ("full", *POLICIES, *_INDEXES)
 """Names of all methods, the exact one first."""
 
 
 def option_names(name: str) -> tuple[str, ...]:
     """Options that `make_method` takes for `name`, besides `budget`.  Raises ConfigError for an unknown name."""
     _known(name)
-    if name in _POLICIES:
-        return tuple(item.name for item in fields(_POLICIES[name]))
+    if name in POLICIES:
+        return tuple(item.name for item in fields(POLICIES[name]))
     if name in _INDEXES:
         return (*(item.name for item in fields(Config)), *_OF_RETRIEVAL)
     return ("keep_context",)
@@ -57,8 +70,8 @@ def budget_options(name: str, budget: int, given: Mapping[str, Any] | None = Non
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 8:
         raise ConfigError(f"budget must be a whole number of tokens >= 8, got {budget!r}; 2048 is the published value")
     fixed = dict(given or {})
-    if name in _POLICIES:
-        made = _POLICIES[name].for_budget(budget, fixed)
+    if name in POLICIES:
+        made = POLICIES[name].for_budget(budget, fixed)
     elif name in _INDEXES:
         made = _retrieval_budget(budget, fixed)
     else:
@@ -105,28 +118,78 @@ def settle_options(name: str, options: Mapping[str, Any]) -> tuple[Config | Opti
 
     Raises ConfigError for an unknown name or option, or a value that cannot be.
     """
-    _known(name)
     given = dict(options)
     budget = given.pop("budget", None)
-    unknown = sorted(set(given) - set(option_names(name)))
-    if unknown:
-        known = ", ".join(option_names(name))
-        raise ConfigError(f"method {name} has no option {', '.join(unknown)}; its options: {known}")
+    _require_options(name, given)
     if budget is not None:
         given = {**budget_options(name, budget, given), **given}
     if name in _INDEXES:
         own = {key: given.pop(key) for key in _OF_RETRIEVAL if key in given}
         return Config.from_dict({"index": _INDEXES[name], **given}), own
-    if name in _POLICIES:
-        checked: Options = _POLICIES[name].of(given)
+    if name in POLICIES:
+        checked: Options = POLICIES[name].of(given)
         return checked, {}
     return None, given
 
 
+def parse_method_options(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Options by method of every METHOD.KEY=VALUE; the value is JSON where it is some.  Raises ConfigError."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", text)
+        if not match or match[1] not in METHODS:
+            raise ConfigError(
+                f"--method-option {text!r}: needed METHOD.KEY=VALUE with a method of {', '.join(METHODS)};"
+                " write quest.page=16"
+            )
+        value: Any = match[3]
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+        found.setdefault(match[1], {})[match[2]] = value
+    return found
+
+
+def check_options(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError for an unknown name or option, a bad value, or one of "all" that none of the methods has."""
+    taken = {key for name in names for key in _takes(name)}
+    unused = sorted(set(options.get("all", {})) - taken)
+    if unused:
+        raise ConfigError(f"none of {', '.join(names)} has an option {', '.join(unused)}; leave it out")
+    for name, own in options.items():
+        if name != "all":
+            _require_options(name, own)
+    for name in names:
+        settle_options(name, _own_options(name, options))
+
+
+def _own_options(name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Those of "all" that the method has, and its own on top."""
+    shared = {key: value for key, value in options.get("all", {}).items() if key in _takes(name)}
+    return {**shared, **options.get(name, {})}
+
+
+def _takes(name: str) -> tuple[str, ...]:
+    """Every option of a method, `budget` included where it has one."""
+    return tuple(dict.fromkeys((*option_names(name), *(() if name == "full" else ("budget",)))))
+
+
+def _require_options(name: str, given: Iterable[str]) -> None:
+    unknown = sorted(set(given).difference(_takes(name)))
+    if unknown:
+        raise ConfigError(f"method {name} has no option {', '.join(unknown)}; its options: {', '.join(_takes(name))}")
+
+
 def build_methods(
-    names: Sequence[str], model: Any, tokenizer: Any, options: Mapping[str, Mapping[str, Any]] | None = None
+    names: Sequence[str],
+    model: Any,
+    tokenizer: Any,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    threads: int | None = None,
 ) -> dict[str, Method]:
-    """Methods by name, full attention first; options: per name, as keywords of `make_method` (budget too).
+    """Methods by name, full attention first.
+
+    options: per name, as keywords of `make_method` (budget too); "all": for every method that has them.
+    threads: of the methods that search on the host; None: all cores.
 
     Methods that read with full attention and attend by their own rule (streaming_llm, snapkv, pyramidkv, quest,
     infinigen) share one reading of each context.  flat, ivf, hnsw and retrieval each keep their own, since its host
@@ -135,9 +198,11 @@ def build_methods(
     """
     from retrieval_attn.model.loading import launched_processes
 
-    given = {name: dict((options or {}).get(name, {})) for name in names}
-    for name in (*names, *(options or {})):
-        _known(name)
+    check_options(names, options or {})
+    given = {name: _own_options(name, options or {}) for name in names}
+    for name, own_options in given.items():
+        if threads is not None and "threads" in _takes(name):
+            own_options.setdefault("threads", threads)
     methods: dict[str, Method] = {}
     if "full" in names:
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -146,7 +211,7 @@ def build_methods(
         full = {"keep_context": True, **given["full"]}
         methods["full"] = make_method("full", copy.deepcopy(model) if own else model, tokenizer, **full)
     shared = None
-    if any(name in _POLICIES for name in names):
+    if any(name in POLICIES for name in names):
         from retrieval_attn.eval.baselines.reader import ContextReader
 
         shared = ContextReader(model)

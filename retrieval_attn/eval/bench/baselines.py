@@ -1,5 +1,5 @@
-"""Full attention to compare with: transformers' own caches under its own attention, and this package's flash backend
-over keys on the device. All run one plain greedy loop.
+"""Methods to compare with: full attention by transformers' own caches or by this package's flash backend over keys on
+the device, and the published policies. All run one plain greedy loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.eval.baselines.cache import ContextCache
+from retrieval_attn.eval.baselines.method import policies_of
+from retrieval_attn.eval.baselines.registry import POLICIES
 from retrieval_attn.eval.bench.method import Decoded, Method, OnToken, forward_logits
 from retrieval_attn.eval.bench.place import fill, fill_static
 from retrieval_attn.eval.bench.resident import ResidentCache, resident_attention
@@ -198,6 +202,36 @@ class Graphed:
         self._places.fill_(position)
         self._graph.replay()
         return self._out
+
+
+class ByPolicy(OwnLoop):
+    """A published method that chooses tokens by a rule of its own, as in the evaluation, for one sequence.
+
+    Keys lie on the device, the forward runs in Python, the parameters are the paper's. The short context that answers
+    are checked on is smaller than its budget: there it is full attention.
+    """
+
+    def prepare(self, source: Source, room: int) -> None:
+        self._hold(source)
+        name = self.spec.name
+        cache = ContextCache(self.model, {name: policies_of(POLICIES[name](), self.model)}, self.config)
+        source.read_into(cache)
+        cache.context_tokens = source.tokens
+        cache.act(name)
+        cache.start()
+        self._cache = cache
+
+    def decode(
+        self, steps: int, on_token: OnToken | None = None, *, keep: bool = False, seconds: float = 1e9
+    ) -> Decoded:
+        with torch.no_grad(), using_retrieval(self.model, self.config.prefill_chunk):
+            return super().decode(steps, on_token, keep=keep, seconds=seconds)
+
+    def device_bytes_touched(self, source: Source) -> int:
+        """As the policies counted them."""
+        meters = self._cache.meters()
+        read = sum(meter.read / max(1, meter.queries) for meter in meters) / len(meters)
+        return int(read * source.token_bytes)
 
 
 def _quantizer() -> str | None:

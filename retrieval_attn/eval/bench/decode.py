@@ -8,7 +8,6 @@ full attention), and what retrieval answers with attention over the keys it foun
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -86,13 +85,11 @@ def run(args: argparse.Namespace) -> int:
                 row = measure(bench, source, spec)
             except RuntimeError as error:  # a device that stopped answering: keep what there is
                 rows.append(Row(source.tokens, source.batch, spec.label, "failed", str(error).splitlines()[0][:300]))
-                _save(folder, bench, rows, {**found, "keys": keys})
+                _save(folder, bench, rows, {**found, "keys": keys}, plot=not args.no_plot)
                 raise
             print(row.line(), file=sys.stderr, flush=True)
             rows.append(row)
             _save(folder, bench, rows, {**found, "keys": keys})  # what was measured survives what comes
-        if not args.no_plot:
-            _plot(folder, bench, rows)
         del source
     if args.record and bench.device.type == "cuda":
         for length in lengths:
@@ -100,26 +97,17 @@ def run(args: argparse.Namespace) -> int:
             for row, spec in zip([row for row in rows if row.context == source.tokens], specs, strict=True):
                 record(bench, source, spec, row)
             del source
-    _save(folder, bench, rows, {**found, "keys": keys}, finished=True)
+    _save(folder, bench, rows, {**found, "keys": keys}, plot=not args.no_plot, finished=True)
     print((folder / "decode.md").read_text())
     print(f"written to {folder}")
     return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
 
 
-def _save(folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any], finished: bool = False) -> None:
-    from retrieval_attn.eval.bench.decode_report import markdown
-    from retrieval_attn.eval.runs import write_atomically
+def _save(
+    folder: Path, bench: Bench, rows: list[Row], found: dict[str, Any], *, plot: bool = False, finished: bool = False
+) -> None:
+    from retrieval_attn.eval.bench.decode_report import markdown, plots
+    from retrieval_attn.eval.bench.plots import save_results
 
     report = {"what": "decode", "finished": finished, **about(bench), **found, "rows": [asdict(row) for row in rows]}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "decode.json", json.dumps(report, indent=1) + "\n")
-    write_atomically(folder / "decode.md", markdown(rows, report))
-
-
-def _plot(folder: Path, bench: Bench, rows: list[Row]) -> None:
-    from retrieval_attn.eval.bench.decode_report import plots
-    from retrieval_attn.eval.bench.plots import save_plot
-
-    panels = plots(rows, bench.name)
-    if panels[0].lines:
-        save_plot(panels, folder / "decode.png")
+    save_results(folder, "decode", report, markdown(rows, report), plots(rows, bench.name) if plot else [])

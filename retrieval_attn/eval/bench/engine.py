@@ -1,4 +1,4 @@
-"""`python -m retrieval_attn.eval.bench_engine`: what the host side of a decode step costs on this machine.
+"""`python -m retrieval_attn.eval.bench.engine`: what the host side of a decode step costs on this machine.
 
 Times the pool of worker threads, attention over ids, and whole steps of one layer by kind of index and number of
 threads, beside the earlier way (one parallel kernel after the other) in the same run. Prints tables; the last line is
@@ -24,15 +24,16 @@ import numpy.typing as npt
 from numba import carray, cfunc, njit
 
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
-from retrieval_attn.cpu.atomics import at_address, atomic_load, atomic_swap, nanoseconds
 from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
 from retrieval_attn.cpu.host_attend import attend_apart
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
 from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.eval.flags import parse_lengths
 from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import synthetic_head
+from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_swap, nanoseconds
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -399,7 +400,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print("\ntorch.mm of 768 x 768, milliseconds\n" + _table([figures["torch"]]), flush=True)
     if "step" in parts:
         figures["step"] = []
-        for tokens in (int(part) for part in args.tokens.split(",")):
+        for tokens in parse_lengths(args.tokens, "--tokens"):
             rows = [row for fmt in formats for row in measure_steps(args, tokens, threads, fmt)]
             figures["step"] += rows
             print(f"\nOne layer, {args.kv_heads * args.group} heads, {tokens} keys\n" + _table(rows), flush=True)
@@ -411,7 +412,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m retrieval_attn.eval.bench_engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m retrieval_attn.eval.bench.engine", description=__doc__)
     add_arguments(parser)
     print(json.dumps(run(parser.parse_args(argv))))
     return 0

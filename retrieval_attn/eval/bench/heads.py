@@ -99,8 +99,10 @@ class Source:
         folder = self.cache / f"{self.name.replace('/', '_')}-{self.task}-{length}-{self.train}-{self.seed}"
         if not (folder / "meta.json").is_file():
             from retrieval_attn.eval.recording.command import record_text
+            from retrieval_attn.eval.recording.options import RecordOptions, TextSource
 
-            made = record_text(self.name, length, task=self.task, train=self.train, seed=self.seed, progress=progress)
+            options = RecordOptions(train=self.train, seed=self.seed)
+            made = record_text(self.name, TextSource(length, self.task), options, progress=progress)
             made.save(folder)
         return Recording.load(folder)
 

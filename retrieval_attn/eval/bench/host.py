@@ -20,11 +20,6 @@ def host_peak() -> int | None:
     return _field("VmHWM")
 
 
-def host_resident() -> int | None:
-    """Resident bytes now."""
-    return _field("VmRSS")
-
-
 def _field(name: str) -> int | None:
     try:
         text = _STATUS.read_text()

@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,21 +22,20 @@ from retrieval_attn import Config, Context
 from retrieval_attn.config import HOST_DTYPES
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
 from retrieval_attn.eval.flags import as_tokens
-from retrieval_attn.eval.models import load_model
+from retrieval_attn.eval.models import load_model, model_path
 from retrieval_attn.eval.tasks import TASKS, make_sample, score
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32
 
 __all__ = ["add_arguments", "main", "run"]
 
-BUNDLED = Path(__file__).parents[1] / "needle_model"
 _USUAL = "niah_single_2,niah_multikey_1,niah_multivalue,vt,passkey,kv_uuid"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add = parser.add_argument
-    add("--model", default=str(BUNDLED), help="folder or hub name (default: the bundled model)")
+    add("--model", default="bundled", help="bundled, a folder or a hub id (default: %(default)s)")
     add("--tasks", default=_USUAL, metavar="NAME,NAME", help=f"of {', '.join(TASKS)} (default: %(default)s)")
     add("--tokens", type=as_tokens, default=4096, help="tokens of a sample, answer included (default: %(default)s)")
     add("--samples", type=int, default=4, help="per task (default: %(default)s)")
@@ -82,12 +80,13 @@ def errors(model: Any, tokenizer: Any, args: argparse.Namespace, dtypes: Sequenc
     Of the output, as a share of the largest value of the head, median and worst query; of the log-sum-exp; over all
     keys and over the exact top k of the stored keys, of which `recall` are among those of the unrounded ones.
     """
+    from retrieval_attn.eval.recording.options import RecordOptions
     from retrieval_attn.eval.recording.record import record
 
     sample = make_sample("niah_multikey_1", args.tokens, args.seed, tokenizer)
     ids = tokenizer(sample.context)["input_ids"]
     after = tokenizer(sample.question + sample.completion, add_special_tokens=False)["input_ids"]
-    recorded = record(model, ids, after, train=0, fmt=Format.FLOAT32)
+    recorded = record(model, ids, after, RecordOptions(train=0, storage="float32"))
     rows = []
     for dtype in dtypes:
         fmt = Format.from_name(dtype)
@@ -142,7 +141,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     dtypes = args.host_dtypes.split(",")
     for dtype in dtypes:
         Config(host_dtype=dtype)  # before the model is loaded
-    model, tokenizer = load_model(args.model, args.device, "auto"), AutoTokenizer.from_pretrained(args.model)
+    name = model_path(args.model)
+    model, tokenizer = load_model(name, args.device, "auto"), AutoTokenizer.from_pretrained(name)
     figures: dict[str, Any] = {"arguments": vars(args), "answers": answers(model, tokenizer, args, dtypes)}
     print(f"\nPercent of reference answers, {args.tokens} tokens\n" + _table(figures["answers"]), flush=True)
     stored = [dtype for dtype in dtypes if dtype != HOST_DTYPES[0]]

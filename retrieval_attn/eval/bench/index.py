@@ -7,7 +7,6 @@ and plots into a new folder; recordings are kept beside it and used again.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -150,9 +149,9 @@ def source_of(args: argparse.Namespace) -> Source:
 
 
 def _write(folder: Path, args: argparse.Namespace, points: list[Point], notes: list[str]) -> None:
-    from retrieval_attn.eval.bench.plots import save_plot
+    from retrieval_attn.eval.bench.plots import save_plot, save_results
     from retrieval_attn.eval.bench.report import as_json, plots, table
-    from retrieval_attn.eval.runs import environment, write_atomically
+    from retrieval_attn.eval.runs import environment
 
     found: dict[str, Any] = environment()
     head = [
@@ -165,10 +164,8 @@ def _write(folder: Path, args: argparse.Namespace, points: list[Point], notes: l
         "",
     ]
     text = "\n".join(head) + "\n" + table(points)
-    folder.mkdir(parents=True, exist_ok=True)
     report = {"what": "index", "source": args.source, "k": args.k, "threads": args.threads, "notes": notes, **found}
-    write_atomically(folder / "bench.json", json.dumps({**report, "points": as_json(points)}, indent=1) + "\n")
-    write_atomically(folder / "bench.md", text)
+    save_results(folder, "bench", {**report, "points": as_json(points)}, text)
     if not args.no_plot:
         for name, panels in plots(points, args.source):
             save_plot(panels, folder / name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of
+from retrieval_attn.eval.bench.plots import Plot, save_results
 from retrieval_attn.eval.flags import as_tokens, new_folder
 from retrieval_attn.memory.units import parse_tokens
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if len(specs) != 1 or specs[0].name in METHODS:
         raise ConfigError(f"--index takes the name of one index, got {args.index}")
     folder = new_folder(args.output_dir, "bench")
-    from retrieval_attn.eval.runs import environment, write_atomically
+    from retrieval_attn.eval.runs import environment
 
     found = environment()
     args.keys = "mid"
@@ -86,33 +86,30 @@ def run(args: argparse.Namespace) -> int:
     problems = verdict(rows, bench.config.sink + bench.config.window)
     report = {"what": "memory", **about(bench), **found, "problems": problems, "rows": [asdict(row) for row in rows]}
     text = markdown(rows, report, problems)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "memory.json", json.dumps(report, indent=1) + "\n")
-    write_atomically(folder / "memory.md", text)
-    if not args.no_plot:
-        from retrieval_attn.eval.bench.plots import Plot, save_plot
-
-        sizes: dict[str, list[tuple[int, int | None]]] = {
-            "device, prefill": [(row.context, row.prefill_process) for row in rows],
-            "device, decode": [(row.context, row.decode_process) for row in rows],
-            "device, windows": [(row.context, row.windows) for row in rows],
-            "host, keys and index": [(row.context, row.host_bytes) for row in rows],
-        }
-        lines = {
-            name: [(float(x), y / GIB) for x, y in points if y is not None]
-            for name, points in sizes.items()
-            if any(y for _, y in points)
-        }
-        save_plot([Plot(bench.name, "tokens of context", "GiB", lines, log_x=True, log_y=True)], folder / "memory.png")
+    save_results(folder, "memory", report, text, [] if args.no_plot else [_plot(bench.name, rows)])
     print(text)
     print(f"written to {folder}")
     return 1 if problems else 0
 
 
+def _plot(title: str, rows: Sequence[Row]) -> Plot:
+    sizes: dict[str, list[tuple[int, int | None]]] = {
+        "device, prefill": [(row.context, row.prefill_process) for row in rows],
+        "device, decode": [(row.context, row.decode_process) for row in rows],
+        "device, windows": [(row.context, row.windows) for row in rows],
+        "host, keys and index": [(row.context, row.host_bytes) for row in rows],
+    }
+    lines = {
+        name: [(float(x), y / GIB) for x, y in points if y is not None]
+        for name, points in sizes.items()
+        if any(y for _, y in points)
+    }
+    return Plot(title, "tokens of context", "GiB", lines, log_x=True, log_y=True)
+
+
 def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     """Read or place one context, generate, and say what was held."""
     import retrieval_attn as ra
-    from retrieval_attn.cache.retrieval import RetrievalLayer
     from retrieval_attn.engine.prefill import finish_prefill
     from retrieval_attn.eval.bench.host import host_peak, start_host_peak
     from retrieval_attn.eval.bench.keys import read
@@ -146,8 +143,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         dtype=str(bench.model.dtype).removeprefix("torch."),
         config=method.config,
     )
-    layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
-    codes = codes_of(layers)
+    codes = held_codes = sum(index.device_nbytes for index in cache.coded_indexes)
     if codes:  # and their scores, which layers take turns to use
         codes += 4 * length * bench.args.batch * bench.model.config.get_text_config(decoder=True).num_attention_heads
     return Row(
@@ -158,7 +154,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         prefill_process=held.process if held and read_it else None,
         decode_process=decoding.process if decoding else None,
         decode_allocated=decoding.peak if decoding else None,
-        windows=cache.device_nbytes - sum(layer.coded_nbytes for layer in layers),
+        windows=cache.device_nbytes - held_codes,
         codes=codes,
         planned_prefill=planned.device_bytes,
         planned_decode=planned.decode_bytes,
@@ -167,12 +163,6 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         planned_host=planned.host_bytes,
         host_peak=host_peak(),
     )
-
-
-def codes_of(layers: Sequence[Any]) -> int:
-    """Device bytes of codes, once where layers share their keys."""
-    indexes = {number: index for layer in layers for number, index in layer.coded_indexes.items()}
-    return sum(index.device_nbytes for index in indexes.values())
 
 
 def verdict(rows: Sequence[Row], near: int) -> list[str]:

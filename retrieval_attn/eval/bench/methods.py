@@ -7,9 +7,9 @@ from typing import Any
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.bench.baselines import FullEager, FullGraph, FullResident, Offloaded, Quantized
+from retrieval_attn.eval.baselines.registry import POLICIES
+from retrieval_attn.eval.bench.baselines import ByPolicy, FullEager, FullGraph, FullResident, Offloaded, Quantized
 from retrieval_attn.eval.bench.method import Method, MethodSpec, Retrieval, Static
-from retrieval_attn.eval.bench.policies import ByPolicy
 from retrieval_attn.index.spec import IndexSpec
 
 METHODS: dict[str, type[Method]] = {
@@ -19,8 +19,7 @@ METHODS: dict[str, type[Method]] = {
     "full-eager": FullEager,
     "offloaded": Offloaded,
     "quantized": Quantized,
-    "snapkv": ByPolicy,
-    "infllm": ByPolicy,
+    **{name: ByPolicy for name in POLICIES if name != "infinigen"},  # it hooks the inputs of layers
 }
 DEFAULT = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offloaded,quantized"
 SHORT = {"flat-int8": ("flat", {"codes": "int8"})}

@@ -125,9 +125,9 @@ class Bench:
                 ) from error
         from transformers import AutoTokenizer
 
-        from retrieval_attn.eval.models import BUNDLED_MODEL, load_model
+        from retrieval_attn.eval.models import load_model, model_path
 
-        name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model
+        name = model_path(args.model)
         return load_model(name, str(self.device), args.dtype), AutoTokenizer.from_pretrained(name)
 
     def ids(self, tokens: int) -> Any:

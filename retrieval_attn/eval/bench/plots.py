@@ -1,11 +1,13 @@
-"""Line plots of the index benchmark and the studies, as PNG files. matplotlib is imported when a plot is drawn."""
+"""What a benchmark writes: JSON, Markdown and line plots. matplotlib is imported when a plot is drawn."""
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from retrieval_attn.eval.runs import write_atomically
 
@@ -36,6 +38,15 @@ class Plot:
     log_y: bool = False
     y_range: tuple[float, float] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
+
+
+def save_results(folder: Path, name: str, report: Mapping[str, Any], text: str, panels: Sequence[Plot] = ()) -> None:
+    """Write NAME.json and NAME.md into `folder`, and NAME.png if there is a line to draw."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{name}.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(folder / f"{name}.md", text)
+    if any(panel.lines for panel in panels):
+        save_plot(panels, folder / f"{name}.png")
 
 
 def save_plot(panels: Sequence[Plot], path: Path) -> None:

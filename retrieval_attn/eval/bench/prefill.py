@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of
+from retrieval_attn.eval.bench.plots import Plot, save_results
 from retrieval_attn.eval.flags import new_folder
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if any(spec.name in METHODS for spec in specs):
         raise ConfigError(f"--indexes takes names of indexes, got {args.indexes}")
     folder = new_folder(args.output_dir, "bench")
-    from retrieval_attn.eval.runs import environment, write_atomically
+    from retrieval_attn.eval.runs import environment
 
     found = environment()
     bench = Bench(args)
@@ -93,19 +93,10 @@ def run(args: argparse.Namespace) -> int:
         rows += measure(bench, length, specs)
     report = {"what": "prefill", **about(bench), "keys": "read", **found, "rows": [asdict(row) for row in rows]}
     text = markdown(rows, report)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "prefill.json", json.dumps(report, indent=1) + "\n")
-    write_atomically(folder / "prefill.md", text)
-    if not args.no_plot:
-        from retrieval_attn.eval.bench.plots import Plot, save_plot
-
-        lines = {
-            name: [(float(row.context), row.ready_seconds) for row in rows if row.method == name and row.ready_seconds]
-            for name in dict.fromkeys(row.method for row in rows)
-        }
-        known = {name: points for name, points in lines.items() if points}
-        panel = Plot(bench.name, "tokens", "seconds, indexes ready", known, log_x=True, log_y=True)
-        save_plot([panel], folder / "prefill.png")
+    points = [(row.method, float(row.context), row.ready_seconds) for row in rows if row.ready_seconds]
+    lines = {name: [(x, y) for own, x, y in points if own == name] for name in dict.fromkeys(own for own, *_ in points)}
+    panel = Plot(bench.name, "tokens", "seconds, indexes ready", lines, log_x=True, log_y=True)
+    save_results(folder, "prefill", report, text, [] if args.no_plot else [panel])
     print(text)
     print(f"written to {folder}")
     return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0

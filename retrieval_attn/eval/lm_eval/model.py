@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, UnsupportedModelError
@@ -23,6 +24,24 @@ _IGNORED = ("until", "max_gen_toks", "max_new_tokens", "do_sample", "temperature
 _model: Any = importlib.import_module("lm_eval.api.model")
 _registry: Any = importlib.import_module("lm_eval.api.registry")
 _utils: Any = importlib.import_module("lm_eval.utils")
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """The model arguments that are neither the model's nor Config's; see RetrievalAttentionLM."""
+
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    truncate: str = "never"
+    append: str = "retrieval"
+
+    def __post_init__(self) -> None:
+        for name, known in (("truncate", ("never", "left")), ("append", ("retrieval", "exact"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f'{name}={getattr(self, name)!r} is unknown; choose "{known[0]}" or "{known[1]}"')
+
+
+_ASKING = tuple(item.name for item in fields(_Asking))
 
 
 @_registry.register_model(NAME)
@@ -42,10 +61,6 @@ class RetrievalAttentionLM(_model.LM):
         dtype: str = "auto",
         batch_size: int | str | None = 1,
         max_batch_size: int | None = None,
-        max_length: int | None = None,
-        max_gen_toks: int = 256,
-        truncate: str = "never",
-        append: str = "retrieval",
         **options: Any,
     ) -> None:
         super().__init__()
@@ -54,15 +69,12 @@ class RetrievalAttentionLM(_model.LM):
 
         if str(batch_size) not in ("1", "auto", "None"):
             raise ConfigError(f"batch_size={batch_size!r}: requests are answered one by one; leave it out or give 1")
-        if truncate not in ("never", "left"):
-            raise ConfigError(f'truncate={truncate!r} is unknown; choose "never" or "left"')
-        if append not in ("retrieval", "exact"):
-            raise ConfigError(f'append={append!r} is unknown; choose "retrieval" or "exact"')
-        config = ra.Config.from_dict({"exact_append": append == "exact", **options})
+        asking = _Asking(**{name: options.pop(name) for name in _ASKING if name in options})
+        config = ra.Config.from_dict({"exact_append": asking.append == "exact", **options})
         self._llm = ra.LLM(pretrained, device=device or "auto", dtype=dtype, config=config)
-        self._name, self._truncate, self._max_gen_toks = str(pretrained), truncate, int(max_gen_toks)
+        self._name, self._truncate, self._max_gen_toks = str(pretrained), asking.truncate, int(asking.max_gen_toks)
         self._device = self._llm.device
-        self.max_length = min(int(max_length or self._llm.max_context), self._llm.max_context)
+        self.max_length = min(int(asking.max_length or self._llm.max_context), self._llm.max_context)
         self.tokenizer: Any = self._llm.tokenizer
 
     # -- what lm_eval asks ------------------------------------------------------------------------

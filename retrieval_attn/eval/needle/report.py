@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from retrieval_attn.eval.baselines import METHODS
 from retrieval_attn.eval.needle.heatmap import Panel, save_heatmap, text_table
-from retrieval_attn.eval.suite.answerers import known_methods
 from retrieval_attn.eval.suite.tables import ordered
 
 __all__ = ["agreement_lines", "panels_of", "report"]
@@ -26,7 +26,7 @@ def panels_of(cells: Iterable[Mapping[str, Any]]) -> list[Panel]:
     good = [cell for cell in cells if cell["score"] is not None]
     lengths = tuple(sorted({cell["length"] for cell in good}))
     depths = tuple(sorted({_depth(cell) for cell in good}))
-    methods = ordered({cell["method"] for cell in good}, known_methods())
+    methods = ordered({cell["method"] for cell in good}, METHODS)
     panels: dict[tuple[str, str], Panel] = {}
     for position in ordered({cell["position"] for cell in good}, tuple(_PLACES)):
         for method in methods:
@@ -49,7 +49,7 @@ def _depth(cell: Mapping[str, Any]) -> float:
 def agreement_lines(agreement: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
     """A summary's agreement with full attention in words, a line per method."""
     lines = []
-    for method in ordered(agreement, known_methods()):
+    for method in ordered(agreement, METHODS):
         counts = agreement[method]
         total = {key: sum(c[key] for c in counts.values()) for key in ("answers", "same_text", "same_score")}
         parts = [f"question {name} {c['same_text']} of {c['answers']}" for name, c in sorted(counts.items())[::-1]]

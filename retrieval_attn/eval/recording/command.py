@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.eval.flags import as_tokens
+from retrieval_attn.eval.recording.options import CHUNK, RecordOptions, TextSource
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.recording.files import Recording
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["bfloat16", "float16", "float32"],
         help="of keys, values and training queries (default: %(default)s)",
     )
-    add("--chunk", type=as_tokens, default=2048, metavar="N", help="tokens per step of a layer (default: %(default)s)")
+    add("--chunk", type=as_tokens, default=CHUNK, metavar="N", help="tokens per step of a layer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the text and of the sample of queries (default: %(default)s)")
     add("--output-dir", required=True, metavar="DIR", help="new folder for the recording")
     add("--dry-run", action="store_true", help="say what would be written and how large it is, then stop")
@@ -64,17 +64,10 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     recording = record_text(
         args.model,
-        args.tokens,
+        TextSource(args.tokens, args.task, args.text),
+        RecordOptions(layers, kv_heads, args.train, args.storage, seed=args.seed, chunk=args.chunk),
         device=args.device,
         dtype=args.dtype,
-        task=args.task,
-        text=args.text,
-        layers=layers,
-        kv_heads=kv_heads,
-        train=args.train,
-        storage=args.storage,
-        chunk=args.chunk,
-        seed=args.seed,
         progress=True,
     )
     recording.save(folder)
@@ -88,53 +81,36 @@ def run(args: argparse.Namespace) -> int:
 
 def record_text(
     model: str,
-    tokens: int,
+    source: TextSource,
+    options: RecordOptions,
     *,
     device: str = "cpu",
     dtype: str = "auto",
-    task: str = "niah_multikey_1",
-    text: str | None = None,
-    layers: Sequence[int] | None = None,
-    kv_heads: Sequence[int] | None = None,
-    train: int = 8192,
-    storage: str = "bfloat16",
-    chunk: int = 2048,
-    seed: int = 0,
     progress: bool = False,
 ) -> Recording:
-    """Load the model called `model` and record it over a task's context of about `tokens` tokens, or over a text.
+    """Load the model called `model` and record it over `source`.
 
     Decode queries come from the task's question and reference answer, fed after the context. Raises InputDataError,
     ConfigError or UnsupportedModelError.
     """
     from transformers import AutoTokenizer
 
-    from retrieval_attn.eval.models import BUNDLED_MODEL, load_model, model_digest
+    from retrieval_attn.eval.models import load_model, model_digest, model_path
     from retrieval_attn.eval.recording.record import record
-    from retrieval_attn.index.formats import Format
     from retrieval_attn.model.loading import load
 
-    name = str(BUNDLED_MODEL) if model == "bundled" else model
+    name = model_path(model)
     tokenizer = load(AutoTokenizer, name)
-    context, after = _ids(tokenizer, tokens, task, text, seed)
-    recording = record(
-        load_model(name, device, dtype),
-        context,
-        after,
-        layers=layers,
-        kv_heads=kv_heads,
-        train=train,
-        fmt=Format.from_name(storage),
-        seed=seed,
-        chunk=chunk,
-        progress=progress,
-    )
-    about = {"model": model, "digest": model_digest(name), "task": None if text else task, "seed": seed, "dtype": dtype}
+    context, after = _ids(tokenizer, source, options.seed)
+    recording = record(load_model(name, device, dtype), context, after, options, progress=progress)
+    task = None if source.text else source.task
+    about = {"model": model, "digest": model_digest(name), "task": task, "seed": options.seed, "dtype": dtype}
     return type(recording)(recording.heads, {**recording.meta, **about})
 
 
-def _ids(tokenizer: Any, tokens: int, task: str, text: str | None, seed: int) -> tuple[list[int], list[int]]:
-    """Ids of a context of at most `tokens` tokens, and of what follows it."""
+def _ids(tokenizer: Any, source: TextSource, seed: int) -> tuple[list[int], list[int]]:
+    """Ids of a context of at most `source.tokens` tokens, and of what follows it."""
+    tokens, task, text = source.tokens, source.task, source.text
     if text is not None:
         from retrieval_attn.eval.text.haystack import read_haystack
 
@@ -171,11 +147,10 @@ def numbers(flag: str, text: str) -> list[int] | None:
 def _plan(args: argparse.Namespace, layers: list[int] | None, kv_heads: list[int] | None) -> str:
     from transformers import AutoConfig
 
-    from retrieval_attn.eval.models import BUNDLED_MODEL
+    from retrieval_attn.eval.models import model_path
     from retrieval_attn.model.loading import load
 
-    name = str(BUNDLED_MODEL) if args.model == "bundled" else args.model
-    config = load(AutoConfig, name).get_text_config(decoder=True)
+    config = load(AutoConfig, model_path(args.model)).get_text_config(decoder=True)
     count = len(layers) if layers is not None else config.num_hidden_layers
     per_layer = len(kv_heads) if kv_heads is not None else config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

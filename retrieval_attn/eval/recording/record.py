@@ -1,6 +1,6 @@
 """Record what attention works with: queries, keys and values of chosen layers and heads, from a real model.
 
-`record` is the function; `record_command` is the command `retrieval-attn record`. The context is read
+`record` is the function; `command` is the command `retrieval-attn record`. The context is read
 layer by layer, as retrieval attention reads it, and exactly; then the tokens after it (a question and its answer)
 attend to it exactly, and their queries are the decode queries.
 """
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from retrieval_attn import RetrievalCache
+from retrieval_attn.cache.instruments import replace_layer
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.eval.recording.files import HeadRecording, Recording
+from retrieval_attn.eval.recording.options import RecordOptions
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.synthetic import train_positions
 from retrieval_attn.memory.device_room import IndexChoice
@@ -31,44 +33,31 @@ from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.rotation import Rotation
 from retrieval_attn.offload.queries import SPAN
 
-CHUNK = 2048
-"""Tokens per step of a layer: the largest temporary arrays are one chunk's."""
-
 
 def record(
     model: Any,
     context: Sequence[int],
     after: Sequence[int],
+    options: RecordOptions | None = None,
     *,
-    layers: Sequence[int] | None = None,
-    kv_heads: Sequence[int] | None = None,
-    train: int = 8192,
-    fmt: Format = Format.BFLOAT16,
-    span: int = SPAN,
-    seed: int = 0,
-    chunk: int = CHUNK,
     progress: bool = False,
 ) -> Recording:
     """Run `model` over the ids `context`, then over the ids `after`, and keep what its attention saw.
 
-    layers, kv_heads: which to keep (None: every full-attention layer, every head). train: training queries kept
-    per query head, half of them from the last eighth of the context; all heads share the positions.
-    fmt: storage of keys and values. span: the training queries are also moved, by the model's own rotary embedding,
-    to positions drawn from the `span` ones that follow the context, where decoding happens (1: all to the first of
-    them); a model without rotary embedding gets None.
     Memory: keys and values of the whole model in its own dtype on the host, and the recording.
     Raises InputDataError for empty ids, ConfigError for layers or heads that the model does not have,
     UnsupportedModelError for models that retrieval attention does not serve.
     """
+    options = options or RecordOptions()
     if not len(context) or not len(after):
         raise InputDataError(f"needs ids before and after the question mark, got {len(context)} and {len(after)}")
-    if train < 0 or chunk < 1 or span < 1:
-        raise ConfigError(f"train={train} must be >= 0, chunk={chunk} and span={span} >= 1")
+    chunk, seed, span = options.chunk, options.seed, SPAN if options.span is None else options.span
     config = Config(retrieve="all", index="flat", decode_tokens=1, prefill_chunk=chunk)
     cache = RetrievalCache(model, config)
-    positions = train_positions(len(context), train, seed)
+    positions = train_positions(len(context), options.train, seed)
     targets = len(context) + np.random.default_rng(seed).integers(0, span, len(positions))
-    taps = _tap_layers(cache, layers, _Wanted(len(context), kv_heads, positions, targets, fmt))
+    wanted = _Wanted(len(context), options.kv_heads, positions, targets, Format.from_name(options.storage))
+    taps = _tap_layers(cache, options.layers, wanted)
     with torch.no_grad(), using_retrieval(model, chunk), _layer_bar(cache, len(context), progress):
         for start, ids in ((0, context), (len(context), after)):
             place = torch.arange(start, start + len(ids), device=model.device)[None]
@@ -189,7 +178,7 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
     for i, tap in taps.items():
-        cache.replace_layer(i, tap)
+        replace_layer(cache, i, tap)
     return list(taps.values())
 
 

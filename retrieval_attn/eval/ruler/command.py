@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrieval_attn.eval.flags import add_flag
+from retrieval_attn.eval.flags import add_flag, as_tokens
 from retrieval_attn.eval.ruler.specs import SPECS
 from retrieval_attn.eval.ruler.suite import RulerSuite
 from retrieval_attn.eval.suite import arguments
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         own,
         "--reserve-tokens",
-        type=int,
+        type=as_tokens,
         default=0,
         metavar="N",
         help="tokens of every length to leave unused (default: %(default)s)",

@@ -24,7 +24,7 @@ from retrieval_attn.eval.flags import (
     parse_lengths,
     parse_retrieve,
 )
-from retrieval_attn.eval.models import BUNDLED_MODEL
+from retrieval_attn.eval.models import model_path
 from retrieval_attn.eval.suite.suite import TaskSuite
 
 __all__ = ["Options", "add_arguments", "run"]
@@ -177,22 +177,20 @@ class Options:
     @classmethod
     def of(cls, args: argparse.Namespace, suite: TaskSuite) -> Options:
         """Raises ConfigError."""
-        from retrieval_attn.eval.suite.answerers import check_options, known_methods
-        from retrieval_attn.eval.suite.runner import POSITIONS
+        from retrieval_attn.eval.baselines import METHODS, POSITIONS, check_options
 
         check_at_least(1, args, "n", "limit", "threads")
-        known = known_methods()
         shard = _shard(args.shard)
         folder = Path(args.output_dir).expanduser() if args.output_dir else None
         if shard != (0, 1):
             if folder is None:
                 raise ConfigError("--shard needs --output-dir DIR, the folder that holds all parts")
             folder = folder / f"shard-{shard[0]}-of-{shard[1]}"
-        methods = known if args.methods == "all" else parse_choices("--methods", args.methods, known)
+        methods = METHODS if args.methods == "all" else parse_choices("--methods", args.methods, METHODS)
         method_options = _method_options(args)
         check_options(methods, method_options)
         return cls(
-            model=args.model or str(BUNDLED_MODEL),
+            model=model_path(args.model or "bundled"),
             device=args.device,
             dtype=args.dtype,
             threads=args.threads,
@@ -270,13 +268,13 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
     from transformers.utils.logging import disable_progress_bar
 
     from retrieval_attn.eval import models
-    from retrieval_attn.eval.suite.answerers import build
+    from retrieval_attn.eval.baselines import build_methods
 
     if options.threads:
         torch.set_num_threads(options.threads)
     disable_progress_bar()  # one bar, over the samples, is enough
     model = models.load_model(options.model, options.device, options.dtype)
-    methods = build(options.methods, model, test.form.tokenizer, options.method_options, options.threads)
+    methods = build_methods(options.methods, model, test.form.tokenizer, options.method_options, options.threads)
     notes = list(getattr(test.suite, "notes", ()))
     start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype), "notes": notes}
     if model.device.type == "cuda":
@@ -327,13 +325,13 @@ def _shard(text: str | None) -> tuple[int, int]:
 
 def _method_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """{"all": shared options that were given, method: its own}."""
-    from retrieval_attn.eval.suite.answerers import parse_method_options
+    from retrieval_attn.eval.baselines import parse_method_options
 
     shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append", "budget")}
     shared["retrieve"] = None if args.retrieve is None else parse_retrieve(args.retrieve)
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:
         found["retrieval"] = {"index": args.index}
-    for name, own in parse_method_options(args.method_option or ()):
+    for name, own in parse_method_options(args.method_option or ()).items():
         found.setdefault(name, {}).update(own)
     return {name: options for name, options in found.items() if options}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from retrieval_attn.eval.baselines import METHODS
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.eval.suite import tables
-from retrieval_attn.eval.suite.answerers import known_methods
 from retrieval_attn.eval.suite.tables import length_label
 
 __all__ = ["save_plots"]
@@ -19,7 +19,7 @@ def save_plots(folder: Path, summary: Mapping[str, Any], titles: Mapping[str, st
     """Write by_length.png (if there are lengths) and by_task.png, one panel per question position and length."""
     from matplotlib.figure import Figure
 
-    methods = tables.ordered({cell["method"] for cell in summary["cells"]}, known_methods())
+    methods = tables.ordered({cell["method"] for cell in summary["cells"]}, METHODS)
     colors = {method: f"C{i % 10}" for i, method in enumerate(methods)}
     positions = [p for p in ("inside", "after") if any(cell["position"] == p for cell in summary["cells"])]
     lengths = sorted({cell["length"] for cell in summary["cells"] if cell["length"] is not None})

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from retrieval_attn.eval.baselines import METHODS
 from retrieval_attn.eval.flags import check_matplotlib
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.eval.suite import statistics, tables
-from retrieval_attn.eval.suite.answerers import known_methods
 from retrieval_attn.eval.suite.suite import TaskSuite
 from retrieval_attn.eval.suite.tables import length_label
 
@@ -35,7 +35,7 @@ def write_report(
     notes: what the run noted when it was started; None: what the suite says now.
     """
     kept = list(dict.fromkeys(getattr(suite, "notes", ()) if notes is None else notes))
-    found = tables.summarise(rows, suite.tasks(), known_methods())
+    found = tables.summarise(rows, suite.tasks(), METHODS)
     summary = {**found, "settings": dict(settings), "notes": kept}
     text = markdown(summary, rows, suite, settings, kept)
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -137,7 +137,7 @@ def _by_length(summary: Mapping[str, Any], position: str) -> list[str]:
     most = {n: max(c["tasks"] for c in curves if c["length"] == n) for n in lengths}
     averages: dict[str, float | None] = {}
     lines = []
-    for method in tables.ordered({c["method"] for c in curves}, known_methods()):
+    for method in tables.ordered({c["method"] for c in curves}, METHODS):
         own = {c["length"]: c for c in curves if c["method"] == method}
         complete = {n: own[n]["score"] for n in lengths if n in own and own[n]["tasks"] == most[n]}
         average = statistics.mean(list(complete.values())) if len(complete) == len(lengths) else None
@@ -170,7 +170,7 @@ def _by_task(cells: Sequence[Mapping[str, Any]], titles: Mapping[str, str], span
     tasks = [task for task in titles if any(cell["task"] == task for cell in cells)]
     full: float | None = None
     lines = []
-    for method in tables.ordered({cell["method"] for cell in cells}, known_methods()):
+    for method in tables.ordered({cell["method"] for cell in cells}, METHODS):
         own = {cell["task"]: cell for cell in cells if cell["method"] == method}
         scores = [own[t]["score"] for t in tasks if t in own and own[t]["score"] is not None]
         average = statistics.mean(scores) if len(scores) == len(tasks) else None
@@ -256,7 +256,7 @@ def _own_summary(suite: TaskSuite, cells: Sequence[Mapping[str, Any]]) -> list[s
     if own is None:
         return []
     lines: list[str] = []
-    for method in tables.ordered({cell["method"] for cell in cells}, known_methods()):
+    for method in tables.ordered({cell["method"] for cell in cells}, METHODS):
         scores: dict[int, dict[str, float]] = {}
         for cell in cells:
             if cell["method"] == method and cell["score"] is not None and cell["length"] is not None:

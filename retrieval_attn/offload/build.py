@@ -1,0 +1,204 @@
+"""IndexBuild: the indexes over one layer's new keys, and what they are trained on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.gpu.knn import nearest_keys
+from retrieval_attn.index.cores import usable_cores
+from retrieval_attn.index.threads import kernel_threads, single_blas
+from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.offload.staging import Piece, staging
+from retrieval_attn.offload.threads import Crew
+
+log = logging.getLogger(__name__)
+
+CODERS = 4
+"""Threads that send keys to be coded on the device, by an index of that kind."""
+
+
+@dataclass
+class _Job:
+    """Build the index of a path over tokens [start, stop), or extend it up to stop.
+
+    queries, lists: to train on, on the device until `IndexBuild.fetch`. keys: (kv_heads, stop - start, head_dim) of
+    these tokens where they still lie on the device, for a kind that has them coded there.
+    """
+
+    host: HostPath
+    start: int
+    stop: int
+    extend: bool
+    queries: Tensor | np.ndarray | None = None
+    lists: Tensor | np.ndarray | None = None
+    keys: Tensor | None = None
+
+
+class IndexBuild:
+    """The indexes that one layer's pass asks for. overlaps: whether the host builds while the device computes."""
+
+    def __init__(
+        self, number: int, device: torch.device, threads: int | None, overlaps: bool, stop: threading.Event
+    ) -> None:
+        """number: of the layer, named in log lines. threads: of builds, None = all. stop: when it is set, no other
+        head is begun: CancelledError.
+        """
+        self._number, self._device, self._threads = number, device, threads
+        self._overlaps, self._stop = overlaps, stop
+        self._jobs: list[_Job] = []
+        self._list_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.keeps_keys = False
+        """Whether keys stay on the device until the indexes are built."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether anything is to be built."""
+        return bool(self._jobs)
+
+    def extend(self, host: HostPath, stop: int) -> None:
+        """The index of `host` takes in the tokens up to `stop`."""
+        self._jobs.append(_Job(host, 0, stop, True))
+
+    def add(
+        self,
+        host: HostPath,
+        span: tuple[int, int],
+        queries: Tensor | None,
+        keys: Callable[[], Tensor],
+        whole: bool,
+    ) -> None:
+        """Tokens [span[0], span[1]) of `host` get an index.
+
+        queries: (q_heads, m, head_dim) on the device, to train on, or None. keys: gives the path's keys (kv_heads,
+        tokens, head_dim) there, which the training lists are computed from where the device is a GPU. whole: whether
+        they are the tensor that is being copied.
+        """
+        start, stop = span
+        job = _Job(host, start, stop, False)
+        if queries is not None:
+            job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
+            if job.lists is not None and host.spec.lists_suffice:
+                job.queries = None  # the lists say it all
+        if host.spec.keeps_device_keys and self._overlaps and whole:
+            job.keys, self.keeps_keys = keys()[:, start:stop], True
+        self._jobs.append(job)
+
+    def _lists(
+        self, host: HostPath, queries: Tensor, keys: Callable[[], Tensor], start: int, stop: int
+    ) -> Tensor | None:
+        kk = host.spec.list_length(stop - start)
+        if not kk or not self._overlaps:
+            return None
+        begin = event_now(self._device, timing=True)
+        try:
+            return nearest_keys(queries, keys()[:, start:stop], kk)
+        except torch.cuda.OutOfMemoryError as error:
+            log.warning(
+                "layer %d: no room for training lists on the device (%s): the CPU makes them", self._number, error
+            )
+            return None
+        finally:
+            end = event_now(self._device, timing=True)
+            if begin is not None and end is not None:
+                self._list_events.append((begin, end))
+
+    def take_list_seconds(self) -> float:
+        """The device's time for training lists since the last call. Waits for it."""
+        seconds = 0.0
+        for begin, end in self._list_events:
+            end.synchronize()
+            seconds += begin.elapsed_time(end) / 1000
+        self._list_events = []
+        return seconds
+
+    def fetch(self, ready: torch.cuda.Event | None) -> None:
+        """Bring queries and lists to the host, once `ready` is over."""
+        for job in self._jobs:
+            if isinstance(job.queries, Tensor):
+                job.queries = self._fetched(job.queries.float(), ready)
+            if isinstance(job.lists, Tensor):
+                job.lists = self._fetched(job.lists, ready)
+
+    def _fetched(self, tensor: Tensor, ready: torch.cuda.Event | None) -> np.ndarray:
+        if self._device.type != "cuda":
+            return tensor.cpu().numpy()
+        array = np.empty(tensor.shape, np.float32 if tensor.dtype == torch.float32 else np.int32)
+        flat, out = tensor.reshape(-1), array.reshape(-1)
+        ring = staging(self._device)
+        step = ring.size // tensor.element_size()
+
+        def pieces() -> Iterator[Piece]:
+            for start in range(0, len(flat), step):
+                yield [flat[start : start + step]], functools.partial(_fill, out[start : start + step])
+
+        ring.bring(pieces(), ready)
+        return array
+
+    def run(self, ready: torch.cuda.Event | None) -> None:
+        """Build or extend, path after path. ready: what keys on the device wait for. `fetch` came before."""
+        while self._jobs:
+            job = self._jobs.pop(0)
+            if self._stop.is_set():
+                raise CancelledError
+            if job.extend:
+                job.host.extend_index(job.stop)
+                continue
+            assert not isinstance(job.queries, Tensor) and not isinstance(job.lists, Tensor), "fetch comes first"
+            keys, job.keys = job.keys, None  # the device's memory is free again once they are coded
+            coded = job.host.spec.keeps_device_keys
+            coder = DeviceCoder(self._device, job.host.num_kv_heads) if coded else None
+            each = None
+            if self._overlaps:
+                each = functools.partial(self._each, _coders() if coded else _heads(self._threads))
+            with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready):
+                job.host.build_index(job.start, job.stop, job.queries, job.lists, each, coder)
+
+    def _each(self, crew: Crew, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
+        """build(head) for all heads by the crew, each with the threads that are left to it."""
+
+        def one(head: int) -> Any:
+            if self._stop.is_set():
+                raise CancelledError
+            with kernel_threads(max(1, crew.most // max(1, crew.busy))), single_blas():
+                return build(head)
+
+        return crew.map(one, heads)
+
+
+def event_now(device: torch.device, timing: bool = False) -> torch.cuda.Event | None:
+    """An event at this point of the device's current stream; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=timing)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@functools.cache
+def _coders() -> Crew:
+    """Few: coding is the device's work, and each thread more holds the one up that drives the device."""
+    return Crew(CODERS, "retrieval_attn-code")
+
+
+@functools.cache
+def _heads(threads: int | None) -> Crew:
+    """Builders of heads: one core is left to the thread that drives the device."""
+    most = min(vars(numba.config)["NUMBA_NUM_THREADS"], len(usable_cores()))  # of several ranks on a machine: its share
+    return Crew(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
+
+
+def _fill(out: np.ndarray, part: np.ndarray) -> None:
+    out[...] = part

@@ -1,0 +1,89 @@
+"""KVCopy: one layer's new keys and values on their way into the host's paths."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.cpu.formats import Format
+from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.offload.staging import Piece, staging
+from retrieval_attn.offload.threads import Crew
+from retrieval_attn.offload.transfer import pack, to_host
+
+FILLERS = 4
+"""Threads that write copied keys and values to their places."""
+SHARED_COPY = 4 << 20
+"""Bytes of keys from which they do it together."""
+
+
+class KVCopy:
+    """Keys and values (batch, kv_heads, new, dim) of a pass. They must not be written to any more, and are let go when
+    they are copied.
+    """
+
+    def __init__(self, fmt: Format, key: Tensor, value: Tensor, stop: threading.Event) -> None:
+        """stop: when it is set, what has not begun is not copied: CancelledError."""
+        self.device = key.device
+        self._fmt, self._stop = fmt, stop
+        self._kv = [(key.detach(), value.detach())]  # empty once they are copied
+        self._rows: list[tuple[int, HostPath, np.ndarray | None]] = []
+        self._whole: set[int] = set()
+
+    def append(self, row: int, host: HostPath, real: np.ndarray | None) -> None:
+        """Row `row` goes to the end of `host`; real: (new,) bool, the columns that are tokens, None = all."""
+        self._rows.append((row, host, real))
+        if real is None and len(host) == 0:
+            self._whole.add(id(host))
+
+    def is_whole(self, host: HostPath) -> bool:
+        """Whether `host` holds nothing but this pass: its keys then lie on the device as they are."""
+        return id(host) in self._whole
+
+    def staged(self, ready: torch.cuda.Event | None) -> None:
+        """Copy through the device's ring of pinned buffers, once `ready` is over."""
+        for key, value in self._kv:
+            staging(self.device).bring(self._pieces(key, value), ready)
+        self._kv.clear()  # the device has read them: whoever takes their memory next may write to it at once
+
+    def direct(self) -> None:
+        """Copy row by row, on this thread and the device's current stream."""
+        for kv in self._kv:
+            for row, host, real in self._rows:
+                key, value = (to_host(tensor[row], self._fmt) for tensor in kv)
+                _append(host, real, key, value)
+        self._kv.clear()
+
+    def _pieces(self, key: Tensor, value: Tensor) -> Iterator[Piece]:
+        """As many tokens of a row as fit a buffer, keys and values together."""
+        heads, count = key.shape[1:3]
+        bytes_of = heads * (self._fmt.row_bytes(key.shape[3]) + self._fmt.row_bytes(value.shape[3]))
+        step = max(1, (staging(self.device).size - 128) // bytes_of)
+        for row, host, real in self._rows:
+            for start in range(0, count, step):
+                if self._stop.is_set():
+                    raise CancelledError
+                span = slice(start, min(start + step, count))
+                tensors = pack(key[row, :, span], self._fmt), pack(value[row, :, span], self._fmt)
+                yield tensors, functools.partial(_append, host, None if real is None else real[span])
+
+
+@functools.cache
+def _fillers() -> Crew:
+    return Crew(FILLERS, "retrieval_attn-fill")
+
+
+def _append(host: HostPath, real: np.ndarray | None, keys: np.ndarray, values: np.ndarray) -> None:
+    """By several threads where there is much: memory that is written for the first time is slow to be had."""
+    if real is not None:
+        keys, values = keys[:, real], values[:, real]
+    if keys.nbytes < SHARED_COPY:
+        host.append(keys, values)
+    else:
+        host.append(keys, values, _fillers().map)

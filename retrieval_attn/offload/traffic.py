@@ -1,0 +1,69 @@
+"""Traffic: what is on its way from one device to the host, so that its memory is not taken before it is free."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+import time
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+BACKLOG = 8
+"""Layers that may wait for their indexes, with their training data in memory, before prefill waits."""
+
+
+class Leaving(Protocol):
+    """One layer's work, as far as the traffic of its device goes."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is under way any more."""
+
+    def leaving(self) -> list[Future[None]]:
+        """What still reads the device's memory."""
+
+    def building(self) -> list[Future[None]]:
+        """Indexes that are not built yet."""
+
+
+class Traffic:
+    """The works under way from one device, in order."""
+
+    def __init__(self) -> None:
+        self._works: list[Leaving] = []
+        self._lock = threading.Lock()
+
+    def add(self, work: Leaving) -> None:
+        """`work` begins to copy from the device."""
+        with self._lock:
+            self._works = [other for other in self._works if not other.done] + [work]
+
+    def make_room(self) -> float:
+        """Wait before a layer takes memory for its keys: one earlier layer may still be copied, and few may wait for
+        their indexes. Returns the seconds waited. What went wrong is left to the work's own `finish`.
+        """
+        began = time.perf_counter()
+        works = self._under_way()
+        leaving = [left for work in works if (left := work.leaving())]
+        concurrent.futures.wait([future for left in leaving[:-1] for future in left])
+        building = [future for work in works for future in work.building()]
+        concurrent.futures.wait(building[: max(0, len(building) - BACKLOG)])
+        return time.perf_counter() - began if leaving[:-1] or building[BACKLOG:] else 0.0
+
+    def drain(self) -> None:
+        """Wait until nothing is being copied from the device any more, so that the memory is free."""
+        concurrent.futures.wait([future for work in self._under_way() for future in work.leaving()])
+
+    def _under_way(self) -> list[Leaving]:
+        with self._lock:
+            self._works = [work for work in self._works if not work.done]
+            return list(self._works)
+
+
+@functools.cache
+def traffic(device: torch.device) -> Traffic:
+    """The traffic of `device`, which all caches on it share: they share its memory."""
+    return Traffic()

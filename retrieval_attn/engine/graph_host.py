@@ -110,7 +110,7 @@ class HostRows:
         for rows_of in _layouts(hosts):
             paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
             own = [ranges[rows[0]] for rows in rows_of]
-            if plan_paths(self._step, paths, own, self._q_heads, n, retrieve, scale=scale, softcap=softcap):
+            if plan_paths(self._step, paths, own, (self._q_heads, n), retrieve, scale=scale, softcap=softcap):
                 if self.part.rows is not None:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                 if self._search is not None:

@@ -84,7 +84,7 @@ class Stats:
     attend_seconds are its two phases.
     host_bytes, device_bytes: memory held by the cache.
     captured_mass: share of exact attention's weight that took part (sinks, window and retrieved keys), mean over the
-    heads and tokens measured; None unless `RetrievalCache.measure_mass` asked for it.
+    heads and tokens measured; None unless `cache.instruments.measure_mass` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,13 +12,14 @@ from retrieval_attn.errors import RetrievalAttentionError
 
 # subcommand -> (module with add_arguments and run, one-line help)
 COMMANDS = {
+    "ask": ("retrieval_attn.commands.ask", "read a text file and answer a question about it"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": (
-        "retrieval_attn.memory.plan",
+        "retrieval_attn.commands.plan",
         "what fits in how much GPU and host memory, before anything is loaded",
     ),
     "verify": (
-        "retrieval_attn.engine.verify_command",
+        "retrieval_attn.commands.verify",
         "compare a model's retrieval attention with its eager attention",
     ),
     "ruler": ("retrieval_attn.eval.ruler.command", "the 13 RULER tasks at any length, full attention and others"),
@@ -46,12 +48,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 0 done, 1 the command found a failure, 2 bad input, 130 interrupted."""
+    """Run one command. Exit code 0 done, 1 the command found a failure, 2 bad input or no access, 130 interrupted.
+
+    141: nobody reads the output any more.
+    """
     args = build_parser().parse_args(argv)
     module, _ = COMMANDS[args.command]
     try:
         return int(importlib.import_module(module).run(args))
     except RetrievalAttentionError as error:
+        print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # who read the output has gone, as `head` does: nothing to say, here or when Python flushes it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
         print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
-from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.answer_loop import AnswerLoop, notice_after
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
@@ -81,25 +81,28 @@ class Context:
         user's turn. A bar shows the layers when reading takes longer than two seconds.
         Raises InputDataError for an empty text or a context that was read already, ContextLengthError.
         """
+        self._require_whole()
         if self._ids:
             raise InputDataError(
                 f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
             )
         ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
+        self._whole = False
         try:
             self._append(ids, progress)
         except BaseException:  # Ctrl-C too
             abandon(self._cache)
-            self._cache = RetrievalCache(self.model, self.config)
+            self._cache, self._whole = RetrievalCache(self.model, self.config), True
             raise
+        self._whole = True
         return self
 
     def extend(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
         """Append more text or token ids; they attend to the whole context as config.exact_append says."""
+        self._require_whole()
         if not self._ids:
             return self.read(text, progress=progress)
         ids = self._checked(self.template.plain_ids(text) if isinstance(text, str) else text)
-        self._require_whole()
         before, self._whole = Rollback(self._cache), False
         try:
             self._append(ids, progress)
@@ -193,7 +196,8 @@ class Context:
 
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
-        self._prepare(len(ids))
+        with notice_after("compiling the search, once on this machine: this can take a minute", progress):
+            self._prepare(len(ids))
         batch = self._loop.batch([ids], before=self._ids)
         self.read_seconds += self._loop.fill(self._cache, batch, progress)
         self._cache.batch.note_ids(batch.ids)
@@ -206,18 +210,18 @@ class Context:
     def _require_whole(self) -> None:
         if not self._whole:
             raise CacheMismatchError(
-                "Text was being appended to this context when that was interrupted, and it could not be undone. Read "
+                "Text was being added to this context when that was interrupted, and it could not be undone. Read "
                 "the text again in a new Context."
             )
 
     def _require_answerable(self, asked: list[list[int]], append: Append | None, sampling: Sampling) -> None:
+        self._require_whole()
         if not self._ids:
             raise InputDataError("The context is empty; call read(text) first.")
         if not all(asked):
             raise InputDataError("A question has no tokens; ask a non-empty question.")
         if append not in (None, "exact", "retrieval"):
             raise ConfigError(f'append must be "exact" or "retrieval", got {append!r}.')
-        self._require_whole()
         self._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
 
     def _answer(

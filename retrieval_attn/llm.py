@@ -104,8 +104,7 @@ class LLM:
                 gpu_memory=memory.available if asked is None else min(asked, memory.available),
                 dtype=None if dtype == "auto" else dtype,
                 config=self.config,
-                gpus=launched_processes() if tensor_parallel else len(used),
-                split="heads" if tensor_parallel else "layers",
+                gpus=(launched_processes(), "heads") if tensor_parallel else len(used),
             )
             if not needed.fits and asked is not None and memory.available < asked:
                 raise MemoryPlanError(

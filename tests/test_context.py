@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
+from retrieval_attn.answer_loop import notice_after
 from retrieval_attn.cache.host_part import HostPart
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.instruments import measure_mass
 from retrieval_attn.engine import decode
-from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.template import PromptTemplate
@@ -79,7 +79,7 @@ def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTra
     shares = []
     for retrieve in ("all", 50, 1):
         context = ra.Context(*loaded, CONFIG.replace(retrieve=retrieve)).read(text[:6000], progress=False)
-        context.cache.measure_mass(8)
+        measure_mass(context.cache, 8)
         answer = context.ask(QUESTION, max_new_tokens=6)
         assert answer.stats.captured_mass is not None
         shares.append(answer.stats.captured_mass)
@@ -135,128 +135,6 @@ def test_forks_are_independent_and_share_memory(context: ra.Context) -> None:
     assert "1112223" not in context.ask("What is the special magic Turin number?", max_new_tokens=16).text
 
 
-def failing(model: Any, where: str, error: BaseException) -> Any:
-    """Raises `error` inside the model's last layer, after its keys are stored; inside its first; or in neither."""
-    layers = {"first layer": 0, "last layer": -1}
-    if where not in layers:
-        return contextlib.nullcontext()
-    module = model.model.layers[layers[where]].self_attn.o_proj  # the layer's attention is over
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    return contextlib.closing(_Handle(module.register_forward_pre_hook(fail)))
-
-
-class _Handle:
-    def __init__(self, handle: Any) -> None:
-        self.close = handle.remove
-
-
-WHERE = ["first layer", "last layer", "before the last index", "after the last index"]
-
-
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(
-    ("index", "error"),
-    [("auto", KeyboardInterrupt()), ("auto", RuntimeError("no")), ("roargraph", KeyboardInterrupt())],
-    ids=["auto, Ctrl-C", "auto, error", "roargraph, Ctrl-C"],
-)
-def test_an_extension_that_failed_has_not_happened(
-    loaded: tuple[Any, PreTrainedTokenizerBase],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    index: str,
-    where: str,
-    error: BaseException,
-) -> None:
-    """Wherever it ended: same keys, same answers, and the same text can be appended, to the same index."""
-    options: dict[str, Any] = {"index_options": {"exact_below": 64}} if index == "roargraph" else {}
-    context = ra.Context(*loaded, CONFIG, index=index, **options).read(text[:4000], progress=False)
-    never = ra.Context(*loaded, CONFIG, index=index, **options).read(text[:4000], progress=False)
-    added = text[4000:6000] + NEEDLE
-    for _ in range(2):
-        interrupt(context, added, where, error, monkeypatch)
-        assert context.num_tokens == never.num_tokens == context.cache.get_seq_length()
-        mine_ids, other_ids = (one.cache.batch.sequences[0].token_ids for one in (context, never))
-        assert mine_ids == other_ids and len(mine_ids) == never.num_tokens
-        for mine, other in zip(layers_of(context), layers_of(never), strict=True):
-            assert mine.columns == other.columns and len(mine.hosts[0]) == len(other.hosts[0])
-            for here, there in zip(*(layer.hosts[0].read(0, mine.columns) for layer in (mine, other)), strict=True):
-                assert np.array_equal(here, there)
-            assert mine.held is not None and other.held is not None
-            assert torch.equal(mine.held.window.tail()[0], other.held.window.tail()[0])
-    assert context.extend(added, progress=False).num_tokens == never.extend(added, progress=False).num_tokens
-    assert [len(layer.hosts[0].segments) for layer in layers_of(context)] == [1] * len(layers_of(context))
-    for mine, other in zip(layers_of(context), layers_of(never), strict=True):
-        assert mine.hosts[0].indexed_tokens == other.hosts[0].indexed_tokens
-    asked = [one.ask(QUESTION, max_new_tokens=16) for one in (context, never)]
-    assert asked[0].tokens == asked[1].tokens and "7391846" in asked[0].text
-
-
-def interrupt(context: ra.Context, added: str, where: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
-    """An extend() that ends with `error` at some place."""
-
-    def end(*arguments: Any) -> None:
-        if where == "after the last index":
-            finish_prefill(*arguments)
-        raise error
-
-    with patch.context() as patched, failing(context.model, where, error), pytest.raises(type(error)):
-        if where.endswith("index"):
-            patched.setattr("retrieval_attn.answer_loop.finish_prefill", end)
-        context.extend(added, progress=False)
-
-
-def layers_of(context: ra.Context) -> list[RetrievalLayer]:
-    return [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
-
-
-def test_an_extension_of_a_forked_context_that_failed(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments are shared then, and the new text goes to one of its own."""
-    expected = context.ask(QUESTION, max_new_tokens=16).tokens
-    fork = context.fork()
-    interrupt(
-        fork, " The special magic Turin number is: 1112223. " * 40, "last layer", KeyboardInterrupt(), monkeypatch
-    )
-    assert fork.ask(QUESTION, max_new_tokens=16).tokens == expected
-    fork.extend(" The special magic Turin number is: 1112223. ")
-    assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text
-    assert context.ask(QUESTION, max_new_tokens=16).tokens == expected
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_a_reading_that_failed_can_be_done_again(
-    loaded: tuple[Any, PreTrainedTokenizerBase], text: str, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    context = ra.Context(*loaded, CONFIG)
-    interrupt(context, text, where, KeyboardInterrupt(), monkeypatch)
-    assert context.num_tokens == context.cache.get_seq_length() == 0
-    assert "7391846" in context.read(text, progress=False).ask(QUESTION, max_new_tokens=16).text
-
-
-def test_a_context_that_could_not_be_put_back_says_so(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C, while the first is cleaned up after: never an answer from half a context."""
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    fork = context.fork()
-    monkeypatch.setattr("retrieval_attn.cache.rollback.Rollback.undo", fail)
-    interrupt(fork, "And so on.", "last layer", KeyboardInterrupt(), monkeypatch)
-    for use in (lambda: fork.ask(QUESTION), fork.fork, lambda: fork.extend("More."), lambda: fork.stream(QUESTION)):
-        with pytest.raises(ra.CacheMismatchError, match="in a new Context"):
-            use()
-
-
-def test_many_short_extensions_stay_in_one_index(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
-    """A context that grows turn by turn is one segment per layer, however many turns it takes."""
-    context = ra.Context(*loaded, CONFIG).read(text[:4000], progress=False)
-    for start in range(4000, 8000, 200):
-        context.extend(text[start : start + 200], progress=False)
-    assert [len(layer.hosts[0].segments) for layer in layers_of(context)] == [1] * len(layers_of(context))
-
-
 def test_sampling_is_seeded_and_stop_strings_stop(context: ra.Context) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 50.0, "top_k": 50, "top_p": 0.95}
     first = context.ask(QUESTION, seed=1, **options)
@@ -264,6 +142,9 @@ def test_sampling_is_seeded_and_stop_strings_stop(context: ra.Context) -> None:
     assert any(context.ask(QUESTION, seed=seed, **options).tokens != first.tokens for seed in range(2, 8))
     stopped = context.ask(QUESTION, max_new_tokens=16, stop=("39",))
     assert stopped.finish_reason == "stop" and "39" not in stopped.text
+    other = context.ask_many([QUESTION, "Tell me more."], max_new_tokens=16, stop=("39",))
+    assert (other[0].text, other[0].tokens) == (stopped.text, stopped.tokens)
+    assert len(other[1].tokens) > len(stopped.tokens)
 
 
 def test_wrong_use_of_a_context(context: ra.Context, loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
@@ -443,6 +324,31 @@ def test_prefill_by_layer_restores_what_was_there() -> None:
     assert layer.forward == plain
 
 
+def test_a_long_prompt_that_is_read_at_once_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain generate() with our cache, but without layer-major prefill, runs out of memory at some length."""
+    model = build_model("llama")
+    ids = random_ids(1, 300)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "pad_token_id": 0}
+    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", prefill_chunk=64)
+
+    def told() -> list[str]:
+        caplog.clear()
+        model.generate(ids, past_key_values=ra.RetrievalCache(model, config), do_sample=False, **options)
+        return [one.message for one in caplog.records if one.name.startswith("retrieval_attn")]
+
+    with caplog.at_level("WARNING"):
+        ra.enable(model, config)
+        assert not told()
+        ra.disable(model)
+        model.set_attn_implementation("retrieval")
+        with ra.prefill_by_layer(model, chunk=512):
+            assert not told()
+        first, second = told(), told()
+    assert len(first) == 1 and not second
+    assert "LlamaForCausalLM reads 300 tokens at once" in first[0]
+    assert "retrieval_attn.enable(model)" in first[0] and "prefill_by_layer(model)" in first[0]
+
+
 def test_plain_forward_without_a_cache_equals_eager() -> None:
     """attn_implementation="retrieval" without any cache: transformers' own attention, padding included."""
     for name in ("llama", "gemma2", "gpt_oss"):
@@ -494,6 +400,21 @@ TURNS = [
     {"role": "assistant", "content": "She."},
     {"role": "user", "content": "Why?"},
 ]
+
+
+def test_a_long_compilation_is_announced(
+    loaded: tuple[Any, PreTrainedTokenizerBase], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first context on a machine waits for the compiler, and says so after a while, where bars are shown."""
+    monkeypatch.setattr("retrieval_attn.context.prepare", lambda *arguments: time.sleep(0.5))
+    monkeypatch.setattr("retrieval_attn.context.notice_after", functools.partial(notice_after, seconds=0.05))
+    for progress in (False, True):
+        ra.Context(*loaded, CONFIG).read("The sky is blue.", progress=progress)
+        assert ("compiling the search" in capsys.readouterr().err) == progress
+    with notice_after("never", True, seconds=0.2):
+        pass
+    time.sleep(0.4)
+    assert "never" not in capsys.readouterr().err
 
 
 def test_messages_are_put_through_the_chat_template(loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:

@@ -61,7 +61,7 @@ def test_the_token_loop_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 24])
-def test_the_follower_chooses_as_the_loop_does(hop: str, new: int) -> None:
+def test_the_lookahead_chooses_as_the_loop_does(host_callback: str, new: int) -> None:
     """Lengths and ends of text, one row and several; a row that ends before the others gets padding."""
     model = enabled("llama")
     for batch in (1, 3):
@@ -88,7 +88,7 @@ def texts(model: Any, ids: torch.Tensor, new: int, graph: Any, end: int | None =
     return done.sequences[:, count:].tolist(), told, cache.get_seq_length()
 
 
-@pytest.mark.parametrize("samples", [False, True], ids=["follower", "loop"])
+@pytest.mark.parametrize("samples", [False, True], ids=["lookahead", "loop"])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_a_loop_that_is_cancelled_ends_at_once(graph: GraphMode, samples: bool) -> None:
     """The token at hand is the last, the cache holds one column less than the ids; what continues it is the same."""

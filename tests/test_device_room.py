@@ -54,7 +54,7 @@ def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     assert context.config.index == "auto" and context.cache.index.config.index == "device" and seen
     layers: list[Any] = context.cache.layers
     codes = context.cache.device_nbytes - sum(layer.window.nbytes for layer in layers)
-    assert 0 < codes == sum(layer.coded_nbytes for layer in layers)
+    assert 0 < codes == sum(index.device_nbytes for index in context.cache.coded_indexes)
     with torch.no_grad():
         assert context.continue_with([5], max_new_tokens=3).tokens
 

@@ -64,13 +64,13 @@ def test_two_gpus_hold_what_one_cannot(shape: ModelShape) -> None:
     one = plan(config, gpu_memory="16GiB", host_memory="1TiB")
     assert not one.fits
     for split, processes in (("layers", 1), ("heads", 2)):
-        two = plan(config, gpu_memory="16GiB", host_memory="1TiB", gpus=2, split=split)
+        two = plan(config, gpu_memory="16GiB", host_memory="1TiB", gpus=(2, split))
         assert two.fits, two.reasons
         assert two.device_bytes < one.device_bytes
         assert two.host_bytes - one.host_bytes == (processes - 1) * HOST_RESERVE
         assert two.largest_context > 131072
         assert f"2 GPUs that share {split}" in str(two)
-        assert "fullest GPU" in plan(config, gpu_memory="4GiB", host_memory="1TiB", gpus=2, split=split).reasons[0]
+        assert "fullest GPU" in plan(config, gpu_memory="4GiB", host_memory="1TiB", gpus=(2, split)).reasons[0]
         kv = next(item.bytes for item in two.device if item.name == "prefill: KV of one layer")
         assert kv == 131072 * 4096 // (2 if split == "heads" else 1)
         assert two.decode_bytes > two.device[0].bytes + DEVICE_RESERVE
@@ -78,7 +78,7 @@ def test_two_gpus_hold_what_one_cannot(shape: ModelShape) -> None:
 
 def test_heads_read_at_once_and_layers_in_turn(shape: ModelShape) -> None:
     one = plan(tiny_model("llama"))
-    layers, heads = (plan(tiny_model("llama"), gpus=2, split=split) for split in ("layers", "heads"))
+    layers, heads = (plan(tiny_model("llama"), gpus=(2, split)) for split in ("layers", "heads"))
     assert layers.full_attention.floor_ms == one.full_attention.floor_ms
     assert heads.full_attention.floor_ms < one.full_attention.floor_ms
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_split_is_refused(shape: ModelShape, gpus: int, split: st
 def test_models_whose_ranks_would_hold_all_heads(name: str) -> None:
     """Phi-3's plan gathers the heads, GPT-OSS has none for attention: every rank would keep every key."""
     with pytest.raises(ConfigError, match="all heads"):
-        plan(tiny_model(name), gpus=2, split="heads")
+        plan(tiny_model(name), gpus=(2, "heads"))
     assert ra.plan(tiny_model(name), gpus=2).gpus == 2
 
 

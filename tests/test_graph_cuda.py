@@ -37,7 +37,7 @@ def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
-def test_replays_equal_eager_decoding(name: str, hop: str) -> None:
+def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
     """float32, across spills."""
     model = on_device(name)
     eager = Decoded(model, False)
@@ -46,7 +46,11 @@ def test_replays_equal_eager_decoding(name: str, hop: str) -> None:
         assert name in ("gpt_oss", "qwen3_moe"), graphed.steps.reason  # experts may look at values on the CPU
         pytest.skip(f"eager: {graphed.steps.reason}")
     assert graphed.difference(eager) <= 2e-5
-    assert graphed.decoder.captures == 1 and graphed.decoder.replays == NEW and graphed.decoder.runtime.hop == hop
+    assert (
+        graphed.decoder.captures == 1
+        and graphed.decoder.replays == NEW
+        and graphed.decoder.runtime.host_callback == host_callback
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_replays_equal_eager_decoding(name: str, hop: str) -> None:
         *DEVICE_CASES,
     ],
 )
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: str) -> None:
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], host_callback: str) -> None:
     model = on_device("llama")
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 2e-5
@@ -87,7 +91,7 @@ def test_bfloat16_is_as_close_as_rounding() -> None:
     assert (graphed.logits[1].float() - exact.logits[1]).abs().max() <= 2 * rounding
 
 
-def test_thousands_of_tokens_in_constant_memory(hop: str) -> None:
+def test_thousands_of_tokens_in_constant_memory(host_callback: str) -> None:
     """2,000 replays of one capture; host threads and device memory as after the first hundred."""
     model = on_device("llama")
     decoded = Decoded(model, True, new=100)
@@ -110,7 +114,7 @@ def test_thousands_of_tokens_in_constant_memory(hop: str) -> None:
 
 
 @torch.no_grad()
-def test_an_error_of_a_search_names_its_layer(hop: str) -> None:
+def test_an_error_of_a_search_names_its_layer(host_callback: str) -> None:
     """A search that fails inside the graph; the same graph goes on when it works again."""
     broken_search(on_device("llama"), True)
 
@@ -173,7 +177,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_ends_a_running_graph(hop: str) -> None:
+def test_an_interrupt_ends_a_running_graph(host_callback: str) -> None:
     """SIGINT while replays run: no hang, no thread left over, and the model decodes on."""
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],

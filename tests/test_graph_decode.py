@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
+import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.engine import graph_registry, graph_slot
 from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
@@ -35,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("emulated_graphs")
 
 
 @pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
-def test_replays_equal_eager_decoding(name: str, hop: str) -> None:
+def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
     """Soft-cap, sliding layers, learned sinks, experts; spills cross. Everything but the first pass is a replay."""
     model = enabled(name)
     eager, graphed = Decoded(model, False), Decoded(model, True)
     assert graphed.difference(eager) <= 1e-5
     assert graphed.decoder.captures == 1 and graphed.decoder.replays == graphed.steps.replays == NEW
-    assert graphed.decoder.runtime.hop == hop
+    assert graphed.decoder.runtime.host_callback == host_callback
     assert graphed.cache.get_seq_length() == eager.cache.get_seq_length() == PROMPT + NEW
     mine, others = graphed.cache.stats(), eager.cache.stats()
     assert (mine.keys_scanned, mine.bytes_read) == (others.keys_scanned, others.bytes_read)
@@ -49,7 +50,7 @@ def test_replays_equal_eager_decoding(name: str, hop: str) -> None:
 
 
 @pytest.mark.parametrize(("batch", "turns"), [(1, 1), (2, 2), (3, 2)])
-def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, hop: str) -> None:
+def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, host_callback: str) -> None:
     """The host works on the first rows while the device searches the codes of the others: two calls per layer."""
     model = enabled("llama")
     case = {**DEVICE_CASES["device"], "batch": batch, "new": 3}
@@ -90,7 +91,7 @@ def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, hop: s
         *DEVICE_CASES,
     ],
 )
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], hop: str) -> None:
+def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], host_callback: str) -> None:
     """Rows on one path are searched together until a spill parts them; a short prompt begins without a host part."""
     model = enabled("llama")
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
@@ -108,7 +109,7 @@ def test_sliding_windows_slide_past_their_buffer(monkeypatch: pytest.MonkeyPatch
     assert graphed.decoder.slots[0].key.shape[2] == graphed.cache.layers[0].keep + 5  # type: ignore[union-attr]
 
 
-def test_the_next_cache_reuses_the_graph(hop: str) -> None:
+def test_the_next_cache_reuses_the_graph(host_callback: str) -> None:
     """Contexts, questions and forks take turns in one decoder; a cache keeps its tokens when it leaves."""
     model = enabled("llama")
     first = Decoded(model, True)
@@ -169,12 +170,12 @@ def test_generate_takes_the_switch_from_the_options() -> None:
 
 
 @torch.no_grad()
-def test_an_error_of_a_search_names_its_layer(hop: str) -> None:
+def test_an_error_of_a_search_names_its_layer(host_callback: str) -> None:
     """It surfaces after the replay; the cache keeps what was confirmed and goes on."""
     broken_search(enabled("llama"), True)
 
 
-def test_a_step_goes_ahead_of_the_one_before(hop: str) -> None:
+def test_a_step_goes_ahead_of_the_one_before(host_callback: str) -> None:
     """With what the device chose; where the host's part is over when a replay returns; full windows stop it."""
     model = enabled("llama")
     decoded = Decoded(model, True, new=2)
@@ -194,7 +195,7 @@ def test_a_step_goes_ahead_of_the_one_before(hop: str) -> None:
             steps.confirm()
             chosen.append(int(token))
             assert decoded.cache.get_seq_length() == before + i + 1
-        assert sum(went) == 0 if hop == "node" else 11 <= sum(went) < 15 and went[-1], went  # full twice
+        assert sum(went) == 0 if host_callback == "host_node" else 11 <= sum(went) < 15 and went[-1], went  # full twice
         steps.close()
         assert decoded.cache.get_seq_length() == before + 15  # what went ahead last did not happen
         for i, fed in enumerate([5, *chosen[:-1]]):
@@ -312,10 +313,11 @@ def test_a_waiting_decoder_holds_no_context_and_dies_with_its_model(case: dict[s
     decoded = Decoded(model, True, **{**case, "new": 2})
     layer: Any = decoded.cache.layers[0]
     held = [weakref.ref(layer.hosts[0].segments[0].keys)]
-    held += [weakref.ref(index.codes.device.codes) for index in layer.coded_indexes.values()]
+    coded: Any = decoded.cache.coded_indexes
+    held += [weakref.ref(index.codes.device.codes) for index in coded]
     assert len(held) > 1 or not case
     decoder = weakref.ref(decoded.decoder)
-    del decoded, layer
+    del decoded, layer, coded
     gc.collect()
     assert [one() for one in held] == [None] * len(held) and decoder() is not None
     del model

@@ -18,15 +18,15 @@ from retrieval_attn.engine.graph_emulation import emulated
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import VARIABLE
-from tests.gpu.test_push import Careless
+from tests.gpu.test_polling import Careless
 from tests.graph_cases import Decoded, enabled
 from tests.test_graph_cuda import on_device
 
 
 @pytest.fixture(autouse=True)
-def _push(fresh_decoders: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _polling(fresh_decoders: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setenv(VARIABLE, "push")
+    monkeypatch.setenv(VARIABLE, "polling")
 
 
 class Two:
@@ -98,11 +98,11 @@ def test_a_replay_that_is_not_served_costs_its_token() -> None:
 
 
 @pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("hop", ["push", "node"])
+@pytest.mark.parametrize("host_callback", ["polling", "host_node"])
 @torch.no_grad()
-def test_decoders_share_a_runtime(where: str, hop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoders_share_a_runtime(where: str, host_callback: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models' steps in turn."""
-    monkeypatch.setenv(VARIABLE, hop)
+    monkeypatch.setenv(VARIABLE, host_callback)
     make = enabled if where == "emulated" else on_device
     with emulated() if where == "emulated" else contextlib.nullcontext():
         pairs = [Two(make("llama")), Two(make("qwen3"))]

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MixtralConfig, T5Config
 
+from retrieval_attn.commands.plan import add_arguments, run
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.memory.device import DEVICE_RESERVE
-from retrieval_attn.memory.plan import HOST_RESERVE, Plan, add_arguments, plan, run
+from retrieval_attn.memory.plan import HOST_RESERVE, Plan, plan
 from retrieval_attn.memory.shape import model_shape
 
 GIB = 2**30
@@ -369,3 +370,10 @@ def test_command_prints_the_table_and_returns_whether_it_fits(
     assert "It fits." in capsys.readouterr().out
     assert run(parser.parse_args([*base, "--gpu-memory", "1MiB", "--json"])) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
+    short = ["--context", "1k", "--prefill-chunk", "1K", "--sink", "0", "--window", "2k", "--json"]
+    assert run(parser.parse_args([str(tmp_path), "--host-memory", "4GiB", *short])) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["context"], read["config"]["prefill_chunk"]) == (1024, 1024)
+    assert (read["config"]["sink"], read["config"]["window"]) == (0, 2048)
+    with pytest.raises(ConfigError, match="--context='128q' is not a number of tokens"):
+        run(parser.parse_args([str(tmp_path), "--context", "128q"]))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.cache.reading import Reading
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import HostPath
@@ -239,15 +240,14 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
         order.append("built")
         return index
 
-    opened = RetrievalLayer._open_reading
+    opened = Reading.__init__
 
-    def opening(self: RetrievalLayer, held: Any, total: int) -> Any:
-        done = opened(self, held, total)
+    def opening(self: Reading, *arguments: Any) -> None:
+        opened(self, *arguments)
         order.append("opened")
-        return done
 
     monkeypatch.setattr(RoarGraphIndex, "make", classmethod(noting))
-    monkeypatch.setattr(RetrievalLayer, "_open_reading", opening)
+    monkeypatch.setattr(Reading, "__init__", opening)
     cache = read(CONFIG, random_ids(1, 300), 128)
     finish_prefill(cache)
     assert order[:4] == ["opened", "built", "built", "opened"]

@@ -30,11 +30,13 @@ def context(loaded: tuple[Any, Any]) -> ra.Context:
     return ra.Context(*loaded, CONFIG).read(text, progress=False)
 
 
-@pytest.fixture(params=["plain", "enabled"])
+@pytest.fixture(params=["plain", "enabled", "graphs"])
 def model(request: pytest.FixtureRequest, context: ra.Context) -> Iterator[Any]:
-    """The context's model, with transformers' own attention or switched over for good."""
-    if request.param == "enabled":
+    """The context's model, with transformers' own attention or switched over for good, and with emulated graphs."""
+    if request.param != "plain":
         ra.enable(context.model, CONFIG)
+    if request.param == "graphs":
+        request.getfixturevalue("emulated_graphs")
     before = context.model.config._attn_implementation
     yield context.model
     assert context.model.config._attn_implementation == before
@@ -54,6 +56,14 @@ def test_the_pieces_join_to_the_answer(context: ra.Context) -> None:
     assert stream.answer is not None and stream.answer.tokens == expected.tokens
     assert stream.answer.stats.new_tokens == expected.stats.new_tokens
     assert list(stream) == [] and not workers()
+
+
+@pytest.mark.parametrize("stop", [("39",), ("3918",), ("9184", "91"), ("no such string",)])
+def test_a_stop_string_is_not_streamed(context: ra.Context, stop: tuple[str, ...]) -> None:
+    """Nor the beginning of one that later tokens complete."""
+    stream = context.stream(QUESTION, max_new_tokens=16, stop=stop)
+    assert "".join(stream) == context.ask(QUESTION, max_new_tokens=16, stop=stop).text
+    assert stream.answer is not None and stream.answer.text.strip().startswith("7")
 
 
 def test_a_loop_left_by_break_leaves_nothing_running(context: ra.Context, model: Any) -> None:

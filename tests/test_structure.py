@@ -34,11 +34,11 @@ EVAL_MAY_USE = {"model.loading", "memory.units", "index"}
 INSTRUMENTS = ("recording", "bench", "baselines")
 INSIDE = {
     "cache.exact",
+    "cache.instruments",
     "cache.layer",
     "cache.retrieval",
     "cache.sequence",
     "cpu",
-    "cpu.atomics",
     "cpu.attend",
     "cpu.gather",
     "cpu.host_attend",
@@ -58,6 +58,7 @@ INSIDE = {
     "index.kernels.codes",
     "index.kernels.knn",
     "index.memory",
+    "index.task.atomics",
     "index.spec",
     "index.synthetic",
     "index.threads",

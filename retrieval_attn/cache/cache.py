@@ -14,11 +14,13 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_laye
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layered import LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.sequence import Batch, distinct
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.config import Config, resolve
+from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
+from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.offload.stats import LayerStats
 
@@ -119,19 +121,6 @@ class RetrievalCache(LayeredCache):
         elif count:
             self.batch.crop(columns - count)
 
-    def replace_layer(self, number: int, layer: CacheLayer) -> None:
-        """Put an instrument's own `layer` in the place of layer `number`, such as one that records."""
-        layers: list[Any] = self.layers
-        layer.batch, layer.commits = self.batch, layers[number].commits
-        layers[number] = layer
-
-    def share_layer(self, number: int, source: int) -> None:
-        """Make layer `number` share the host keys and indexes of layer `source`: for benchmarks that decode with fewer
-        distinct layers than the model has.
-        """
-        layers: list[Any] = self.layers
-        self.replace_layer(number, layers[source].share(number))
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times; the host part is shared, not copied."""
         rows = range(len(self.batch.sequences))
@@ -180,27 +169,34 @@ class RetrievalCache(LayeredCache):
             total.add(layer.stats)
         return total
 
+    @property
+    def coded_indexes(self) -> list[KeyIndex]:
+        """Indexes that keep codes of keys in device memory, each once."""
+        held = (index for host in distinct(self._paths()) for one in host.segments for index in one.indexes)
+        return list({id(index): index for index in held if index.keeps_device_keys}.values())
+
     def index_kinds(self) -> dict[str, int]:
         """Kinds of the indexes over the host's keys, and how many heads (of all layers) have each."""
         kinds: Counter[str] = Counter()
-        for layer in self._own_layers():
-            if isinstance(layer, RetrievalLayer):
-                kinds.update(layer.index_kinds())
+        for host in distinct(self._paths()):
+            kinds.update(host.index_kinds)
         return dict(kinds)
 
     def index_notes(self) -> list[str]:
         """Why each head has the index it has, one line per head, where something chose it."""
+        self._paths()
         return [
             f"layer {number}: {note}"
-            for number, layer in enumerate(self.layers)
-            if isinstance(layer, RetrievalLayer)
-            for note in layer.index_notes()
+            for number in range(len(self.layers))
+            for host in distinct(self.batch.hosts(number))
+            for note in host.index_notes
         ]
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of host memory held by keys, values and indexes."""
-        return sum(layer.host_nbytes for layer in self._own_layers())
+        """Bytes of host memory held by keys, values and indexes; what rows share is counted once per layer."""
+        self._paths()
+        return sum(held_bytes(layer.hosts) for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
 
     @property
     def device_nbytes(self) -> int:
@@ -208,15 +204,13 @@ class RetrievalCache(LayeredCache):
         which an index of kind "device" keeps there.
         """
         windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
-        return windows + sum(layer.coded_nbytes for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
+        return windows + sum(index.device_nbytes for index in self.coded_indexes)
 
-    def measure_mass(self, heads: int) -> None:
-        """From now on every eager decode step measures, for so many query heads of each layer in turn, what share of
-        exact attention's weight took part (`Stats.captured_mass`). Slow: each reads all keys of its head. 0: none.
-        """
+    def _paths(self) -> list[HostPath]:
+        """The host's part of all layers and rows, in the order of the layers; indexes are ready."""
         for layer in self._own_layers():
-            if isinstance(layer, RetrievalLayer):
-                layer.mass_heads = heads
+            layer.finish_index()
+        return [host for number in range(len(self.layers)) for host in self.batch.hosts(number)]
 
     def _own_layers(self) -> list[CacheLayer]:
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
@@ -53,11 +52,6 @@ class CacheLayer(HandleLayer):
     @property
     def window(self) -> WindowCache | None:
         """Sinks and recent tokens on the device; None before the first tokens."""
-        raise NotImplementedError
-
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of host memory for keys, values and indexes."""
         raise NotImplementedError
 
     # -- the captured step --------------------------------------------------------------------------
@@ -118,7 +112,9 @@ class CacheLayer(HandleLayer):
 
     def snapshot(self) -> dict[str, Any]:
         """The layer's attributes, to be put back as they are; what changes in place is copied."""
-        return {**vars(self), "stats": replace(self.stats)}
+        copy = self.fork(self.batch)
+        copy.stats.add(self.stats)
+        return vars(copy)
 
     def fork(self, batch: Batch) -> Self:
         """This layer for a fork of its batch."""

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
+from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.sequence import distinct_rows
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.queries import TrainingQueries
+from retrieval_attn.offload.work import HostWork
+
+log = logging.getLogger(__name__)
+
+FEW_TOKENS = 256
+"""So many are nothing to warn of, and layers that read in chunks take them as they are."""
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class ReadingMark(NamedTuple):
@@ -20,11 +33,18 @@ class ReadingMark(NamedTuple):
 
 
 class Reading:
-    """A pass under way. sample: None where the index does not train."""
+    """A pass under way over what a layer holds."""
 
-    def __init__(self, done: ExactPass, sample: TrainingQueries | None) -> None:
-        self.done = done
-        self._sample = sample
+    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, train_queries: int | None) -> None:
+        """Bring the layer's past to its device: `total` new tokens attend to it exactly.
+
+        spec: the index that the keys will get. train_queries: see `Config`.
+        """
+        self._held = held
+        self._first = held.columns == 0
+        self.done = ExactPass(total, held.past())
+        count = spec.training_queries(total, train_queries)
+        self._sample = TrainingQueries(total, count) if spec.trains else None
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
@@ -34,14 +54,33 @@ class Reading:
             self._sample.take(query, self.done.filled)
         return self.done.step(query, key, value, valid, scale, softcap)
 
-    def complete(self) -> ExactPass:
-        """The pass, all of it. Raises CacheMismatchError if tokens are missing."""
+    def host_work(self) -> HostWork:
+        """What brings the pass to the host; nothing has begun. Raises CacheMismatchError if tokens are missing."""
         done = self.done
         if done.filled != done.total:
             raise CacheMismatchError(f"A pass announced {done.total} tokens and brought {done.filled}.")
-        return done
+        return self._held.host_work(*done.new, done.valid)
 
-    def training_queries(self, model: nn.Module | None, module: nn.Module | None, row: int) -> Tensor | None:
+    def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None) -> None:
+        """Move the pass to its places, host, window, sinks and index, by `work`, which goes on beside a GPU.
+
+        model, module: the model and its attention layer, as far as they are known: they move training queries.
+        """
+        held, done = self._held, self.done
+        work.start_copy()
+        held.take_pass(done, work)
+        for row, host in distinct_rows(held.hosts):
+            start, stop = held.ranges[row]
+            if stop <= start:
+                continue
+            if not self._first and 2 * host.indexed_tokens >= stop - start:
+                work.extend(host, stop)
+            else:
+                queries = self._training_queries(model, module, row)
+                work.index(host, (start, stop), queries, functools.partial(done.keys_of, row))
+        work.start_build()
+
+    def _training_queries(self, model: nn.Module | None, module: nn.Module | None, row: int) -> Tensor | None:
         """The sample of one row where decoding will happen, see `TrainingQueries.on_device`; None without a sample."""
         if self._sample is None or module is None:
             return None
@@ -57,3 +96,18 @@ class Reading:
         self.done.restore(mark.done)
         if self._sample is not None:
             self._sample.restore(mark.sampled)
+
+
+def warn_of_whole_prompts(model: nn.Module | None, tokens: int, chunk: int) -> None:
+    """Log, once for a model, that a long prompt comes through its layers whole and not in chunks of `chunk` tokens."""
+    if tokens <= max(chunk, FEW_TOKENS) or model is None or model in _warned:
+        return
+    _warned.add(model)
+    log.warning(
+        "%s reads %d tokens at once, and the activations of all of them have to fit the device's memory. Call "
+        "retrieval_attn.enable(model), or generate within `with retrieval_attn.prefill_by_layer(model):`, and it reads "
+        "layer by layer in chunks of %d tokens.",
+        type(model).__name__,
+        tokens,
+        chunk,
+    )

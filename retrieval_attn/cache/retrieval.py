@@ -6,29 +6,24 @@ host `cache/host_part.py`. Here these come together.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections import Counter
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import HostPart, Scoring
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.reading import Reading, ReadingMark
-from retrieval_attn.cache.sequence import Batch, distinct, distinct_rows
+from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
+from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.codes.search import CodeShape
-from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.traffic import traffic
 from retrieval_attn.offload.transfer import host_format
@@ -79,37 +74,6 @@ class RetrievalLayer(CacheLayer):
         """Per row, the tokens of its host path that retrieval covers: those between sinks and tail."""
         return [] if self.held is None else self.held.ranges
 
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of host memory for keys, values and indexes, shared paths counted once."""
-        self.finish_index()
-        return held_bytes(self.hosts)
-
-    @property
-    def coded_indexes(self) -> dict[int, KeyIndex]:
-        """Indexes that keep codes of keys in device memory, each once, by identity."""
-        self.finish_index()
-        indexes = [index for host in self.hosts for one in host.segments for index in one.indexes]
-        return {id(index): index for index in indexes if index.keeps_device_keys}
-
-    @property
-    def coded_nbytes(self) -> int:
-        """Bytes of device memory for codes of keys, each index's once."""
-        return sum(index.device_nbytes for index in self.coded_indexes.values())
-
-    def index_kinds(self) -> Counter[str]:
-        """Kinds of the indexes over this layer's host keys, and how many heads have each."""
-        self.finish_index()
-        kinds: Counter[str] = Counter()
-        for host in distinct(self.hosts):
-            kinds.update(host.index_kinds)
-        return kinds
-
-    def index_notes(self) -> list[str]:
-        """Why each head has the index it has, where something chose it."""
-        self.finish_index()
-        return [note for host in distinct(self.hosts) for note in host.index_notes]
-
     def code_shape(self, head_dim: int) -> CodeShape | None:
         """What a captured step searches codes on the device by; None where the index has none there."""
         k = self.config.retrieve
@@ -147,7 +111,10 @@ class RetrievalLayer(CacheLayer):
         if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
             return self._decode(held, query, key, value, spec, Scoring(scale, softcap))
         if self._reading is None:
-            self._reading = self._open_reading(held, total)
+            if self._announced is None:
+                warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
+            self.stats.wait_seconds += traffic(held.device).make_room()
+            self._reading = Reading(held, total, self._index.spec, self.config.train_queries)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._reading.step(query, key, value, valid, scale, softcap)
         if self._announced is None:
@@ -177,42 +144,15 @@ class RetrievalLayer(CacheLayer):
 
     def end_pass(self) -> None:
         reading, self._reading = self._reading, None
-        if reading is not None and self.held is not None:
-            self._finish_reading(self.held, reading)
+        if reading is not None:
+            self._work = work = reading.host_work()
+            reading.finish(work, alive(self._model), alive(self._owner))
+            self._note_stored(reading.done.total)
         super().end_pass()
 
     def _appends_exactly(self, total: int) -> bool:
         """Whether so many tokens after others attend to all of them exactly."""
         return self.config.exact_append and total > self.config.decode_tokens
-
-    def _open_reading(self, held: HeldTokens, total: int) -> Reading:
-        """Bring this layer's past to its device: the pass attends to it exactly, one layer at a time."""
-        self.stats.wait_seconds += traffic(held.device).make_room()
-        spec = self._index.spec
-        count = spec.training_queries(total, self.config.train_queries)
-        sample = TrainingQueries(total, count) if spec.trains else None
-        return Reading(ExactPass(total, held.past()), sample)
-
-    def _finish_reading(self, held: HeldTokens, reading: Reading) -> None:
-        """Move a finished pass to its places: host, window, sinks, index."""
-        done = reading.complete()
-        first = self.columns == 0
-        work = self._work = held.host_work(*done.new, done.valid)
-        work.start_copy()
-        held.take_pass(done, work)
-        module = None if self._owner is None else self._owner()
-        model = None if self._model is None else self._model()
-        for row, host in distinct_rows(held.hosts):
-            start, stop = held.ranges[row]
-            if stop <= start:
-                continue
-            if not first and 2 * host.indexed_tokens >= stop - start:
-                work.extend(host, stop)
-            else:
-                queries = reading.training_queries(model, module, row)
-                work.index(host, (start, stop), queries, functools.partial(done.keys_of, row))
-        work.start_build()
-        self._note_stored(done.total)
 
     def mark(self) -> object:
         if self._reading is not None:
@@ -257,10 +197,6 @@ class RetrievalLayer(CacheLayer):
         if self.held is not None:
             self.held.select(list(rows))
 
-    def snapshot(self) -> dict[str, Any]:
-        state = super().snapshot()
-        return {**state, "held": None if self.held is None else self.held.fork(self.batch, state["stats"])}
-
     def drop_newest(self, count: int) -> None:
         if self.held is None or not count:
             return
@@ -278,17 +214,6 @@ class RetrievalLayer(CacheLayer):
         other.held = None if self.held is None else self.held.fork(batch, other.stats)
         return other
 
-    def share(self, number: int) -> RetrievalLayer:
-        """A layer of the same batch with this number and these tokens; it belongs to the module that uses it first."""
-        other = self.fork(self.batch)
-        other.number, other._owner = number, None
-        copies = {id(host): host.fork() for host in distinct(self.hosts)}
-        for sequence in self.batch.sequences:
-            sequence.kv[number] = copies[id(sequence.kv[self.number])]
-        if other.held is not None:
-            other.held = other.held.fork(self.batch, other.stats, number)
-        return other
-
     def spill(self) -> None:
         """The tail is full: everything beyond the window moves to the host."""
         if self.held is not None:
@@ -298,6 +223,11 @@ class RetrievalLayer(CacheLayer):
         self.abandon()
         super().reset()
         self._work = self._reading = self.held = None
+
+
+def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
+    """What a weak reference names, if there is one and it still exists."""
+    return None if reference is None else reference()
 
 
 class _Mark(NamedTuple):

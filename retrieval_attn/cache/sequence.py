@@ -157,8 +157,8 @@ class Batch:
             sequence.kv[number] = make()
 
     def hosts(self, number: int) -> list[HostPath]:
-        """The paths of layer `number`, one per row; rows that share one have the same object."""
-        return [sequence.kv[number] for sequence in self.sequences]
+        """The paths of layer `number`, one per row, the same object for rows that share one; none for other layers."""
+        return [sequence.kv[number] for sequence in self.sequences if number in sequence.kv]
 
     def writable(self, number: int) -> list[HostPath]:
         """The same, after rows that share a path got paths of their own: their next tokens differ."""

@@ -7,7 +7,7 @@ layer of a model must speak the same handle protocol and survive crops, forks an
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,6 @@ class SlidingLayer(CacheLayer):
     def keep(self) -> int:
         """Tokens that are kept."""
         return self.sliding_window - 1 + CROP_ROOM
-
-    @property
-    def host_nbytes(self) -> int:
-        """Nothing of a sliding layer is on the host."""
-        return 0
 
     def activate_past_recording(self) -> None:
         """From now on forget nothing until the next crop (transformers calls this for assisted decoding)."""
@@ -130,9 +125,6 @@ class SlidingLayer(CacheLayer):
     def select(self, rows: Items[int]) -> None:
         if self._window is not None:
             self._window.select(torch.tensor(list(rows), dtype=torch.int64))
-
-    def snapshot(self) -> dict[str, Any]:
-        return {**super().snapshot(), "_window": None if self._window is None else self._window.clone()}
 
     def fork(self, batch: Batch) -> SlidingLayer:
         """An independent copy (constant size)."""

@@ -15,8 +15,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from retrieval_attn.cpu.atomics import intrinsic
-from retrieval_attn.index.formats import SCALE_BYTES
 from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
     LANES,
@@ -35,6 +33,8 @@ from retrieval_attn.index.kernels.dots import (
     scale_of,
     widen,
 )
+from retrieval_attn.index.task.atomics import intrinsic
+from retrieval_attn.index.task.rows import bytes_of_row
 
 AHEAD = 16
 """Gathered rows that are prefetched before their turn."""
@@ -234,12 +234,6 @@ def _scale_at(typingctx, like, row, width):
         return ir.Constant(_FLOAT, 1.0) if scale is None else scale
 
     return types.float32(like, types.int64, types.int64), codegen
-
-
-@njit(nogil=True, cache=True, inline="always")
-def bytes_of_row(like, dim):
-    """Bytes of a stored row of `dim` numbers: `formats.Format.row_bytes`. like: an array of the format."""
-    return dim * like.itemsize + (SCALE_BYTES if like.itemsize == 1 else 0)
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})

@@ -25,7 +25,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from retrieval_attn.cpu.atomics import (
+from retrieval_attn.errors import BackendError, ConfigError
+from retrieval_attn.index.cores import allowed_cores, usable_cores
+from retrieval_attn.index.task.atomics import (
+    YIELD_NANOSECONDS,
     atomic_add,
     atomic_exchange_if,
     atomic_load,
@@ -38,15 +41,11 @@ from retrieval_attn.cpu.atomics import (
     wake,
     yield_core,
 )
-from retrieval_attn.errors import BackendError, ConfigError
-from retrieval_attn.index.cores import allowed_cores, usable_cores
 
 SPIN_MICROSECONDS = 2000.0
 """How long workers look for the next job before they sleep: longer than a layer of a decode step takes elsewhere. A
 sleeper is of no help for the first 150 us of a job (measured on a virtual machine); one that looks gives way to others.
 """
-YIELD_NANOSECONDS = 20_000
-"""After this long of waiting, let other threads have the core between two looks."""
 LOOKS = 32
 """Pauses between two readings of the clock."""
 WOKEN_AT_ONCE = 2

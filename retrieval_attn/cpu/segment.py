@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.step.plan import Piece, has_compiled_search
+from retrieval_attn.cpu.step.piece import Piece
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
-from retrieval_attn.index.flat import FlatIndex, search_exact
+from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 
@@ -205,18 +205,15 @@ class Segment:
         self._index = _SegmentIndex(start, tuple(heads))
         self._changes += 1
 
-    def pieces(self, low: int, high: int, first: int, most_tail: int, named: bool = False) -> list[Piece] | None:
-        """Tokens [low, high) as a step takes them, with ids from `first` + low on; None if a step cannot search them.
+    def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[Piece]:
+        """Tokens [low, high) as a step takes them, with ids from `first` + low on.
 
-        named: a device names candidates for the step, see `has_compiled_search`.
         Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first.
         """
         whole = Piece(self.keys, self.values, low, high, first)
         index = self._index
-        if index is None or all(type(head) is FlatIndex and head.codes is None for head in index.heads):
+        if index is None or all(head.exact for head in index.heads):
             return [whole]
-        if not all(has_compiled_search(head, named) for head in index.heads):
-            return None
         if low > index.first or high <= index.first:  # as `search` does
             return [whole]
         if high - index.stop > most_tail:

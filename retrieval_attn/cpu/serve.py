@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic as _numba_intrinsic
 
-from retrieval_attn.cpu.atomics import at_address, atomic_load, nanoseconds, pause, yield_core
+from retrieval_attn.index.task.atomics import at_address, atomic_load, nanoseconds, pause, yield_core
 
 intrinsic: Any = _numba_intrinsic
 

@@ -12,20 +12,19 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cpu.step import descriptor as words
 from retrieval_attn.engine.graph_decoder import GraphDecoder, StepKind, signature
 from retrieval_attn.engine.graph_layer import GraphLayer
 from retrieval_attn.engine.graph_memory import ordinary_tensors
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.index.task import descriptor as words
 
 
 class Binding:
     """See the module.
 
-    layers: the bound ones. room: tokens that every window still
-    takes. stale: the cache was changed by something else, so `refresh` comes before the next step. recording: a step is
-    being recorded. kind: what a graph has to be captured for now.
+    layers: the bound ones. room: tokens that every window still takes. stale: something else changed the cache, so
+    `refresh` comes before the next step. recording: a step is being recorded. kind: what a graph is captured for now.
     """
 
     @ordinary_tensors

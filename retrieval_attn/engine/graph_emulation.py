@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import Hop, asked_hop
+from retrieval_attn.gpu.capture.exchange import HostCallback, requested_host_callback
 
 _active: list[EmulatedRuntime | None] = []
 """Of the process, not of a thread: a thread that decodes for the caller emulates too."""
@@ -32,9 +32,9 @@ def emulated_runtime() -> EmulatedRuntime | None:
     """What graphs are captured with inside `emulated`; None outside."""
     if not _active:
         return None
-    return _active[-1] or _shared(asked_hop() or "push")
+    return _active[-1] or _shared(requested_host_callback() or "polling")
 
 
 @functools.cache
-def _shared(hop: Hop) -> EmulatedRuntime:
-    return EmulatedRuntime(Server, hop)
+def _shared(host_callback: HostCallback) -> EmulatedRuntime:
+    return EmulatedRuntime(Server, host_callback)

@@ -23,7 +23,7 @@ from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.gpu.codes.search import Aim, CodeSearch, Scratch, class_of, shared_scratch
+from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, Scratch, shared_scratch, size_class
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
 MAX_MICROBATCHES = 2
@@ -86,9 +86,9 @@ class HostRows:
             results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], places
         )
         out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
-        given = queries.host.numpy()
-        candidates = None if codes is None else given[count * dim :].view(np.int32).reshape(count, room)
-        self._buffers = StepBuffers(given[: count * dim], out, lse, *memory, candidates)
+        staged = queries.host.numpy()
+        candidates = None if codes is None else staged[count * dim :].view(np.int32).reshape(count, room)
+        self._buffers = StepBuffers(staged[: count * dim], out, lse, *memory, candidates)
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
@@ -98,7 +98,7 @@ class HostRows:
     @property
     def max_coded_keys(self) -> int:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
-        return class_of(self._search.most) if self._search is not None and self._search.most else 0
+        return size_class(self._search.max_keys) if self._search is not None and self._search.max_keys else 0
 
     def plan(self, layer: RetrievalLayer, retrieve: int) -> None:
         """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
@@ -110,11 +110,11 @@ class HostRows:
         for rows_of in _layouts(hosts):
             paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
             own = [ranges[rows[0]] for rows in rows_of]
-            if plan_paths(self._step, paths, own, self._q_heads, n, retrieve, scale=scale, softcap=softcap):
+            if plan_paths(self._step, paths, own, (self._q_heads, n), retrieve, scale=scale, softcap=softcap):
                 if self.part.rows is not None:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                 if self._search is not None:
-                    self._search.aim(_aims(self._step, rows_of, retrieve))
+                    self._search.bind(_code_ranges(self._step, rows_of, retrieve))
                 return
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
@@ -124,7 +124,7 @@ class HostRows:
         self._step.forget()
         self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
         if self._search is not None:
-            self._search.aim([None] * len(self._search.entries))
+            self._search.bind([None] * len(self._search.entries))
 
     def begin(self, query: Tensor, max_coded_keys: int) -> Any:
         """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call.
@@ -164,10 +164,10 @@ def _layouts(hosts: list[HostPath]) -> list[list[list[int]]]:
     return [together, apart] if equal and len(together) < len(hosts) else [apart]
 
 
-def _aims(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[Aim | None]:
+def _code_ranges(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[CodeRange | None]:
     """The codes behind a planned step, for each key-value head of each row of the batch. Raises CaptureError."""
     heads = next(len(piece.keys) for pieces in step.rows for piece in pieces)
-    aims: list[Aim | None] = [None] * (heads * sum(map(len, rows_of)))
+    ranges: list[CodeRange | None] = [None] * (heads * sum(map(len, rows_of)))
     for members, pieces in zip(rows_of, step.rows, strict=True):
         coded = [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
         if len(coded) > 1:
@@ -178,8 +178,8 @@ def _aims(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[Aim 
                 codes = index.device_codes(retrieve, stop) if piece.low == piece.index_first else None
                 if codes is not None:
                     for row in members:
-                        aims[row * heads + head] = codes, stop
-    return aims
+                        ranges[row * heads + head] = codes, stop
+    return ranges
 
 
 def _held(layer: RetrievalLayer) -> HeldTokens:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.step import descriptor as words
 from retrieval_attn.engine.graph_host import MAX_MICROBATCHES
 from retrieval_attn.gpu.decode.kernels import advance
+from retrieval_attn.index.task import descriptor as words
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

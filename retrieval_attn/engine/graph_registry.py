@@ -17,7 +17,7 @@ from retrieval_attn.engine.graph_emulation import emulated_runtime
 from retrieval_attn.engine.graph_launch import Launcher
 from retrieval_attn.engine.graph_support import refusal
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.exchange import asked_hop
+from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.runtime import Runtime, cuda_runtime
 from retrieval_attn.model.placement import input_device
 
@@ -40,7 +40,9 @@ def runtime_for(model: PreTrainedModel) -> Runtime | None:
     device = input_device(model)
     if device.type != "cuda":
         return None
-    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server, asked_hop())
+    return cuda_runtime(
+        device.index if device.index is not None else torch.cuda.current_device(), Server, requested_host_callback()
+    )
 
 
 def bind(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> Launcher:

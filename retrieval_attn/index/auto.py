@@ -82,6 +82,15 @@ class AutoIndex(KeyIndex):
         return graph + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
 
     @classmethod
+    def prepare(cls, options: AutoOptions, fmt: Format, tokens: int | None = None) -> bool:
+        """See KeyIndex.prepare: all that may be made of so many tokens."""
+        FlatIndex.prepare(CODED, fmt)
+        if tokens is None or tokens >= SKETCH_FROM:
+            SketchIndex.prepare(SketchOptions(), fmt)
+            RoarGraphIndex.prepare(GraphOptions(), fmt)
+        return True
+
+    @classmethod
     def make(
         cls,
         keys: npt.NDArray[Any],

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 
 MAX_KEYS = 2**31 - 1
 """ids are int32."""
@@ -217,6 +218,17 @@ class KeyIndex(ABC):
             np.stack([one.scores for one in found]),
             sum(one.keys_scanned for one in found),
         )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the answer is that of a scan of all stored keys, which a step may run in its place."""
+        return False
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
+        """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller
+        takes `search_heads` instead. Where a scan of the stored keys is the better search it is `exact_search`.
+        """
+        return None
 
     def device_codes(self, k: int, visible: int) -> Any:
         """The codes on a device that name candidates for the best k of `visible` keys; None: they name none."""

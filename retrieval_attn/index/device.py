@@ -16,13 +16,16 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, check_search, check_training
+from retrieval_attn.index.device_task import candidate_search, prepare_candidates
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space, split_bytes
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
 from retrieval_attn.index.sketch.index import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
 from retrieval_attn.index.spec import register
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 
 MIN_DEFAULT_BYTES = 16
 """Bytes per key that small heads get if nothing is said."""
@@ -187,6 +190,20 @@ class DeviceIndex(PiecesIndex):
     def serves(self, k: int, visible: int) -> bool:
         """Whether so many keys are worth asking the device for the best k."""
         return visible >= SCAN_SHARE * self.rescore_count(k)
+
+    @classmethod
+    def prepare(cls, options: DeviceOptions, fmt: Format, tokens: int | None = None) -> bool:
+        """See KeyIndex.prepare. There is no compiled search but of candidates that a device names."""
+        prepare_candidates(fmt)
+        return False
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
+        """See KeyIndex.compiled_search."""
+        if request.candidates is None:
+            return None
+        if not self.serves(request.k, request.visible):
+            return exact_search(request.fmt)
+        return candidate_search(request, request.candidates, self.rescore_count(request.k))
 
     def device_codes(self, k: int, visible: int) -> Any:
         """See KeyIndex.device_codes."""

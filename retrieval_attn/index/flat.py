@@ -21,6 +21,7 @@ from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import HeadShape, HeldBytes, KeyIndex, SearchResult, StateValue
+from retrieval_attn.index.flat_task import coded_search, exact_search, prepare_codes
 from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
 from retrieval_attn.index.kernels.coded import best_codes
 from retrieval_attn.index.kernels.codes import (
@@ -38,6 +39,7 @@ from retrieval_attn.index.kernels.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.pieces import KeyPieces, PiecesIndex, stacked, unpack
 from retrieval_attn.index.spec import register
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 from retrieval_attn.index.threads import kernel_threads
 
 MIN_KEYS_PER_TASK = 2048
@@ -202,6 +204,26 @@ class FlatIndex(PiecesIndex):
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
         return rescore_count(self._rescore, k)
+
+    @property
+    def exact(self) -> bool:
+        """See KeyIndex.exact."""
+        return self._codes is None
+
+    @classmethod
+    def prepare(cls, options: FlatOptions, fmt: Format, tokens: int | None = None) -> bool:
+        """See KeyIndex.prepare."""
+        exact_search(fmt)
+        if options.codes == "int8":
+            prepare_codes(fmt)
+        return True
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch:
+        """See KeyIndex.compiled_search."""
+        kept = self.rescore_count(request.k)
+        if self._codes is None or request.visible < SCAN_SHARE * kept:
+            return exact_search(request.fmt)
+        return coded_search(request, self._codes, self.scans_stored, kept)
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append a view of keys (n, head_dim).

@@ -30,12 +30,12 @@ class IndexChoice:
         """
         self._model = None if model is None else weakref.ref(model)
         self._requested = config
-        self.reset()
+        self.config, self.spec = config, IndexSpec.of(config.index, config.index_options)
+        self._decided = False
 
     def reset(self) -> None:
-        """As it was made: the next first tokens decide anew."""
+        """The next first tokens decide anew; until then `config` and `spec` stay, for forks that read before."""
         self._decided = False
-        self.config, self.spec = self._requested, IndexSpec.of(self._requested.index, self._requested.index_options)
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""

@@ -8,18 +8,17 @@ Speeds are not predicted; bytes per token are, and at named bandwidths these giv
 
 from __future__ import annotations
 
-import argparse
-import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retrieval_attn.config import HOST_DTYPES, Config, resolve
+from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
-from retrieval_attn.memory.split import SPLITS, part_of
+from retrieval_attn.memory.split import part_of
 from retrieval_attn.memory.units import GIB, host_memory_bytes, parse_bytes, show_bytes
 
 # Interpreter, libraries and pinned staging buffers.
@@ -31,6 +30,7 @@ HOST_BANDWIDTH = 80e9
 Q4_BITS = 4.85
 Q8_BITS = 8.5
 CHUNK_STEP = 256
+WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,7 @@ class Plan:
 
     def __str__(self) -> str:
         """An aligned table, the verdict and the advice; no line is longer than the texts in it."""
-        from retrieval_attn.memory.table import table
-
-        return table(self)
+        return _table(self)
 
 
 def plan(
@@ -141,16 +139,15 @@ def plan(
     batch: int = 1,
     dtype: Any = None,
     config: Config | Mapping[str, Any] | None = None,
-    gpus: int = 1,
-    split: str = "layers",
+    gpus: int | tuple[int, str] = 1,
 ) -> Plan:
     """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
 
     Loads no weights.
     model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
     gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV;
-    None is the config's. config: retrieval options (`Config` or a mapping). gpus, split: how many GPUs of `gpu_memory`
-    each share the model, by "layers" (device_map) or "heads" (tensor parallel, a process for each).
+    None is the config's. config: retrieval options (`Config` or a mapping). gpus: how many GPUs of `gpu_memory` each
+    share the model's layers (device_map); a pair (how many, "heads"): its heads (tensor parallel, a process for each).
     Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not
     raised.
     """
@@ -161,8 +158,9 @@ def plan(
     device_limit = parse_bytes(gpu_memory, "gpu_memory")
     host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
     shape = model_shape(model_or_config_or_path, dtype)
-    processes = gpus if split == "heads" else 1
-    arithmetic = _Arithmetic(shape, options, context, batch, part_of(shape, gpus, split), processes)
+    count, split = gpus if isinstance(gpus, tuple) and len(gpus) == 2 else (gpus, "layers")
+    part = part_of(shape, count, split)
+    arithmetic = _Arithmetic(shape, options, context, batch, part, count if split == "heads" else 1)
     device, host = arithmetic.device(), arithmetic.host()
     return Plan(
         shape=shape,
@@ -180,7 +178,7 @@ def plan(
         full_attention=(full := arithmetic.full_attention(device_limit)),
         reasons=arithmetic.reasons(device, host, device_limit, host_limit),
         advice=arithmetic.advice(full, device_limit),
-        gpus=gpus,
+        gpus=count,
         split=split,
     )
 
@@ -352,77 +350,39 @@ class _Arithmetic:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `retrieval-attn plan`."""
-    usual = Config()
-    parser.add_argument("model", help="folder with a config.json, or a model in the local hub cache")
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=131072,
-        metavar="TOKENS",
-        help="tokens per sequence (default: %(default)s)",
-    )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
-    parser.add_argument(
-        "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
-    )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of that size (default: %(default)s)")
-    parser.add_argument(
-        "--split",
-        choices=SPLITS,
-        default="layers",
-        help="how several GPUs share the model: device_map or tensor parallel (default: %(default)s)",
-    )
-    parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)",
-    )
-    for name, text in (
-        ("prefill_chunk", "prompt tokens that go through a layer at once"),
-        ("sink", "first tokens, kept on the GPU"),
-        ("window", "last tokens, kept on the GPU"),
-    ):
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(
-            flag,
-            type=int,
-            default=getattr(usual, name),
-            metavar="TOKENS",
-            help=f"{text} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--host-dtype",
-        choices=HOST_DTYPES,
-        default=usual.host_dtype,
-        help="of keys and values on the host; auto: the model's (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--index", default=usual.index, metavar="NAME", help="index over the host's keys (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+def _table(plan: Plan) -> str:
+    """Two aligned lists of memory, limits, verdict, advice: lines of at most WIDTH columns (names may be longer)."""
+    shape = plan.shape
+    sequences = f"{plan.batch} x " if plan.batch > 1 else ""
+    lines = [
+        f"{shape.name} ({shape.model_type}, {shape.layers} layers, {shape.kv_heads} KV heads x "
+        f"{shape.key_dim}, "
+        f"{shape.dtype})",
+        f"{sequences}{plan.context:,} tokens of context; KV {show_bytes(plan.kv_bytes_per_token)} per token, "
+        f"{show_bytes(plan.batch * plan.context * plan.kv_bytes_per_token)} in all",
+        "",
+        *_section(f"{_gpu(plan)}, at the peak of prefill", plan.device, plan.device_bytes, plan.gpu_memory),
+        f"  {'while generating':<30}{show_bytes(plan.decode_bytes):>12}",
+        "",
+        *_section("Host", plan.host, plan.host_bytes, plan.host_memory),
+        "",
+        f"largest prefill chunk that fits     {plan.largest_chunk:>12,} tokens (planned {plan.config.prefill_chunk:,})",
+        f"largest context that fits           {plan.largest_context:>12,} tokens",
+    ]
+    if shape.max_positions is not None:
+        lines.append(f"positions of the model              {shape.max_positions:>12,} tokens")
+    lines += ["", "It fits." if plan.fits else "It does not fit:"]
+    for text in plan.reasons:
+        lines += textwrap.wrap(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    for text in plan.advice:
+        lines += ["", *textwrap.wrap(text, WIDTH)]
+    return "\n".join(lines)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
-    answer = plan(
-        args.model,
-        context=args.context,
-        gpu_memory=args.gpu_memory,
-        host_memory=None if args.host_memory == "auto" else args.host_memory,
-        batch=args.batch,
-        dtype=args.dtype,
-        gpus=args.gpus,
-        split=args.split,
-        config=Config(
-            prefill_chunk=args.prefill_chunk,
-            sink=args.sink,
-            window=args.window,
-            host_dtype=args.host_dtype,
-            index=args.index,
-        ),
-    )
-    print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
-    return 0 if answer.fits else 1
+def _gpu(plan: Plan) -> str:
+    return "GPU" if plan.gpus == 1 else f"Fullest of {plan.gpus} GPUs that share {plan.split}"
+
+
+def _section(title: str, items: tuple[Item, ...], total: int, limit: int) -> list[str]:
+    rows = [f"  {item.name:<30}{show_bytes(item.bytes):>12}  {item.detail}" for item in items]
+    return [title, *rows, f"  {'sum':<30}{show_bytes(total):>12}  of {show_bytes(limit)}"]

@@ -107,7 +107,7 @@ def load_config(source: Any) -> PreTrainedConfig:
             f"got {type(source).__name__}."
         )
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True)
+        return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputDataError(

@@ -49,7 +49,7 @@ def _heads(shape: ModelShape, gpus: int) -> ModelShape:
     if not shape.ranks_split_heads:
         raise ConfigError(
             f"{shape.name}: transformers' tensor parallel plan for {shape.model_type} gives every GPU all heads, so "
-            'each process would hold all keys; use split="layers" (device_map).'
+            f"each process would hold all keys; use gpus={gpus}, which share its layers (device_map)."
         )
     if shape.kv_heads % gpus or shape.q_heads % gpus:
         raise ConfigError(

@@ -38,9 +38,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 
 def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
-    """factory.from_pretrained with a first message that says what is missing."""
+    """factory.from_pretrained with a first message that says what is missing. Never runs a folder's own code."""
     try:
-        return factory.from_pretrained(str(name_or_path), **options)
+        return factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
     except (OSError, ValueError) as error:
         raise InputDataError(
             f"No model could be loaded from {str(name_or_path)!r} ({str(error).strip().splitlines()[0]}). Give a "

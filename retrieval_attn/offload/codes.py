@@ -147,8 +147,8 @@ _outbox = _Outbox()
 
 
 def _moved(space: CodeSpace, device: torch.device) -> DeviceSpace:
-    query_side, key_side, shift = (torch.from_numpy(side).to(device) for side in space[:3])
-    return DeviceSpace(query_side, key_side, shift, space.wide, space.narrow)
+    query_projection, key_projection, shift = (torch.from_numpy(part).to(device) for part in space[:3])
+    return DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
 
 
 def _take(*shape: int, device: torch.device) -> Tensor:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pytest
 from numba import carray, cfunc, njit
 
-from retrieval_attn.cpu.atomics import at_address, atomic_add, atomic_load, atomic_swap, nanoseconds
 from retrieval_attn.cpu.pool import JobError, Pool, default_pool, run_job, set_default_pool
 from retrieval_attn.errors import BackendError, ConfigError
+from retrieval_attn.index.task.atomics import at_address, atomic_add, atomic_load, atomic_swap, nanoseconds
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 4096

@@ -16,7 +16,7 @@ from torch import Tensor
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, class_of, shared_scratch
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, shared_scratch, size_class
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
@@ -91,7 +91,7 @@ def named(search: CodeSearch, query: Tensor, places: Tensor | None = None) -> li
     """The ids that are named for each query, by row of `ids`; those behind the last must be -1."""
     count = query.shape[0] * query.shape[1]
     ids = torch.full((count, search.shape.room), 77, dtype=torch.int32, device=query.device)
-    scratch = shared_scratch({}, count, class_of(search.most), search.shape.room, query.device)
+    scratch = shared_scratch({}, count, size_class(search.max_keys), search.shape.room, query.device)
 
     def opaque(function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
@@ -111,7 +111,7 @@ def test_the_best_are_named(device: str, dim: int, key_bytes: int, dtype: torch.
     """At least as many as wanted, all of the best of them but near ties, none beyond the keys that count."""
     sizes, wanted, group = [5000, 700, 4097], 40, 3
     search, codes = search_of(device, sizes, group=group, dim=dim, key_bytes=key_bytes, wanted=wanted)
-    search.aim([(one, size) for one, size in zip(codes, sizes, strict=True)])
+    search.bind([(one, size) for one, size in zip(codes, sizes, strict=True)])
     query = torch.randn(3, group, 1, dim, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     for i, found in enumerate(named(search, query)):
         row, head = divmod(i, group)
@@ -124,9 +124,9 @@ def test_the_best_are_named(device: str, dim: int, key_bytes: int, dtype: torch.
 
 
 def test_rows_without_codes_and_places(device: str) -> None:
-    """Nothing is named where nothing is aimed at; results go where they are wanted."""
+    """Nothing is named where no codes are bound; results go where `places` says."""
     search, codes = search_of(device, [600, 600, 600], group=2, dim=16, key_bytes=16, wanted=10)
-    search.aim([(codes[0], 600), None, (codes[2], 500)])
+    search.bind([(codes[0], 600), None, (codes[2], 500)])
     query = torch.randn(3, 2, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
     straight = named(search, query)
     assert [bool(found) for found in straight] == [True, True, False, False, True, True]
@@ -139,7 +139,7 @@ def test_rows_without_codes_and_places(device: str) -> None:
 def test_a_query_that_is_not_finite_gets_nothing(device: str) -> None:
     """The host then looks itself."""
     search, codes = search_of(device, [600], group=4, dim=16, key_bytes=16, wanted=10)
-    search.aim([(codes[0], 600)])
+    search.bind([(codes[0], 600)])
     query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
     query[0, 0, 0, 3], query[0, 2, 0, 0] = torch.nan, torch.inf
     assert [bool(found) for found in named(search, query)] == [False, True, False, True]
@@ -150,7 +150,7 @@ def test_equal_scores(device: str) -> None:
     space, keys = made(16, 16, 400)
     codes = on(device, space, np.repeat(keys[:1], 5000, axis=0))
     search = CodeSearch(1, 1, 1, CodeShape(space.wide, space.narrow, 10), torch.device(device))
-    search.aim([(codes, 5000)])
+    search.bind([(codes, 5000)])
     (found,) = named(search, torch.ones(1, 1, 1, 16, device=device))
     assert 10 <= len(found) <= search.shape.room
 

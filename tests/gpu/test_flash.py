@@ -35,7 +35,6 @@ class Case:
     queries: int
     keys: int
     causal: bool = False
-    window: int | None = None
     softcap: float | None = None
 
     def mask(self, device: str) -> Tensor | None:
@@ -43,8 +42,7 @@ class Case:
         if not self.causal:
             return None
         behind = [[self.keys - self.queries + i - t for t in range(self.keys)] for i in range(self.queries)]
-        reach = self.keys if self.window is None else self.window
-        return torch.tensor([[0 <= tokens < reach for tokens in row] for row in behind], device=device)
+        return torch.tensor([[tokens >= 0 for tokens in row] for row in behind], device=device)
 
 
 CASES = (
@@ -55,11 +53,6 @@ CASES = (
     Case("causal after a past", 33, 150, causal=True),
     Case("causal, queries before the first key", 40, 25, causal=True),
     Case("causal, one key", 5, 1, causal=True),
-    Case("window", 70, 200, causal=True, window=50),
-    Case("window over everything", 20, 90, causal=True, window=90),
-    Case("window of one", 20, 20, causal=True, window=1),
-    Case("window, decode", 1, 300, causal=True, window=64),
-    Case("window, queries before the first key", 40, 25, causal=True, window=8),
     Case("soft-cap", 33, 150, causal=True, softcap=3.0),
     Case("soft-cap, decode", 1, 640, softcap=3.0),
 )
@@ -115,7 +108,6 @@ def test_each_backend_equals_the_reference(device: str, name: str, dtype: torch.
                     *inputs,
                     scale=SCALE,
                     causal=case.causal,
-                    window=case.window,
                     softcap=case.softcap,
                     backends=[name],
                 )
@@ -136,7 +128,7 @@ def test_each_backend_equals_the_reference(device: str, name: str, dtype: torch.
 def test_every_case_is_served_by_some_backend(device: str, dtype: torch.dtype, head_dim: int) -> None:
     for case in CASES:
         inputs = tensors(device, dtype, 4, head_dim, case.queries, case.keys)
-        got = attend(*inputs, scale=SCALE, causal=case.causal, window=case.window, softcap=case.softcap)
+        got = attend(*inputs, scale=SCALE, causal=case.causal, softcap=case.softcap)
         compare("flash-attn", case, 4, inputs, got)
 
 
@@ -229,10 +221,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     query, key, value = tensors("cpu", torch.float32, 2, 16, 3, 5)
     with pytest.raises(ShapeError, match="not both"):
         attend(query, key, value, scale=1.0, causal=True, mask=torch.ones(3, 5, dtype=torch.bool))
-    with pytest.raises(ShapeError, match="needs causal=True"):
-        attend(query, key, value, scale=1.0, window=4)
-    with pytest.raises(ShapeError, match="at least one key"):
-        attend(query, key, value, scale=1.0, causal=True, window=0)
     with pytest.raises(ShapeError, match="do not belong"):
         attend(query, key[..., :8], value, scale=1.0)
     with pytest.raises(ShapeError, match="share"):

@@ -15,26 +15,32 @@ from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention import libraries
 from retrieval_attn.gpu.attention.libraries import host_function_launcher
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import Hop, HostCall
+from retrieval_attn.gpu.capture.exchange import HostCall, HostCallback
 from retrieval_attn.gpu.capture.runtime import CudaRuntime, Runtime, cuda_runtime
 from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
 
 AnyRuntime = EmulatedRuntime | CudaRuntime
-HOPS: tuple[Hop, ...] = ("push", "node")
+HOST_CALLBACKS: tuple[HostCallback, ...] = ("polling", "host_node")
 
 
 @pytest.fixture(
     params=[
-        *(pytest.param(("emulated", hop), id=f"emulated-{hop}") for hop in HOPS),
-        *(pytest.param(("cuda", hop), id=f"cuda-{hop}", marks=pytest.mark.cuda) for hop in HOPS),
+        *(
+            pytest.param(("emulated", host_callback), id=f"emulated-{host_callback}")
+            for host_callback in HOST_CALLBACKS
+        ),
+        *(
+            pytest.param(("cuda", host_callback), id=f"cuda-{host_callback}", marks=pytest.mark.cuda)
+            for host_callback in HOST_CALLBACKS
+        ),
     ]
 )
 def runtime(request: pytest.FixtureRequest) -> Iterator[AnyRuntime]:
-    where, hop = request.param
-    yield EmulatedRuntime(Server, hop) if where == "emulated" else cuda_runtime(0, Server, hop)
+    where, host_callback = request.param
+    yield EmulatedRuntime(Server, host_callback) if where == "emulated" else cuda_runtime(0, Server, host_callback)
 
 
-@pytest.fixture(params=HOPS)
+@pytest.fixture(params=HOST_CALLBACKS)
 def emulated(request: pytest.FixtureRequest) -> Iterator[EmulatedRuntime]:
     yield EmulatedRuntime(Server, request.param)
 
@@ -121,7 +127,7 @@ def test_host_functions_are_part_of_replays(runtime: AnyRuntime) -> None:
         replay()
         runtime.synchronize()
         assert out.tolist() == [12.0 * step + 7] * 3 and replay.failure() is None
-    assert (threading.get_ident() in host.threads) == (runtime.hop == "push") and len(host.threads) == 1
+    assert (threading.get_ident() in host.threads) == (runtime.host_callback == "polling") and len(host.threads) == 1
 
 
 def test_results_before_the_join_are_wrong(emulated: EmulatedRuntime) -> None:

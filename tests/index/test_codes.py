@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.kernels import codes as codes_module
 from retrieval_attn.index.kernels.codes import (
-    Codes,
     code_width,
     dot_u8,
     encode_keys,
@@ -99,7 +98,7 @@ def test_no_wide_instructions_elsewhere() -> None:
     script = """
 import numpy as np
 from numba import njit
-from retrieval_attn.index import codes as c
+from retrieval_attn.index.kernels import codes as c
 @njit
 def run(codes, planes):
     return c.dot_u8(codes, 1, planes, 1, 128)
@@ -139,8 +138,7 @@ def test_codes_are_the_nearest_step(fmt: Format) -> None:
             assert (codes.codes[:, dim:] == 128).all()
 
 
-@pytest.mark.parametrize("planes", [1, 2])
-def test_scores_are_as_near_as_the_steps_allow(planes: int) -> None:
+def test_scores_are_as_near_as_the_steps_allow() -> None:
     """offset + step * integer within half a step of every key and query number: breaks on a wrong constant."""
     rng = np.random.default_rng(1)
     for dim in DIMS:
@@ -148,33 +146,18 @@ def test_scores_are_as_near_as_the_steps_allow(planes: int) -> None:
         keys = to_float32(stored, Format.BFLOAT16).astype(np.float64)
         codes = encode_keys(stored, Format.BFLOAT16)
         queries = rng.standard_normal((4, dim), dtype=np.float32)
-        coded = encode_query(queries, codes, planes)
+        coded = encode_query(queries, codes)
         integers = products(codes.codes, coded.planes, False).astype(np.float64)
         scores = coded.offset[:, None].astype(np.float64) + coded.step[:, None] * integers
         exact = queries.astype(np.float64) @ keys.T
         centred = np.abs(keys - codes.mean)
         scale = codes.scale.astype(np.float64)
-        largest = (np.abs(queries) * scale).max(axis=1) / (127 if planes == 1 else 127 * 128)
+        largest = (np.abs(queries) * scale).max(axis=1) / 127
         from_keys = np.abs(queries) @ scale / 2
         from_queries = largest[:, None] / 2 * ((centred + scale / 2) / np.where(scale > 0, scale, 1)).sum(axis=1)
         allowed = (from_keys[:, None] + from_queries) * (1 + 1e-5) + 1e-5 * np.abs(exact).max()
         assert (np.abs(scores - exact) <= allowed).all()
         assert np.corrcoef(scores.ravel(), exact.ravel())[0, 1] > 0.999
-
-
-def test_second_plane_takes_the_query_error_away() -> None:
-    """15 bits of query leave only the keys' error: breaks if the planes are weighed wrongly."""
-    stored = uneven(3, 2000, 128)
-    codes = encode_keys(stored, Format.BFLOAT16)
-    decoded = codes.mean + codes.scale * (codes.codes.astype(np.float64) - 128)
-    queries = np.random.default_rng(2).standard_normal((4, 128), dtype=np.float32)
-    exact = queries.astype(np.float64) @ decoded.T
-    errors = []
-    for planes in (1, 2):
-        coded = encode_query(queries, codes, planes)
-        integers = products(codes.codes, coded.planes, False).astype(np.float64)
-        errors.append(np.abs(coded.offset[:, None] + coded.step[:, None] * integers - exact).max())
-    assert errors[1] < errors[0] / 50
 
 
 def test_equal_keys_and_extreme_numbers() -> None:
@@ -197,11 +180,10 @@ def test_a_query_that_is_not_finite() -> None:
     codes = encode_keys(uneven(4, 10, 16), Format.BFLOAT16)
     queries = np.ones((3, 16), np.float32)
     queries[0, 3], queries[2, 15] = np.nan, np.inf
-    for planes in (1, 2):
-        coded = encode_query(queries, codes, planes)
-        assert not coded.planes[[0, 2]].any() and coded.planes[1].any()
-        assert np.isnan(coded.offset[[0, 2]]).all() and np.isfinite(coded.offset[1])
-        assert (coded.step[[0, 2]] == 0).all()
+    coded = encode_query(queries, codes)
+    assert not coded.planes[[0, 2]].any() and coded.planes[1].any()
+    assert np.isnan(coded.offset[[0, 2]]).all() and np.isfinite(coded.offset[1])
+    assert (coded.step[[0, 2]] == 0).all()
 
 
 def test_rows_added_later() -> None:
@@ -242,11 +224,6 @@ def test_bad_input_is_named() -> None:
         encode_more(codes, keys, Format.FLOAT32, 6)
     with pytest.raises(ShapeError, match=r"\(n, 4\)"):
         encode_query(keys[:, :3], codes)
-    with pytest.raises(ConfigError, match="planes=3"):
-        encode_query(keys, codes, 3)
-    wide = Codes(np.zeros((1, 576), np.uint8), np.zeros(513, np.float32), np.zeros(513, np.float32))
-    with pytest.raises(ShapeError, match="head_dim <= 512"):
-        encode_query(np.zeros((1, 513), np.float32), wide, 2)
     with pytest.raises(ShapeError, match="at most 65536"):
         encode_keys(np.zeros((1, 65537), np.float32), Format.FLOAT32)
 
@@ -256,16 +233,15 @@ def test_bad_input_is_named() -> None:
     st.integers(0, 70),
     st.sampled_from([1, 3, 16, 64, 65, 130]),
     st.sampled_from(list(Format)),
-    st.integers(1, 2),
     st.integers(0, 2**32 - 1),
 )
-def test_any_shape(n: int, dim: int, fmt: Format, planes: int, seed: int) -> None:
+def test_any_shape(n: int, dim: int, fmt: Format, seed: int) -> None:
     """Sizes, formats and seeds: integers equal NumPy's, scores near the exact ones."""
     rng = np.random.default_rng(seed)
     stored = from_float32(rng.standard_normal((n, dim), dtype=np.float32), fmt)
     queries = rng.standard_normal((3, dim), dtype=np.float32)
     codes = encode_keys(stored, fmt)
-    coded = encode_query(queries, codes, planes)
+    coded = encode_query(queries, codes)
     got = products(codes.codes, coded.planes, False)
     np.testing.assert_array_equal(got, numbers(coded.planes) @ codes.codes.astype(np.int64).T)
     keys = to_float32(stored, fmt).astype(np.float64)

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from retrieval_attn.index.roargraph import build as graph_build
 from retrieval_attn.index.roargraph.build import Shape, channel_ratios, hot_first, list_counts, make_edges, near_of
 from retrieval_attn.index.threads import kernel_threads
 
-SHAPE = Shape(degree=6, targets=3, fill=3, l2=True, candidates=40)
+SHAPE = Shape(degree=6, targets=3, fill=3, candidates=40)
 
 
 def random_codes(nodes: int, width: int = 64, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -30,10 +29,10 @@ def near_numbers(codes: npt.NDArray[np.uint8], ratios: npt.NDArray[np.float32]) 
     return np.rint((codes.astype(np.float32) - 128) * ratios).astype(np.int64)
 
 
-def distances(numbers: npt.NDArray[np.int64], l2: bool) -> npt.NDArray[np.int64]:
+def distances(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     products = numbers @ numbers.T
     norms = np.diag(products)
-    return norms[:, None] + norms[None] - 2 * products if l2 else -products
+    return norms[:, None] + norms[None] - 2 * products
 
 
 def pruned(far: npt.NDArray[np.int64], node: int, candidates: list[int], degree: int, fill: int) -> list[int]:
@@ -73,22 +72,20 @@ def reference(far: Any, lists: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]
     return rows
 
 
-@pytest.mark.parametrize("l2", [True, False])
-def test_edges_follow_the_rules(l2: bool) -> None:
+def test_edges_follow_the_rules() -> None:
     """Equal to the plain rules, edge by edge: breaks on a wrong distance, order, cap, fill or reverse edge."""
     nodes, width = 90, 64
     codes = random_codes(nodes, width)
     scale = np.random.default_rng(2).random(60).astype(np.float32)
     ratios = channel_ratios(scale, width)
     assert ratios.max() == 1 and (ratios[60:] == 0).all()
-    far = distances(near_numbers(codes, ratios), l2)
+    far = distances(near_numbers(codes, ratios))
     lists = random_lists(50, 20, nodes)
     ids = np.random.default_rng(3).permutation(nodes).astype(np.int32)
-    shape = SHAPE._replace(l2=l2)
-    adjacency = make_edges(near_of(codes, ratios), lists, ids, shape)
-    expected = reference(far, lists, ids, shape)
+    adjacency = make_edges(near_of(codes, ratios), lists, ids, SHAPE)
+    expected = reference(far, lists, ids, SHAPE)
     for row, right in zip(adjacency.tolist(), expected, strict=True):
-        assert row == right + [-1] * (shape.degree - len(right))
+        assert row == right + [-1] * (SHAPE.degree - len(right))
 
 
 def test_more_training_keeps_what_is_there() -> None:
@@ -111,7 +108,7 @@ def test_rows_are_well_formed_and_equal_at_every_thread_count() -> None:
     codes[1000:1400] = codes[0]  # duplicates
     lists = random_lists(400, 50, nodes)
     ids = np.arange(nodes, dtype=np.int32)
-    shape = Shape(degree=16, targets=8, fill=4, l2=True, candidates=64)
+    shape = Shape(degree=16, targets=8, fill=4, candidates=64)
     results = []
     for threads in (1, 2):
         with kernel_threads(threads):

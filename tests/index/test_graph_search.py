@@ -22,7 +22,6 @@ from retrieval_attn.index.roargraph.search import (
 )
 from tests.cpu.reference import strided
 
-NEVER = 1 << 40
 DIM = 20
 
 
@@ -49,9 +48,7 @@ class Case:
         self.scores = exact.T  # (queries, nodes)
 
 
-def beam_search(
-    case: Case, query: int, seeds: list[int], room: int, beam: int, k: int, patience: int, reach: int
-) -> tuple[list[int], int, int]:
+def beam_search(case: Case, query: int, start: int, room: int, beam: int, reach: int) -> tuple[list[int], int, int]:
     """Pool (nodes, best first), nodes scored, hops: the same rules with sorted lists."""
     linked, total, _ = case.graph.counts.tolist()
     scores = case.scores[query]
@@ -61,14 +58,14 @@ def beam_search(
 
     seen: set[int] = set()
     pool: list[int] = []
-    for node in case.graph.entries.tolist() + seeds:
+    for node in [*case.graph.entries.tolist(), start]:
         if 0 <= node < linked and node not in seen:
             seen.add(node)
             pool.append(node)
     expanded = set(range(linked, total))
     pool = sorted(pool + list(expanded), key=rank)[:room]
     scored = len(seen) + len(expanded)
-    hops = idle = 0
+    hops = 0
     while True:
         waiting = [place for place, node in enumerate(pool) if node not in expanded]
         if not waiting or waiting[0] >= beam:
@@ -81,17 +78,11 @@ def beam_search(
         new = [one for one in case.graph.adjacency[node].tolist() if 0 <= one < linked and one not in seen]
         seen.update(new)
         scored += len(new)
-        before = pool[:k]
         pool = sorted(pool + new, key=rank)[:room]
-        idle = 0 if pool[:k] != before else idle + 1
-        if idle >= patience:
-            break
     return pool, scored, hops
 
 
-def filled(
-    case: Case, query: int, seeds: list[int], room: int, beam: int, k: int, patience: int, reach: int
-) -> tuple[list[int], int, int]:
+def filled(case: Case, query: int, start: int, room: int, beam: int, reach: int) -> tuple[list[int], int, int]:
     scratch = make_scratch(room, case.graph.adjacency.shape[1], len(case.graph.ids))
     for array in scratch:
         array[:] = 77  # what an earlier search left must not matter
@@ -100,11 +91,9 @@ def filled(
         None,
         case.coded.planes,
         query,
-        np.array(seeds, np.int32),
+        start,
         room,
         beam,
-        k,
-        patience,
         reach,
         scratch,
     )
@@ -116,24 +105,17 @@ def test_pool_equals_the_plain_search(degree: int) -> None:
     """Same nodes, order, count of scored keys and hops: breaks on a lost merge, a wrong cursor or visited bit."""
     for seed, (nodes, linked) in enumerate([(300, 300), (300, 250), (64, 64), (65, 1)]):
         case = Case(nodes, degree, linked=linked, seed=seed)
-        for room, beam, k, patience, reach in (
-            (50, 50, 10, NEVER, -1),
-            (50, 20, 10, NEVER, -1),
-            (400, 400, 10, NEVER, -1),
-            (40, 40, 10, 3, -1),
-            (40, 40, 10, NEVER, 20000),
-            (1, 1, 1, NEVER, -1),
-        ):
+        for room, beam, reach in ((50, 50, -1), (50, 20, -1), (400, 400, -1), (40, 40, 20000), (1, 1, -1)):
             for query in range(3):
-                for seeds in ([], [7, 7, 3, -1, 5000, linked]):
-                    given = (case, query, seeds, room, beam, k, patience, reach)
+                for start in (-1, 3, 7, 5000, linked):
+                    given = (case, query, start, room, beam, reach)
                     assert filled(*given) == beam_search(*given)
 
 
 def search(
     case: Case, query: int, k: int, **changed: Any
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], int]:
-    given: dict[str, Any] = {"room": 60, "beam": 40, "beta": -1.0, "limit": 10**6, "seeds": np.empty(0, np.int32)}
+    given: dict[str, Any] = {"room": 60, "beam": 40, "beta": -1.0, "limit": 10**6}
     given.update(changed)
     ids, scores = np.full(k, 99, np.int32), np.full(k, 99, np.float32)
     scratch = make_scratch(given["room"], case.graph.adjacency.shape[1], len(case.graph.ids))
@@ -144,11 +126,9 @@ def search(
         case.coded.planes,
         case.coded.step,
         query,
-        given["seeds"],
         k,
         given["room"],
         given["beam"],
-        NEVER,
         np.float32(given["beta"]),
         given["limit"],
         scratch,
@@ -162,7 +142,7 @@ def test_results_are_exact_scores_of_the_best_of_the_pool() -> None:
     """Ids are keys, not nodes; scores are inner products in the stored precision, best first."""
     case = Case(300, 12)
     for query in range(6):
-        nodes, _, _ = beam_search(case, query, [], 60, 40, 10, NEVER, -1)
+        nodes, _, _ = beam_search(case, query, -1, 60, 40, -1)
         exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
         pool = case.graph.ids[nodes[:18]]  # what is scored exactly: k and 8 more
         best = pool[np.argsort(-exact[pool])][:10]
@@ -184,7 +164,7 @@ def test_keys_outside_come_with_the_landmarks_that_are_found() -> None:
         case.graph = plain
         before, _, _ = search(case, query, 10)
         case.graph = plain._replace(cell_starts=starts, cell_keys=rest)
-        nodes, _, _ = beam_search(case, query, [], 60, 40, 10, NEVER, -1)
+        nodes, _, _ = beam_search(case, query, -1, 60, 40, -1)
         looked_at = [rest[starts[node] : starts[node + 1]][:CELL_KEYS] for node in nodes if node < 40]
         outside = np.concatenate([rest[:0], *looked_at])[:MOST_OUTSIDE]
         exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
@@ -217,24 +197,14 @@ def test_range_keeps_keys_near_the_best() -> None:
     assert (near[found:] == -1).all()
 
 
-def test_seeds_become_the_best_nodes() -> None:
-    """What the next step starts from: the pool's best nodes, -1 where it has fewer."""
-    case = Case(64, 4)
-    seeds = np.full(100, -1, np.int32)
-    pool, _, _ = beam_search(case, 2, [], 60, 40, 10, NEVER, -1)
-    search(case, 2, 10, seeds=seeds)
-    assert seeds.tolist() == pool + [-1] * (100 - len(pool))
-
-
 def test_rows_equal_single_searches() -> None:
     """Many queries over any number of workers give what one at a time gives."""
     case = Case(300, 12)
     for workers in (1, 2, 5):
         ids, scores = np.empty((6, 10), np.int32), np.empty((6, 10), np.float32)
         scratch = make_scratch(60, 12, 300, workers)
-        seeds = np.empty((6, 0), np.int32)
         found, scored, _ = search_rows(
-            case.graph, case.keys[None], case.queries, case.coded.planes, case.coded.step, seeds, 10, 60, 40, NEVER,
+            case.graph, case.keys[None], case.queries, case.coded.planes, case.coded.step, 10, 60, 40,
             np.float32(-1.0), 10**6, scratch, ids, scores,
         )  # fmt: skip
         assert (found == 10).all() and scored > 0

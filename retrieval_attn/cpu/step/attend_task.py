@@ -7,52 +7,58 @@ Scores come from the search, so keys are not read again. What the words mean is 
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numba import carray, njit
 
-from retrieval_attn.cpu.atomics import at_address, atomic_load
-from retrieval_attn.cpu.gather import attend_rows, bytes_of_row
-from retrieval_attn.cpu.step import descriptor as at
-from retrieval_attn.cpu.step.descriptor import count_cost, floats_at, task_in_format, words_at
-from retrieval_attn.cpu.step.search_tasks import scan_alone
-from retrieval_attn.cpu.stored_rows import rows_at
+from retrieval_attn.cpu.gather import attend_rows
+from retrieval_attn.cpu.step.run import BAD_ID
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.dots import bits_to_float
 from retrieval_attn.index.kernels.packed import id_of, keep_best, score_of
 from retrieval_attn.index.kernels.scan import rescore
+from retrieval_attn.index.task.atomics import at_address, atomic_load
+from retrieval_attn.index.task.descriptor import (
+    ENTRY,
+    LIST_COUNT,
+    LIST_HEAD,
+    LIST_RANGE,
+    RANGE,
+    count_cost,
+    floats_at,
+    step_at,
+)
+from retrieval_attn.index.task.rows import bytes_of_row, rows_at
+from retrieval_attn.index.task.tasks import query_of, scan_alone, scratch_of, task_address
 
 
 @njit(nogil=True, cache=True)
 def _join_lists(step, scratch, entry, query, lists, found, floor, like):
     """Bring the best candidates of all lists to the front of `found`, in any order; returns how many, <= top_k.
 
-    Coded candidates of a piece are joined first, and scored again: in parts, other keys would get their exact score.
+    Coded candidates of a range are joined first, and scored again: in parts, other keys would get their exact score.
     """
-    top_k, size = step[at.TOP_K], step[at.LIST_WORDS]
+    top_k, size = step.top_k, step.list_words
     kept = 0
     number = 0
     while number < lists:
         start = number * size
-        piece = found[start + at.LIST_PIECE]
-        if piece < 0:
-            first = start + at.LIST_HEAD
-            for i in range(first, first + found[start + at.LIST_COUNT]):
+        span = found[start + LIST_RANGE]
+        if span < 0:
+            first = start + LIST_HEAD
+            for i in range(first, first + found[start + LIST_COUNT]):
                 packed = found[i]
                 found[kept] = packed  # never ahead of what is still to be read
                 kept += 1 if packed >= floor else 0
             number += 1
             continue
-        joined = carray(at_address(scratch + step[at.JOINED_AT]), step[at.JOINED], np.int64)
+        joined = carray(at_address(scratch + step.joined_at), step.joined, np.int64)
         count = 0
-        while number < lists and found[number * size + at.LIST_PIECE] == piece:
-            first = number * size + at.LIST_HEAD
-            for i in range(first, first + found[number * size + at.LIST_COUNT]):
+        while number < lists and found[number * size + LIST_RANGE] == span:
+            first = number * size + LIST_HEAD
+            for i in range(first, first + found[number * size + LIST_COUNT]):
                 joined[count] = found[i]
                 count += 1
             number += 1
-        count = _score_coded(step, entry, query, piece, joined, count, like)
+        count = _score_coded(step, entry, query, span, joined, count, like)
         for i in range(count):
             found[kept] = joined[i]
             kept += 1 if joined[i] >= floor else 0
@@ -64,21 +70,19 @@ def _join_lists(step, scratch, entry, query, lists, found, floor, like):
 
 @njit(nogil=True, cache=True)
 def _score_coded(step, entry, query, number, joined, count, like):
-    """Cut coded candidates joined[:count] of piece `number` to the best, and pack those by their scores; how many."""
-    dim = step[at.HEAD_DIM]
-    piece = words_at(step[at.PIECES_AT], number + 1, at.PIECE_WORDS)[number]
-    kept = words_at(piece[at.INDEX], 1, at.GRAPH_WORDS)[0, at.KEPT]
-    own = floats_at(step[at.TILES_AT] + (entry * step[at.PADDED] + query) * dim * 4, 1, dim)
-    keys = rows_at(piece[at.KEYS], piece[at.HIGH], dim, like)
-    if count < min(kept, piece[at.HIGH] - piece[at.LOW]):  # the sketch was misled: an exact answer, slowly
-        count = scan_alone(own, keys, piece[at.LOW], piece[at.HIGH], step[at.TOP_K], joined)
+    """Cut coded candidates joined[:count] of range `number` to the best, and pack those by their scores; how many."""
+    span = carray(at_address(step.ranges_at), number + 1, RANGE)[number]
+    own = query_of(step, entry, query)
+    keys = rows_at(span.keys_at, span.high, step.head_dim, like)
+    if count < min(span.kept, span.high - span.low):  # the sketch was misled: an exact answer, slowly
+        count = scan_alone(own, keys, span.low, span.high, step.top_k, joined)
         for i in range(count):
-            joined[i] -= piece[at.FIRST]
+            joined[i] -= span.first
         return count
-    if count > kept:
-        keep_best(joined, count, kept)
-        count = kept
-    rescore(keys, piece[at.HIGH], own, 0, joined, count, piece[at.FIRST], joined)
+    if count > span.kept:
+        keep_best(joined, count, span.kept)
+        count = span.kept
+    rescore(keys, span.high, own, 0, joined, count, span.first, joined)
     return count
 
 
@@ -113,68 +117,50 @@ def _sort_by_id(found, other, count, digits):
 @njit(nogil=True, cache=True)
 def _attend(descriptor, number, worker, like):
     """Attend to the best candidates of query `number` of all; returns an error code."""
-    step = words_at(descriptor, 1, at.WORDS)[0]
-    scratch = step[at.SCRATCH_AT] + worker * step[at.SCRATCH_STRIDE]
-    entry = number // step[at.QUERIES]
-    entries = words_at(step[at.ENTRIES_AT], step[at.ENTRIES], at.ENTRY_WORDS)
-    queries, top_k, value_dim = step[at.QUERIES], step[at.TOP_K], step[at.VALUE_DIM]
-    out = floats_at(step[at.OUT_AT], step[at.ENTRIES] * queries, value_dim)[number]
-    lse = floats_at(step[at.LSE_AT], step[at.ENTRIES] * queries, 1)
-    size = step[at.LISTS] * step[at.LIST_WORDS]
-    found = carray(at_address(step[at.LISTS_AT] + number * size * 8), size, np.int64)
-    floor = atomic_load(step[at.FLOORS_AT] + number * 8)
-    lists = entries[entry, at.ENTRY_LISTS]
-    count = _join_lists(step, scratch, entry, number % queries, lists, found, floor, like)
-    rows = carray(at_address(scratch + step[at.ROWS_AT]), top_k, np.int64)
-    scores = carray(at_address(scratch + step[at.SCORES_AT]), top_k, np.float32)
+    step = step_at(descriptor)
+    scratch = scratch_of(step, worker)
+    entry = number // step.queries
+    table = carray(at_address(step.entries_at), step.entries, ENTRY)[entry]
+    queries, top_k, value_dim = step.queries, step.top_k, step.value_dim
+    out = floats_at(step.out_at, step.entries * queries, value_dim)[number]
+    lse = floats_at(step.lse_at, step.entries * queries, 1)
+    size = step.lists * step.list_words
+    found = carray(at_address(step.lists_at + number * size * 8), size, np.int64)
+    floor = atomic_load(step.floors_at + number * 8)
+    count = _join_lists(step, scratch, entry, number % queries, table.lists, found, floor, like)
+    rows = carray(at_address(scratch + step.rows_at), top_k, np.int64)
+    scores = carray(at_address(scratch + step.scores_at), top_k, np.float32)
     # one order, whatever the order of finding was, or sums would differ; and neighbours in memory come together
-    digits = carray(at_address(scratch + step[at.DIGITS_AT]), 256, np.int64)
+    digits = carray(at_address(scratch + step.digits_at), 256, np.int64)
     if _sort_by_id(found, rows, count, digits):
         found = rows
-    first, last = entries[entry, at.ENTRY_PIECE], entries[entry, at.ENTRY_PIECE] + entries[entry, at.ENTRY_PIECES]
-    pieces = words_at(step[at.PIECES_AT], last, at.PIECE_WORDS)
+    first, last = table.first_range, table.first_range + table.ranges
+    ranges = carray(at_address(step.ranges_at), last, RANGE)
     row_bytes = bytes_of_row(like, value_dim)
     own = first
     for i in range(count):
         key = id_of(found[i])
-        token = key - pieces[own, at.FIRST]
-        if token < pieces[own, at.LOW] or token >= pieces[own, at.HIGH]:  # mostly the same piece as before
+        token = key - ranges[own].first
+        if token < ranges[own].low or token >= ranges[own].high:  # mostly the same range as before
             for own in range(first, last):
-                token = key - pieces[own, at.FIRST]
-                if pieces[own, at.LOW] <= token < pieces[own, at.HIGH]:
+                token = key - ranges[own].first
+                if ranges[own].low <= token < ranges[own].high:
                     break
             else:
                 out[:] = np.float32(np.nan)
                 lse[number, 0] = np.float32(np.nan)
-                return np.int64(at.BAD_ID)
+                return np.int64(BAD_ID)
         scores[i] = score_of(found[i])
-        rows[i] = pieces[own, at.VALUES] + token * row_bytes  # may be where found[i] lay
-    scale, softcap = bits_to_float(np.int32(step[at.SCALE])), bits_to_float(np.int32(step[at.SOFTCAP]))
-    lse[number, 0] = attend_rows(like, rows, scores, count, scale, softcap, out)
+        rows[i] = ranges[own].values_at + token * row_bytes  # may be where found[i] lay
+    lse[number, 0] = attend_rows(like, rows, scores, count, step.scale, step.softcap, out)
     count_cost(step, worker, 0, count * row_bytes)
     return np.int64(0)
 
 
-# One function per storage format: the type of the array decides how its elements are read.
+def _task(descriptor, number, worker, like):
+    return _attend(descriptor, number, worker, carray(like, (1, 1)))
 
 
-def _attend_float32(descriptor, number, worker):
-    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.float32))
-
-
-def _attend_bfloat16(descriptor, number, worker):
-    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.uint16))
-
-
-def _attend_float16(descriptor, number, worker):
-    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.int16))
-
-
-def _attend_int8(descriptor, number, worker):
-    return _attend(descriptor, number, worker, carray(at_address(descriptor), (1, 1), np.int8))
-
-
-@functools.cache
 def attend_task(fmt: Format) -> int:
     """Address of the function that attends to values in `fmt`; compiled, or loaded, on first use."""
-    return task_in_format(fmt, _attend_float32, _attend_bfloat16, _attend_float16, _attend_int8)
+    return task_address(_task, fmt)

@@ -50,11 +50,6 @@ class ContextLayer(CacheLayer):
         """All tokens are in `tokens`."""
         return None
 
-    @property
-    def host_nbytes(self) -> int:
-        """Nothing is on the host."""
-        return 0
-
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:

@@ -110,7 +110,6 @@ def _plot(title: str, rows: Sequence[Row]) -> Plot:
 def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     """Read or place one context, generate, and say what was held."""
     import retrieval_attn as ra
-    from retrieval_attn.cache.retrieval import RetrievalLayer
     from retrieval_attn.engine.prefill import finish_prefill
     from retrieval_attn.eval.bench.host import host_peak, start_host_peak
     from retrieval_attn.eval.bench.keys import read
@@ -144,8 +143,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         dtype=str(bench.model.dtype).removeprefix("torch."),
         config=method.config,
     )
-    layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
-    codes = codes_of(layers)
+    codes = held_codes = sum(index.device_nbytes for index in cache.coded_indexes)
     if codes:  # and their scores, which layers take turns to use
         codes += 4 * length * bench.args.batch * bench.model.config.get_text_config(decoder=True).num_attention_heads
     return Row(
@@ -156,7 +154,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         prefill_process=held.process if held and read_it else None,
         decode_process=decoding.process if decoding else None,
         decode_allocated=decoding.peak if decoding else None,
-        windows=cache.device_nbytes - sum(layer.coded_nbytes for layer in layers),
+        windows=cache.device_nbytes - held_codes,
         codes=codes,
         planned_prefill=planned.device_bytes,
         planned_decode=planned.decode_bytes,
@@ -165,12 +163,6 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         planned_host=planned.host_bytes,
         host_peak=host_peak(),
     )
-
-
-def codes_of(layers: Sequence[Any]) -> int:
-    """Device bytes of codes, once where layers share their keys."""
-    indexes = {number: index for layer in layers for number, index in layer.coded_indexes.items()}
-    return sum(index.device_nbytes for index in indexes.values())
 
 
 def verdict(rows: Sequence[Row], near: int) -> list[str]:

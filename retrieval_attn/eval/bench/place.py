@@ -12,6 +12,7 @@ from transformers import StaticCache
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.cache import exact as exact_pass
+from retrieval_attn.cache.instruments import share_layer
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.eval.bench.source import Source, Span, attentions, blocks, tokens_of
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
@@ -42,7 +43,7 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
             layer.end_pass()
     finish_prefill(cache)
     for number in range(source.distinct, len(modules)):
-        cache.share_layer(number, number % source.distinct)
+        share_layer(cache, number, number % source.distinct)
     if source.distinct < len(modules):
         cache.batch.commit(total)
     return cache

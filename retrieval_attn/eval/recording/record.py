@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from retrieval_attn import RetrievalCache
+from retrieval_attn.cache.instruments import replace_layer
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import using_retrieval
@@ -177,7 +178,7 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
     for i, tap in taps.items():
-        cache.replace_layer(i, tap)
+        replace_layer(cache, i, tap)
     return list(taps.values())
 
 

@@ -1,7 +1,7 @@
 """The attention kernels that `flash.attend` can choose from, each behind the same three questions.
 
 Is it there (`missing`)? Can it serve this call (`refuse`)? Then run it (`run`). What differs between the
-kernels ends here: token-major layout, arguments for windows, lse shapes. All give a natural-log lse. Causal rows
+kernels ends here: token-major layout, lse shapes. All give a natural-log lse. Causal rows
 without a key never reach them: FlashAttention-2 writes +inf there, others -inf or nothing, so attend cuts them off.
 """
 
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Call:
     """One checked call: at least one key and one query, no more queries than keys where causal.
 
     query (batch, q_heads, queries, head_dim); key, value (batch, kv_heads, keys, dim), the last axis contiguous.
-    causal is aligned bottom-right; window (causal only) counts the keys a query sees, its own included.
+    causal is aligned bottom-right.
     """
 
     query: Tensor
@@ -37,7 +37,6 @@ class Call:
     value: Tensor
     scale: float
     causal: bool = False
-    window: int | None = None
     mask: Tensor | None = None
     softcap: float | None = None
 
@@ -87,14 +86,14 @@ def _no_nvidia(device: torch.device, since: int) -> str | None:
 
 
 @cache
-def _function(module: str, name: str) -> tuple[Callable[..., Any] | None, str]:
-    """A function of an optional package, or None and why it is not to be had."""
+def _function(module: str, name: str) -> Callable[..., Any] | str:
+    """A function of an optional package, or why it cannot be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a package's own deprecations are not this caller's
-            return getattr(importlib.import_module(module), name), ""
-    except Exception as error:  # whatever a broken installation raises; told to whoever asks for the backend
-        return None, f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
+            return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+    except Exception as error:  # whatever a broken installation raises: it is the reason that users read
+        return f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _half_refusal(call: Call) -> str | None:
@@ -130,9 +129,9 @@ FLASH_ATTN_SINCE = (2, 6)  # soft-cap, and an lse that is not padded
 def _missing_flash_attn(device: torch.device) -> str | None:
     if reason := _no_nvidia(device, 8):
         return reason
-    function, reason = _function("flash_attn", "flash_attn_func")
-    if function is None:
-        return f"package flash-attn: {reason}"
+    function = _function("flash_attn", "flash_attn_func")
+    if isinstance(function, str):
+        return f"package flash-attn: {function}"
     version = importlib.import_module("flash_attn").__version__
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < FLASH_ATTN_SINCE:
         return f"package flash-attn {version} is too old, needs {'.'.join(map(str, FLASH_ATTN_SINCE))}"
@@ -140,14 +139,11 @@ def _missing_flash_attn(device: torch.device) -> str | None:
 
 
 def _run_flash_attn(call: Call) -> Partial:
-    function, _ = _function("flash_attn", "flash_attn_func")
-    assert function is not None
-    left = -1 if call.window is None else call.window - 1
+    function: Any = _function("flash_attn", "flash_attn_func")
     out, lse, _ = function(
         *call.token_major(),
         softmax_scale=call.scale,
         causal=call.causal,
-        window_size=(left, 0 if call.causal else -1),
         softcap=call.softcap or 0.0,
         return_attn_probs=True,
     )
@@ -160,20 +156,17 @@ def _run_flash_attn(call: Call) -> Partial:
 def _missing_flash_attn_4(device: torch.device) -> str | None:
     if reason := _no_nvidia(device, 9):
         return reason
-    function, reason = _function("flash_attn.cute", "flash_attn_func")
-    return f"package flash-attn-4: {reason}" if function is None else None
+    function = _function("flash_attn.cute", "flash_attn_func")
+    return f"package flash-attn-4: {function}" if isinstance(function, str) else None
 
 
 def _run_flash_attn_4(call: Call) -> Partial:
-    function, _ = _function("flash_attn.cute", "flash_attn_func")
-    assert function is not None
-    left = None if call.window is None else call.window - 1
+    function: Any = _function("flash_attn.cute", "flash_attn_func")
     with torch.cuda.device(call.query.device):  # compiled for, and launched on, the current device
         out, lse = function(
             *call.token_major(),
             softmax_scale=call.scale,
             causal=call.causal,
-            window_size=(left, 0 if call.causal and left is not None else None),
             softcap=call.softcap or 0.0,
             return_lse=True,
         )[:2]
@@ -208,8 +201,6 @@ def _run_torch_flash(call: Call) -> Partial:
         call.causal,
         False,
         scale=call.scale,
-        window_size_left=None if call.window is None else call.window - 1,
-        window_size_right=None if call.window is None else 0,
     )
     return Partial(out.transpose(1, 2).float(), lse.float())
 
@@ -231,7 +222,7 @@ def _refuse_torch_cudnn(call: Call) -> str | None:
         return reason
     if call.head_dim > 128:
         return f"needs a head_dim up to 128, got {call.head_dim}"
-    return "takes neither soft-cap nor window" if call.softcap is not None or call.window is not None else None
+    return "takes no soft-cap" if call.softcap is not None else None
 
 
 def _run_torch_cudnn(call: Call) -> Partial:
@@ -281,7 +272,6 @@ def _run_torch_efficient(call: Call) -> Partial:
             CAUSAL_BOTTOM_RIGHT if call.causal else 0,
             True,
             scale=call.scale,
-            window_size=call.window,
         )
         out[:, member::group] = part.transpose(1, 2)
         lse[:, member::group] = part_lse[:, :, : call.queries]  # padded to a multiple of 32 queries
@@ -318,8 +308,8 @@ def _refuse_cpu_flash(call: Call) -> str | None:
         return f"needs one dtype, got {call.query.dtype}, {call.key.dtype} and {call.value.dtype}"
     if call.query.dtype not in (*HALF, torch.float32, torch.float64):
         return f"needs float64, float32, bfloat16 or float16, got {call.query.dtype}"
-    if call.mask is not None or call.softcap is not None or call.window is not None:
-        return "takes neither mask, window nor soft-cap here"
+    if call.mask is not None or call.softcap is not None:
+        return "takes neither mask nor soft-cap here"
     return None
 
 
@@ -344,7 +334,6 @@ def _run_math(call: Call) -> Partial:
         call.value,
         scale=call.scale,
         causal=call.causal,
-        window=call.window,
         mask=call.mask,
         softcap=call.softcap,
     )
@@ -362,4 +351,4 @@ BACKENDS = {
         Backend("math", lambda device: None, _refuse_math, _run_math),
     )
 }
-"""By name, in the order in which they are asked: the best proven first."""
+"""By name, in the order of preference: the best proven first."""

@@ -1,15 +1,14 @@
 """Exact attention over keys that are in device memory, by the first backend that can serve the call.
 
-One signature for all: (query, key, value) -> Partial, natural-log lse, float32. The backends stand in
-flash_backends.py in the order in which they are asked; each says why it is missing or cannot serve a call,
-and the choice is logged once per device, dtype, head size and list of reasons.
+One signature for all: (query, key, value) -> Partial, natural-log lse, float32. `backends.py` lists them in
+the order of preference; each says why it is missing or cannot serve a call, and the choice is logged once per device,
+dtype, head size and list of reasons.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -22,7 +21,7 @@ from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 logger = logging.getLogger(__name__)
 
 CUDNN_QUERIES = 1024
-"""From so many queries cuDNN is asked first: a plan for each shape is made once, and costs milliseconds."""
+"""From so many queries on cuDNN comes first: a plan for each shape is made once, and costs milliseconds."""
 
 
 def attend(
@@ -32,7 +31,6 @@ def attend(
     *,
     scale: float,
     causal: bool = False,
-    window: int | None = None,
     mask: Tensor | None = None,
     softcap: float | None = None,
     backends: Sequence[str] | None = None,
@@ -42,7 +40,6 @@ def attend(
     query: (batch, q_heads, queries, head_dim). key: (batch, kv_heads, keys, head_dim), value: (batch,
     kv_heads, keys, value_dim); q_heads must be a multiple of kv_heads. scale multiplies q.k.
     causal: the last query sits at the last key (bottom-right); query i sees keys 0..keys - queries + i.
-    window: only with causal; a query sees at most this many keys, its own included (sliding-window layers).
     mask: bool, broadcastable to (batch, q_heads, queries, keys), True = attend; not together with causal.
     softcap: scores become cap * tanh(score / cap) (Gemma-2).
     backends: names of BACKENDS to ask instead of all of them, in this order; for tests and comparisons.
@@ -50,7 +47,7 @@ def attend(
     Raises ShapeError for shapes that cannot be attended, ConfigError for an unknown backend's name and
     BackendError, with every backend's reason, when none serves the dtype, device or head size.
     """
-    _check(query, key, value, causal, window, mask)
+    _check(query, key, value, causal, mask)
     names = BACKENDS if backends is None else backends
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ConfigError(f"Unknown attention backends {unknown}; there are {', '.join(BACKENDS)}.")
@@ -60,7 +57,9 @@ def attend(
     # Kernels read rows of head_dim; PyTorch's CPU kernel returns garbage, not an error, for a strided last axis.
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     blind = max(0, queries - keys) if causal else 0  # these queries come before the first key
-    call = _shorten(Call(query[:, :, blind:], key, value, scale, causal, window, mask, softcap))
+    rest = query[:, :, blind:]
+    # the last query sees every key: for a query alone, causal hides nothing
+    call = Call(rest, key, value, scale, causal and rest.shape[2] > 1, mask, softcap)
     part = _choose(call, names).run(call)
     if not blind:
         return part
@@ -73,7 +72,7 @@ def reason_missing(name: str, device: torch.device | str) -> str | None:
     return BACKENDS[name].missing(torch.device(device))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, mask: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None) -> None:
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ShapeError(
             "attend needs (batch, heads, tokens, dim) tensors, got "
@@ -90,24 +89,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int 
         raise ShapeError(f"attend needs one device, got {query.device}, {key.device} and {value.device}.")
     if causal and mask is not None:
         raise ShapeError("attend takes causal or a mask, not both; put the causal part into the mask.")
-    if window is not None and (window < 1 or not causal):
-        raise ShapeError(
-            f"a window needs causal=True and at least one key, got window {window} with causal={causal}; "
-            "describe other bands by a mask."
-        )
-
-
-def _shorten(call: Call) -> Call:
-    """The same attention with the keys that no query sees left out, and masks that hide nothing dropped."""
-    if not call.causal:
-        return call
-    key, value, window = call.key, call.value, call.window
-    if window is not None:
-        unseen = max(0, call.keys - call.queries - window + 1)
-        key, value = key[:, :, unseen:], value[:, :, unseen:]
-        window = None if window >= key.shape[2] else window
-    # The last query sees every key that is left.
-    return replace(call, key=key, value=value, window=window, causal=call.queries > 1)
 
 
 def _choose(call: Call, names: Sequence[str] | dict[str, Backend]) -> Backend:
@@ -128,7 +109,7 @@ def _choose(call: Call, names: Sequence[str] | dict[str, Backend]) -> Backend:
 
 
 def _ordered(call: Call, names: Sequence[str] | dict[str, Backend]) -> list[str]:
-    """The names as they are asked: cuDNN first where many queries are served on a device that it is far faster on."""
+    """The names in order of preference: cuDNN first for many queries on a device where it is far faster."""
     ordered = list(names)
     if "torch-cudnn" in ordered and names is BACKENDS and call.queries >= CUDNN_QUERIES and prefers_cudnn(call):
         ordered.remove("torch-cudnn")

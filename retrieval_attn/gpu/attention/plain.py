@@ -18,7 +18,6 @@ def math_attention(
     *,
     scale: float,
     causal: bool = False,
-    window: int | None = None,
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> Partial:
@@ -42,8 +41,8 @@ def math_attention(
             scores = torch.tanh(scores / softcap).mul_(softcap)
         scores = scores.reshape(batch, q_heads, stop - start, keys)
         if causal:
-            first = keys - queries + start
-            scores.masked_fill_(~band(first, stop - start, keys, window, query.device), -torch.inf)
+            position = torch.arange(keys - queries + start, keys - queries + stop, device=query.device)[:, None]
+            scores.masked_fill_(torch.arange(keys, device=query.device) > position, -torch.inf)
         elif mask is not None:
             part = mask.expand(*mask.shape[:-2], queries, keys)[..., start:stop, :]
             scores = scores.masked_fill(~part, -torch.inf)
@@ -56,11 +55,3 @@ def math_attention(
         mixed = weights.reshape(batch, kv_heads, group, stop - start, keys) @ value32
         out[:, :, start:stop] = mixed.reshape(batch, q_heads, stop - start, value_dim)
     return Partial(out, lse)
-
-
-def band(first: int, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(queries, keys) bool: query i, at position first + i, sees keys up to its own, at most `window` of them."""
-    position = torch.arange(first, first + queries, device=device)[:, None]
-    token = torch.arange(keys, device=device)
-    seen = token <= position
-    return seen if window is None else seen & (token > position - window)

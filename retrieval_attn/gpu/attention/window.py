@@ -34,13 +34,8 @@ class WindowCache:
         self.valid: Tensor | None = None
         self._capacity = capacity
         self._tail = sinks  # slot of the tail's first token
-        self._key = self._allocate(key, sinks + capacity)
-        self._value = self._allocate(value, sinks + capacity)
-
-    @staticmethod
-    def _allocate(like: Tensor, tokens: int) -> Tensor:
-        shape = (like.shape[0], like.shape[1], tokens, like.shape[3])
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        self._key = _room_for(key, sinks + capacity)
+        self._value = _room_for(value, sinks + capacity)
 
     @property
     def batch(self) -> int:
@@ -141,8 +136,8 @@ class WindowCache:
         if self.sink_len > self._tail:
             tail_key, tail_value = self.tail()
             self._tail = self.sink_len
-            self._key = self._allocate(key, self._tail + self._capacity)
-            self._value = self._allocate(value, self._tail + self._capacity)
+            self._key = _room_for(key, self._tail + self._capacity)
+            self._value = _room_for(value, self._tail + self._capacity)
             span = slice(self._tail, self._tail + self.tail_len)
             self._key[:, :, span] = tail_key
             self._value[:, :, span] = tail_value
@@ -172,25 +167,8 @@ class WindowCache:
         """
         used = slice(*self.span)
         key, value = self._key[:, :, used], self._value[:, :, used]
-        mask = self._mask(query.shape[2], reach)
+        mask = _visible(query.shape[2], self.sink_len + self.tail_len, reach, self.valid, query.device)
         return attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
-
-    def _mask(self, queries: int, reach: int | None) -> Tensor | None:
-        """(1 or batch, 1, queries, tokens) bool, or None when every query sees every token."""
-        mask: Tensor | None = None
-        end = self.sink_len + self.tail_len
-        if queries > 1 or (reach is not None and end > reach):
-            # Token t is visible to query i when t <= position of i; sinks lie before every query.
-            position = torch.arange(end - queries, end, device=self._key.device)[:, None]
-            token = torch.arange(end, device=self._key.device)
-            mask = token <= position
-            if reach is not None:
-                mask = mask & (token > position - reach)
-            mask = mask[None, None]
-        if self.valid is not None:
-            row = self.valid[:, None, None, :]
-            mask = row if mask is None else mask & row
-        return mask
 
     def clone(self) -> WindowCache:
         """An independent copy; used by forks."""
@@ -204,7 +182,29 @@ class WindowCache:
         return torch.ones(self.batch, tokens, dtype=torch.bool, device=self._key.device)
 
     def _grow(self, tokens: int) -> None:
-        extra_key = self._allocate(self._key, tokens)
+        extra_key = _room_for(self._key, tokens)
         self._key = torch.cat([self._key, extra_key], dim=2)
-        self._value = torch.cat([self._value, self._allocate(self._value, tokens)], dim=2)
+        self._value = torch.cat([self._value, _room_for(self._value, tokens)], dim=2)
         self._capacity += tokens
+
+
+def _room_for(like: Tensor, tokens: int) -> Tensor:
+    """Uninitialised memory for `tokens` tokens of the shape, dtype and device of `like`."""
+    return like.new_empty(like.shape[0], like.shape[1], tokens, like.shape[3])
+
+
+def _visible(queries: int, tokens: int, reach: int | None, valid: Tensor | None, device: torch.device) -> Tensor | None:
+    """(1 or batch, 1, queries, tokens) bool, or None when every query sees every token. valid: (batch, tokens)."""
+    mask: Tensor | None = None
+    if queries > 1 or (reach is not None and tokens > reach):
+        # Token t is visible to query i when t <= position of i; sinks lie before every query.
+        position = torch.arange(tokens - queries, tokens, device=device)[:, None]
+        token = torch.arange(tokens, device=device)
+        mask = token <= position
+        if reach is not None:
+            mask = mask & (token > position - reach)
+        mask = mask[None, None]
+    if valid is not None:
+        row = valid[:, None, None, :]
+        mask = row if mask is None else mask & row
+    return mask

@@ -7,8 +7,9 @@ that was made anew for a step is not seen. Reading a tensor's value while record
 it. What one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
 meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
 
-Both exchanges are there. "node": the host function is called from another thread. "push": the recorded operations run
-on another thread, the caller's serves them by the same compiled function as on a device (`emulate_push.py`).
+Both exchanges are there. "host_node": the host function is called from another thread. "polling": the recorded
+operations run on another thread, the caller's serves them by the same compiled function as on a device
+(`emulate_polling.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.emulate_polling import EmulatedPush
-from retrieval_attn.gpu.capture.exchange import Hop, HostCall, PlainReplay, Replay, Shared
+from retrieval_attn.gpu.capture.emulate_polling import EmulatedPolling
+from retrieval_attn.gpu.capture.exchange import HostCall, HostCallback, PlainReplay, Replay, Shared
 from retrieval_attn.gpu.capture.polling import Numbers, ServerOf
 
 # Operations whose result's shape, or whose result, has to be known on the CPU: a capture ends with an error there.
@@ -44,39 +45,39 @@ READS_VALUES = {
 
 
 class EmulatedRuntime:
-    """See the module. `calls` counts calls of host functions, by replays under "push" those that were answered.
+    """See the module. calls: calls of host functions so far, by replays under "polling" those that were answered.
 
     patience: seconds that an emulated device waits for an answer, and its host for a request. latency: seconds from a
-    launch to its beginning, under "push".
+    launch to its beginning, under "polling".
     """
 
     processors = 2
 
-    def __init__(self, server_of: ServerOf, hop: Hop = "push") -> None:
+    def __init__(self, server_of: ServerOf, host_callback: HostCallback = "polling") -> None:
         self._thread = ThreadPoolExecutor(1, "retrieval_attn-emulated")
-        self._recorder: _Recorder | None = None
-        self._push: EmulatedPush | None = None
-        self.server_of, self.hop = server_of, hop
+        self._capture: _Capture | None = None
+        self.server_of, self.host_callback = server_of, host_callback
         self.numbers = Numbers()
         self.patience, self.latency = 60.0, 0.0
         self.calls = 0
 
     def queries(self, count: int) -> Shared:
         host = torch.zeros(count, dtype=torch.float32)
-        return Shared(host if self.hop == "push" else torch.zeros_like(host), host)
+        return Shared(host if self.host_callback == "polling" else torch.zeros_like(host), host)
 
     def results(self, count: int) -> Shared:
         return Shared(torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float32))
 
     def begin(self, call: HostCall) -> Any:
         call.results.device.fill_(torch.nan)
-        if self.hop == "push":
+        if self.host_callback == "polling":
             call_here(call)
             self.calls += 1
-            number = None
-            if self._push is not None and self._recorder is not None:
-                number = self._push.add(call)
-                self._recorder.nodes.append(lambda push=self._push: push.ask(number))  # type: ignore[misc]
+            number = 0
+            if self._capture is not None:
+                polling = self._capture.polling
+                number = polling.add(call)
+                self._capture.recorder.nodes.append(lambda: polling.ask(number))
             return call, number
         call.queries.host.copy_(call.queries.device)
         pending = _Pending(self, call)
@@ -84,10 +85,11 @@ class EmulatedRuntime:
         return pending
 
     def join(self, begun: Any) -> None:
-        if self.hop == "push":
+        if self.host_callback == "polling":
             call, number = begun
-            if self._push is not None and self._recorder is not None:
-                self._recorder.nodes.append(lambda push=self._push: push.wait(number))  # type: ignore[misc]
+            if self._capture is not None:
+                polling = self._capture.polling
+                self._capture.recorder.nodes.append(lambda: polling.wait(number))
             call.results.device.numpy()[:] = call.results.host.numpy()  # not recorded: in a replay `wait` does it
             return
         self._do(begun.wait)
@@ -104,8 +106,7 @@ class EmulatedRuntime:
         record()
 
     def capture(self, record: Callable[[], None]) -> Replay:
-        recorder = self._recorder = _Recorder()
-        push = self._push = EmulatedPush(self) if self.hop == "push" else None
+        recorder, polling = self._capture = _Capture(_Recorder(), EmulatedPolling(self))
         try:
             with recorder:
                 record()
@@ -114,11 +115,11 @@ class EmulatedRuntime:
         except Exception as error:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
         finally:
-            self._recorder = self._push = None
-        if push is None or not push.calls:
+            self._capture = None
+        if not polling.calls:  # of "host_node", or of a step without host calls
             return PlainReplay(recorder.replay)
-        push.work = recorder.replay
-        return push
+        polling.work = recorder.replay
+        return polling
 
     def synchronize(self) -> None:
         self._thread.submit(int).result()
@@ -129,8 +130,8 @@ class EmulatedRuntime:
 
     def _do(self, action: Callable[[], None]) -> None:
         action()
-        if self._recorder is not None:
-            self._recorder.nodes.append(action)
+        if self._capture is not None:
+            self._capture.recorder.nodes.append(action)
 
 
 def call_here(call: HostCall) -> None:
@@ -143,17 +144,16 @@ class _Pending:
 
     def __init__(self, runtime: EmulatedRuntime, call: HostCall) -> None:
         self._runtime, self.call = runtime, call
-        self._running: Future[None] | None = None
+        self._running: list[Future[None]] = []
         # bits, without PyTorch: a look at values would be recorded
         self._taken, self._given = (part.numpy().view(np.int32) for part in (call.queries.host, call.queries.device))
 
     def start(self) -> None:
         self._runtime.calls += 1
-        self._running = self._runtime.submit(call_here, self.call)
+        self._running.append(self._runtime.submit(call_here, self.call))
 
     def wait(self) -> None:
-        assert self._running is not None
-        self._running.result()
+        self._running.pop().result()
         if not np.array_equal(self._taken, self._given):
             raise CaptureError("queries were written while the host could read them")
 
@@ -177,6 +177,7 @@ class _Recorder(TorchDispatchMode):
         inputs = {_memory(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         outputs = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
         fresh = [item for item in outputs if _memory(item) not in inputs]
+        # what returns only views of its inputs, and writes nothing, has nothing to do again
         if fresh or function._schema.is_mutable:
             self.nodes.append(_Node(function, args, kwargs, [_memory(item) not in inputs for item in outputs], outputs))
         return result  # a view of an input: it shows what a replay writes there
@@ -200,6 +201,13 @@ class _Node:
         for fresh, old, new in zip(self._fresh, self._outputs, again, strict=True):
             if fresh:
                 old.copy_(new)
+
+
+class _Capture(NamedTuple):
+    """A capture under way. polling: its host calls, unless they are host nodes."""
+
+    recorder: _Recorder
+    polling: EmulatedPolling
 
 
 def _memory(tensor: Tensor) -> int:

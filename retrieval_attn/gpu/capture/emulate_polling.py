@@ -1,7 +1,7 @@
-"""The "push" exchange without a device: its order of things, as strict as a device may be (`emulate.py`).
+"""The "polling" exchange without a device: its order of events, as strict as a device may be (`emulate.py`).
 
 The recorded operations run on the device's thread, the caller's thread serves. Every moment at which a mistake in the
-order could be seen is used: results that were pushed appear only where a layer waits for them, and are NaN before and
+order could be seen is used: results that were copied appear only where a layer waits for them, and are NaN before and
 after; a flag is seen at once, so what is copied after it is late; a call that is answered twice, not at all, or before
 it was asked, is an error of the replay.
 """
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, HostCall
-from retrieval_attn.gpu.capture.polling import MOST_CALLS, Functions, Numbers, ServerOf, failure_of, serve
+from retrieval_attn.gpu.capture.polling import MAX_CALLS, Functions, Numbers, ServerOf, failure_of, serve
 
 NOT_READY = 600
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)
@@ -39,7 +39,7 @@ class Owner(Protocol):
     def submit(self, action: Callable[..., Any], *arguments: Any) -> Any: ...
 
 
-class EmulatedPush:
+class EmulatedPolling:
     """The calls of one graph, and its replay. work: what the device does, with `ask` and `wait` in it."""
 
     serves = True
@@ -48,9 +48,9 @@ class EmulatedPush:
         self._owner = owner
         self.work: Callable[[], None] = lambda: None
         self.calls: list[HostCall] = []
-        self._requests, self._answers = np.zeros(MOST_CALLS, np.int64), np.zeros(MOST_CALLS, np.int64)
-        self._taken = np.zeros(MOST_CALLS, np.int64)  # answers that the device has seen
-        self._arrived: list[npt.NDArray[np.float32]] = []  # results that were pushed, and are not seen yet
+        self._requests, self._answers = np.zeros(MAX_CALLS, np.int64), np.zeros(MAX_CALLS, np.int64)
+        self._taken = np.zeros(MAX_CALLS, np.int64)  # answers that the device has seen
+        self._arrived: list[npt.NDArray[np.float32]] = []  # results that were copied, and are not seen yet
         self._asked: list[npt.NDArray[np.int32]] = []  # bits of the queries that the host may read
         self._changed = threading.Condition()
         self.generation = self._report = 0
@@ -64,8 +64,8 @@ class EmulatedPush:
     def add(self, call: HostCall) -> int:
         """One call more; returns its number."""
         number = len(self.calls)
-        if number == MOST_CALLS:
-            raise CaptureError(f"a step has more than {MOST_CALLS} layers that search")
+        if number == MAX_CALLS:
+            raise CaptureError(f"a step has more than {MAX_CALLS} layers that search")
         arrived = np.full(call.results.host.numel(), np.nan, np.float32)
         self.calls.append(call)
         self._arrived.append(arrived)

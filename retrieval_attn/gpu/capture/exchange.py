@@ -1,7 +1,8 @@
 """How a graph's layers exchange queries and results with the host, and the plain way of doing it.
 
-"node": copies to and from page-locked memory on a side stream, with a host node of CUDA's between them. "push"
-(`push.py`): no node; kernels ask, and the thread that launched the replay answers. A runtime has one of them.
+"host_node": copies to and from page-locked memory on a side stream, with one of CUDA's host nodes between them.
+"polling" (`polling.py`): no node; kernels write requests, and the thread that launched the replay answers them. A
+runtime has one of them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torch import Tensor
 from retrieval_attn.errors import CaptureError, ConfigError
 from retrieval_attn.gpu.attention.libraries import host_function_launcher
 
-Hop = Literal["push", "node"]
-VARIABLE = "RETRIEVAL_ATTN_HOP"
-"""Environment variable: the exchange that graphs use, "push" or "node"; empty or unset: "push" where it works."""
+HostCallback = Literal["polling", "host_node"]
+"""How a running graph calls host code."""
+VARIABLE = "RETRIEVAL_ATTN_HOST_CALLBACK"
+"""Environment variable: how graphs call the host, "polling" or "host_node"; empty or unset: "polling" if it works."""
 REPORT_SHIFT = 1024
 """A device that waited in vain reports the replay's number times this, plus the call's."""
 
@@ -54,19 +56,19 @@ class HostCall:
 
 
 class Replay(Protocol):
-    """A graph's work, as a function that launches it once more. serves: whether all host calls are over then."""
+    """A graph's work, as a function that launches it once more. serves: all host calls are over when it returns."""
 
     serves: bool
 
     def __call__(self) -> None:
-        """Launch, and serve its calls. Raises BackendError if that failed; the device then is, or will be, through."""
+        """Launch, and serve its calls. Raises BackendError if that failed; the launched work ends all the same."""
 
     @property
     def generation(self) -> int:
         """The number of the last launch."""
 
     def failure(self, generation: int | None = None) -> str | None:
-        """Which call a replay that is over waited for in vain, the last or that of a number; None if all went well."""
+        """Which host call got no answer, in the last replay or that of a number, once it is over; None: all did."""
 
 
 class Calls(Protocol):
@@ -103,16 +105,16 @@ class Exchange(Calls, Protocol):
         """A capture failed: streams that took part in it are not to be used again."""
 
 
-def asked_hop() -> Hop | None:
+def requested_host_callback() -> HostCallback | None:
     """What the environment asks for. Raises ConfigError for anything unknown."""
-    told = os.environ.get(VARIABLE, "")
-    if told not in ("", "push", "node"):
-        raise ConfigError(f'{VARIABLE} must be "push" or "node", or not be set, got {told!r}')
-    return told or None  # type: ignore[return-value]
+    requested = os.environ.get(VARIABLE, "")
+    if requested not in ("", "polling", "host_node"):
+        raise ConfigError(f'{VARIABLE} must be "polling" or "host_node", or not be set, got {requested!r}')
+    return requested or None  # type: ignore[return-value]
 
 
-class NodeExchange:
-    """ "node", see the module."""
+class HostNodeExchange:
+    """ "host_node", see the module."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises BackendError if neither CUDA's runtime nor its driver library offers host functions."""
@@ -132,12 +134,14 @@ class NodeExchange:
         """See `Exchange`."""
         return self.queries(count)
 
-    def open(self) -> NodeExchange:
+    def open(self) -> HostNodeExchange:
         """See `Exchange`."""
         return self
 
     def begin(self, call: HostCall) -> torch.cuda.Event:
         """See `Runtime`."""
+        # a host node holds up its stream: on a side stream, what follows in the main one runs beside the host's search.
+        # A capture takes the side stream in by the first event, and must be joined by the second.
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
@@ -189,7 +193,7 @@ def first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Garbage that is freed may call CUDA, which breaks a capture, or waits for a device that waits for us."""
-    enabled = gc.isenabled()
+    enabled = gc.isenabled()  # restore what was there: a caller may have turned it off itself
     gc.disable()
     try:
         yield

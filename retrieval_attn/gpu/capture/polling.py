@@ -1,10 +1,10 @@
-"""Exchange without host nodes: a kernel asks, the thread that launched the replay answers call after call.
+"""Exchange without host nodes: a kernel requests, the thread that launched the replay answers call after call.
 
-A layer's queries are written by a kernel to page-locked memory where they lie, then the replay's number to the call's
-request word there. The thread runs the search and lets the device copy the results to its memory, by a stream of their
-own, in which the replay's number follows them into the call's answer word. A kernel waits for that before the merge: in
-the device's own memory, where looking is quick. It gives up after a while and reports the call; so does the thread,
-which then answers all that is left. Neither waits for ever.
+A kernel writes a layer's queries to page-locked memory, then the replay's number to the call's request word there. The
+thread runs the search and lets the device copy the results to its own memory, on a stream of their own, in which the
+replay's number follows them into the call's answer word. A kernel polls that word before the merge, in the device's
+memory, where a load is quick. It gives up after POLLS and reports the call; the thread gives up after LIMIT_SECONDS and
+then answers all calls that are left. Neither waits for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
@@ -29,14 +30,14 @@ from retrieval_attn.gpu.capture.exchange import (
     page_locked,
 )
 
-MOST_CALLS = 512
-"""Of one graph."""
+MAX_CALLS = 512
+"""Host calls of one graph."""
 POLLS = 20_000_000
-"""How often a kernel looks for an answer, about half a microsecond each: ten seconds. A host may be busy elsewhere."""
+"""Loads of an answer word before a kernel gives up, half a microsecond each: ten seconds, for a host that is busy."""
 LIMIT_SECONDS = 10.0
 """How long the thread waits for a request."""
 HOST_LINE, DEVICE_LINE = 8, 32  # words of 64 and 32 bits: flags lie on cache lines of their own
-HINT = f"The model decodes without this exchange by {VARIABLE}=node"
+HINT = f"The model decodes without this exchange by {VARIABLE}=host_node"
 
 
 class Functions(NamedTuple):
@@ -101,17 +102,17 @@ def failure_of(report: int, generation: int, calls: Sequence[HostCall]) -> str |
 
 
 class Numbers:
-    """Numbers of replays, 1 .. 2**31 - 1, none twice in a life: graphs of one decoder share nothing but these."""
+    """Numbers of replays, 1 .. 2**31 - 1, each once per process: no flag of an earlier replay is this one's."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
 
     def next(self) -> int:
-        """Another one. Safe from any thread."""
+        """The next number. Safe from any thread."""
         return next(self._count) % (2**31 - 1) + 1
 
 
-class PushExchange:
+class PollingExchange:
     """See the module. polls, limit_seconds: POLLS and LIMIT_SECONDS of graphs that are captured from now on."""
 
     def __init__(self, device: torch.device, server_of: ServerOf) -> None:
@@ -127,6 +128,7 @@ class PushExchange:
         self._functions = Functions(*[driver.address(name) for name in names])
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # there is a context
+            # not one of PyTorch's: those are shared, and an answer behind other work of the stream would come late
             self._answers_by = driver.new_stream()
             self._load_kernels()
 
@@ -154,13 +156,13 @@ class PushExchange:
         """See `Exchange`."""
         return Shared(torch.zeros(count, dtype=torch.float32, device=self.device), page_locked(count))
 
-    def open(self) -> PushCalls:
+    def open(self) -> PollingCalls:
         """See `Exchange`."""
-        return PushCalls(self)
+        return PollingCalls(self)
 
     def begin(self, call: HostCall) -> None:
         """See `Runtime`. Nothing is captured: the call is over when this returns."""
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()  # the queries have arrived in the host's memory
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
         call.results.device.copy_(call.results.host)
 
@@ -172,31 +174,25 @@ class PushExchange:
         raise NotImplementedError("what is replayed is captured by `open`")
 
 
-class PushCalls:
-    """The calls of one graph, and its replay."""
+class PollingCalls:
+    """The calls of a graph that is being captured. server: will answer them."""
 
-    serves = True
-
-    def __init__(self, exchange: PushExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: PollingExchange) -> None:
+        self.exchange = exchange
         self.server = exchange.server()
         self.calls: list[HostCall] = []
-        self._host = page_locked((MOST_CALLS + 1) * HOST_LINE, torch.int64)  # the report, then requests
-        words = torch.zeros(MOST_CALLS + 1, DEVICE_LINE, dtype=torch.int32)  # see flag_triton: the head, then lines
+        self._host = page_locked((MAX_CALLS + 1) * HOST_LINE, torch.int64)  # the report, then requests
+        words = torch.zeros(MAX_CALLS + 1, DEVICE_LINE, dtype=torch.int32)  # see flag_triton: the head, then lines
+        # where kernels poll: in the device's memory, a line for each call, so that no poll slows another call's answer
         words[0, 2] = exchange.polls
-        words[1:, 1] = torch.arange(MOST_CALLS)
+        words[1:, 1] = torch.arange(MAX_CALLS)
         self._device = words.to(exchange.device)
-        self._number = self._device[0, 0]
-        self._report = self._host.numpy()[:1]
-        self.generation = 0
-        self._begun = torch.cuda.Event()
-        self._launch: Callable[[], None] | None = None
 
     def begin(self, call: HostCall) -> int:
         """See `Runtime`."""
         number = len(self.calls)
-        if number == MOST_CALLS:
-            raise CaptureError(f"a step has more than {MOST_CALLS} layers that search")
+        if number == MAX_CALLS:
+            raise CaptureError(f"a step has more than {MAX_CALLS} layers that search")
         self.calls.append(call)
         request = self._host[(number + 1) * HOST_LINE :]
         self.server.add(
@@ -208,26 +204,42 @@ class PushCalls:
             size=call.results.host.nbytes,
             answer=self._device[number + 1].data_ptr(),
         )
-        self._exchange.kernels.ask(request, self._device[0])
+        self.exchange.kernels.ask(request, self._device[0])
         return number
 
     def join(self, begun: int) -> None:
         """See `Runtime`."""
-        self._exchange.kernels.wait(self._device[begun + 1], self._device[0], self._host)
+        self.exchange.kernels.wait(self._device[begun + 1], self._device[0], self._host)
 
     def replay(self, launch: Callable[[], None]) -> Replay:
         """See `Calls`."""
-        self._launch = launch
-        return self
+        return PollingReplay(self, launch, self._device, self._host)
+
+
+class PollingReplay:
+    """A captured graph whose calls the thread that launches it serves."""
+
+    serves = True
+
+    def __init__(self, calls: PollingCalls, launch: Callable[[], None], device: Tensor, host: Tensor) -> None:
+        """device, host: the flags of `PollingCalls`."""
+        self._exchange, self._launch = calls.exchange, launch
+        self.server, self.calls = calls.server, calls.calls
+        self._flags = device, host  # kept: the graph and the server use them by address
+        self._number = device[0, 0]
+        self._report = host.numpy()[:1]
+        self._begun = torch.cuda.Event()
+        self.generation = 0
 
     def __call__(self) -> None:
         """See `Replay`."""
-        assert self._launch is not None
         # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
         with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
             stream = torch.cuda.current_stream()
             self.generation = self._exchange.numbers.next()
+            # in the stream before the graph: its kernels read the number there
             self._number.fill_(self.generation)
+            # the server measures a request's delay from here on, not while earlier work holds the stream
             self._begun.record(stream)
             self.server.prepare(self.generation, stream.cuda_stream, self._begun.cuda_event)
             serve(self.server, self._launch, self.calls, self._exchange.limit_seconds)
@@ -267,8 +279,7 @@ def probe(runtime: Prober, device: torch.device) -> None:
     def double(argument: int) -> None:
         given[:] = 2 * taken
 
-    address = ctypes.cast(double, ctypes.c_void_p).value
-    assert address is not None
+    address = ctypes.cast(double, ctypes.c_void_p).value or 0
     call = HostCall(queries, results, address, 0, "the probe")
     numbers = torch.arange(count, dtype=torch.float32, device=device)
     out = torch.zeros_like(numbers)

@@ -1,7 +1,7 @@
 """Capturing one decode step as a CUDA graph, with calls to host code inside it.
 
 `CudaRuntime` records on a stream of its own. How a layer's queries reach the host and results come back while the
-device goes on is its exchange's matter (`exchange.py`, `push.py`), chosen once: "push" where a trial of it works.
+device goes on is left to its exchange (`exchange.py`, `polling.py`), chosen once: "polling" where a trial works.
 
 `Runtime` says what a graph needs; `emulate.py` has the one that runs on a CPU.
 """
@@ -23,15 +23,15 @@ from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import (
     Calls,
     Exchange,
-    Hop,
     HostCall,
-    NodeExchange,
+    HostCallback,
+    HostNodeExchange,
     Replay,
     Shared,
     first_line,
     no_collection,
 )
-from retrieval_attn.gpu.capture.polling import PushExchange, ServerOf, probe
+from retrieval_attn.gpu.capture.polling import PollingExchange, ServerOf, probe
 
 logger = logging.getLogger(__name__)
 
@@ -70,38 +70,37 @@ class Runtime(Protocol):
 class CudaRuntime:
     """See the module. One per device and exchange (`cuda_runtime`): all its graphs take their memory from one pool.
 
-    hop: the exchange it uses.
+    host_callback: the exchange it uses.
     """
 
-    def __init__(self, device: torch.device, server_of: ServerOf, hop: Hop | None = None) -> None:
-        """hop: the only exchange to use; None: "push" if it works. Raises BackendError where no exchange can be had."""
+    def __init__(self, device: torch.device, server_of: ServerOf, host_callback: HostCallback | None = None) -> None:
+        """host_callback: the only one to use; None: "polling" if it works. Raises BackendError where none works."""
         self._device = device
         self._lock = threading.RLock()
         self._calls: Calls | None = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         with torch.cuda.device(device):
-            self.hop: Hop = self._choose(server_of, hop)
+            self.host_callback: HostCallback = self._choose(server_of, host_callback)
 
-    def _choose(self, server_of: ServerOf, hop: Hop | None) -> Hop:
-        reason = "as asked for"
-        if hop != "node":
+    def _choose(self, server_of: ServerOf, host_callback: HostCallback | None) -> HostCallback:
+        reason = "as requested"
+        if host_callback != "host_node":
             try:
-                self._try_push(server_of)
+                self._try_polling(server_of)
             except Exception as error:
-                reason = f"push does not work here: {first_line(error)}"
-                if hop == "push":
+                reason = f"polling does not work here: {first_line(error)}"
+                if host_callback == "polling":
                     raise BackendError(f"{reason}. Any device takes the exchange by host nodes.") from error
             else:
-                logger.info(
-                    "graphs ask and the host pushes what it found: %s", reason if hop else "a trial of it worked"
-                )
-                return "push"
-        self._use(NodeExchange(self._device))
-        logger.log(logging.INFO if hop else logging.WARNING, "graphs exchange with the host by host nodes: %s", reason)
-        return "node"
+                logger.info("graphs call the host by polling: %s", reason if host_callback else "a trial of it worked")
+                return "polling"
+        self._use(HostNodeExchange(self._device))
+        logger.log(logging.INFO if host_callback else logging.WARNING, "graphs call the host by host nodes: %s", reason)
+        return "host_node"
 
-    def _try_push(self, server_of: ServerOf) -> None:
-        exchange = PushExchange(self._device, server_of)
+    def _try_polling(self, server_of: ServerOf) -> None:
+        exchange = PollingExchange(self._device, server_of)
+        # a device where this hangs must not cost every start the whole wait
         patience = exchange.polls, exchange.limit_seconds
         exchange.polls, exchange.limit_seconds = patience[0] // 8, patience[1] / 8
         self._use(exchange)
@@ -135,7 +134,7 @@ class CudaRuntime:
     def capture(self, record: Callable[[], None]) -> Replay:
         with self._lock:
             calls, graph = self.exchange.open(), torch.cuda.CUDAGraph()
-            gc.collect()
+            gc.collect()  # now, with the memory that garbage holds: a capture forbids to free it
             self.synchronize()
             self._calls = calls
             try:
@@ -196,6 +195,7 @@ class CudaRuntime:
 
     @contextlib.contextmanager
     def _on_main(self) -> Iterator[None]:
+        # the legacy default stream cannot be captured; both waits keep the caller's order of work
         outer, main = torch.cuda.current_stream(self._device), self._main
         main.wait_stream(outer)
         with torch.cuda.device(self._device), torch.cuda.stream(main):
@@ -204,6 +204,6 @@ class CudaRuntime:
 
 
 @functools.cache
-def cuda_runtime(index: int, server_of: ServerOf, hop: Hop | None = None) -> CudaRuntime:
+def cuda_runtime(index: int, server_of: ServerOf, host_callback: HostCallback | None = None) -> CudaRuntime:
     """The runtime of CUDA device `index`, see `CudaRuntime`. Raises BackendError where there cannot be one."""
-    return CudaRuntime(torch.device("cuda", index), server_of, hop)
+    return CudaRuntime(torch.device("cuda", index), server_of, host_callback)

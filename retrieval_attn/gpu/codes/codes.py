@@ -20,13 +20,13 @@ ALIGNED = 16
 
 
 class DeviceSpace(NamedTuple):
-    """`CodeSpace` on the device: query_side, key_side (rank, head_dim), shift (rank,), float32."""
+    """`CodeSpace` on the device: query_projection, key_projection (rank, head_dim), shift (rank,), float32."""
 
-    query_side: Tensor
-    key_side: Tensor
+    query_projection: Tensor
+    key_projection: Tensor
     shift: Tensor
-    wide: int
-    narrow: int
+    num_8bit: int
+    num_4bit: int
 
 
 class DeviceCodes:
@@ -70,7 +70,7 @@ def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
     kernels = kernels_for(keys, "codes.codes_triton")
     if kernels is not None:
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
-        kernels.encode(keys, space.key_side, space.shift, space.wide, codes, bad)
+        kernels.encode(keys, space.key_projection, space.shift, space.num_8bit, codes, bad)
         return not bool(bad)
     finite = True
     for some, into in zip(keys.split(ROWS_AT_ONCE), codes.split(ROWS_AT_ONCE), strict=True):
@@ -81,17 +81,17 @@ def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
 
 def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
     """Codes (n, key_bytes) uint8 of keys (n, head_dim) float32."""
-    numbers = torch.floor(keys @ space.key_side.T - space.shift)
-    half, wide = space.narrow // 2, space.wide
-    low, high = ((numbers[:, at : at + half] + 8).clamp(0, 15).to(torch.uint8) for at in (wide, wide + half))
-    eights = numbers[:, :wide].clamp(-128, 127).to(torch.int8).view(torch.uint8)
+    numbers = torch.floor(keys @ space.key_projection.T - space.shift)
+    half, num_8bit = space.num_4bit // 2, space.num_8bit
+    low, high = ((numbers[:, at : at + half] + 8).clamp(0, 15).to(torch.uint8) for at in (num_8bit, num_8bit + half))
+    eights = numbers[:, :num_8bit].clamp(-128, 127).to(torch.int8).view(torch.uint8)
     return torch.cat([eights, low | high << 4], dim=1)
 
 
 def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
     """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
-    half, wide = space.narrow // 2, space.wide
-    sides = (queries @ space.query_side.T).split([wide, half, half], dim=1)
-    packed = codes[:, wide:]
-    eights, low, high = codes[:, :wide].view(torch.int8).float(), (packed & 15).float(), (packed >> 4).float()
+    half, num_8bit = space.num_4bit // 2, space.num_8bit
+    sides = (queries @ space.query_projection.T).split([num_8bit, half, half], dim=1)
+    packed = codes[:, num_8bit:]
+    eights, low, high = codes[:, :num_8bit].view(torch.int8).float(), (packed & 15).float(), (packed >> 4).float()
     return sides[0] @ eights.T + sides[1] @ low.T + sides[2] @ high.T

@@ -1,9 +1,10 @@
 """The scan of a layer's codes inside a captured step: which keys the host should score for each query.
 
 Where the codes lie and how many there are is read from a table in device memory, so one graph serves whatever context
-is bound. Two kernels (`search_triton.py`): all codes are scored, and the best score of every group of neighbours
-is kept; the groups that may hold one of the best keys are found; of those, the keys. A threshold is found by cutting
-its range, so a few more keys than were wanted are named, `room` at most, and the same ones at every run.
+is bound. Three kernels (`search_triton.py`): queries are projected to whole numbers; all codes are scored, and the best
+score of every group of neighbours is kept; the groups that may hold one of the k best keys are picked, and of those the
+keys. A threshold is found by cutting its range, so a few keys more than k are named, `room` at most, and the same ones
+at every run.
 
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against.
 """
@@ -21,77 +22,84 @@ from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
-"""Words of a row of the table: bytes from the table itself to the codes, address of query_side, how many codes count;
-one is not used.
+"""Words of a row of the table: bytes from the table itself to the codes, address of query_projection, how many codes
+count; one is not used.
 
-Not the codes' address: a kernel that adds a multiple of 16 to a pointer it was given loads 16 bytes at once.
+Not the codes' address: only where a kernel adds a multiple of 16 to a pointer it was given does the compiler know that
+the sum is aligned, and loads 16 bytes at once.
 """
-LEAST_GROUP, LEAST_CLASS = 16, 4096
-LEAST_SIDE = 32
+MIN_GROUP = 16
+"""Neighbouring keys that share one best score, at least."""
+MIN_CLASS = 4096
+"""Keys that scratch memory is made for, at least."""
+MIN_WIDTH = 32
 """Numbers that a matrix instruction of bytes takes at a time."""
 
-Aim = tuple[DeviceCodes, int]
+CodeRange = tuple[DeviceCodes, int]
 """Codes and how many of them count."""
 
 
 class CodeShape(NamedTuple):
-    """What kernels are compiled for: numbers of 8 and of 4 bits per key, keys wanted per query."""
+    """What kernels are compiled for: numbers of 8 and of 4 bits per key, best keys per query."""
 
-    wide: int
-    narrow: int
-    wanted: int
+    num_8bit: int
+    num_4bit: int
+    k: int
 
     @property
     def room(self) -> int:
-        """Most keys named per query: an eighth more than wanted, for a threshold need not be found to the key."""
-        return -(-(self.wanted + self.wanted // 8 + 8) // 32) * 32
+        """Most keys named per query: an eighth more than k, for the threshold need not be found to the key."""
+        return -(-(self.k + self.k // 8 + 8) // 32) * 32
 
 
 class Scratch:
     """What the kernels of one layer leave for the next of them; layers take turns.
 
-    scores (queries, most) float32; best (queries, most / group) float32, of every group; groups (queries, picked) and
-    found (queries, room) int32.
+    scores (queries, max_keys) float32; best (queries, max_keys / group) float32, of every group; groups (queries,
+    picked) and hits (queries, room) int32.
     """
 
-    def __init__(self, queries: int, most: int, room: int, device: torch.device) -> None:
-        """most: keys, a power of 2 as `class_of` gives it. room: as in `CodeShape`."""
-        self.most = most
+    def __init__(self, queries: int, max_keys: int, room: int, device: torch.device) -> None:
+        """max_keys: per query, a power of 2 as `size_class` gives it. room: as in `CodeShape`."""
+        self.max_keys = max_keys
         self.picked = _power(room)
-        self.group = LEAST_GROUP
-        while self.group**2 * self.picked < most // 2:  # both the groups and the keys of those picked fit a tile
+        self.group = MIN_GROUP
+        while self.group**2 * self.picked < max_keys // 2:  # both the groups and the keys of those picked fit a tile
             self.group *= 2
-        self.scores = torch.empty(queries, most, dtype=torch.float32, device=device)
-        self.best = torch.empty(queries, most // self.group, dtype=torch.float32, device=device)
+        self.scores = torch.empty(queries, max_keys, dtype=torch.float32, device=device)
+        self.best = torch.empty(queries, max_keys // self.group, dtype=torch.float32, device=device)
         self.groups = torch.empty(queries, self.picked, dtype=torch.int32, device=device)
-        self.found = torch.empty(queries, room, dtype=torch.int32, device=device)
+        self.hits = torch.empty(queries, room, dtype=torch.int32, device=device)
 
 
-def class_of(keys: int) -> int:
+def size_class(keys: int) -> int:
     """Keys that scratch memory and kernels for `keys` are made for: a power of 2."""
-    return max(LEAST_CLASS, _power(keys))
+    return max(MIN_CLASS, _power(keys))
 
 
 class CodeSearch:
-    """The search of one layer: `aim` says in what, `run` is recorded, or called outside a capture."""
+    """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
+
+    planes (queries, 4, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
+    """
 
     def __init__(self, batch: int, q_heads: int, kv_heads: int, shape: CodeShape, device: torch.device) -> None:
         self.shape, self.kv_heads = shape, kv_heads
-        self.entries: list[Aim | None] = [None] * (batch * kv_heads)
+        self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
         self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
-        # as `search_triton._side_kernel` writes them; zeros where it does not
-        width = max(LEAST_SIDE, _power(shape.wide + shape.narrow // 2))
-        self.sides = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
-        self.sound = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
+        # zeros where the kernel does not write: padding up to the width of a matrix instruction counts nothing
+        width = max(MIN_WIDTH, _power(shape.num_8bit + shape.num_4bit // 2))
+        self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
+        self.factors = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
 
-    def aim(self, entries: Sequence[Aim | None]) -> None:
+    def bind(self, entries: Sequence[CodeRange | None]) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""
         self.entries = list(entries)
         here = self.table.data_ptr()
         rows = [
             [0] * TABLE_WORDS
             if entry is None
-            else [entry[0].codes.data_ptr() - here, entry[0].space.query_side.data_ptr(), entry[1], 0]
+            else [entry[0].codes.data_ptr() - here, entry[0].space.query_projection.data_ptr(), entry[1], 0]
             for entry in entries
         ]
         if any(row[0] % ALIGNED for row in rows):
@@ -99,11 +107,11 @@ class CodeSearch:
         self.table.copy_(torch.tensor(rows, dtype=torch.int64))
 
     def forget(self) -> None:
-        """Let the codes go; `aim` names others before the next `run`."""
+        """Let the codes go; `bind` names others before the next `run`."""
         self.entries = [None] * len(self.entries)
 
     @property
-    def most(self) -> int:
+    def max_keys(self) -> int:
         """Most keys of a head."""
         return max((entry[1] for entry in self.entries if entry is not None), default=0)
 
@@ -131,33 +139,33 @@ class CodeSearch:
             if entry is None or not entry[1]:
                 continue
             codes, stop = entry
-            found = codes.find(flat[number], min(self.shape.wanted, stop), stop)
+            hits = codes.find(flat[number], min(self.shape.k, stop), stop)
             for i in range(group):
-                ids[rows[number * group + i], : found.shape[1]] = found[i]
+                ids[rows[number * group + i], : hits.shape[1]] = hits[i]
 
 
 def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def name_keys(codes: DeviceCodes, queries: Tensor, wanted: int, stop: int) -> Tensor:
+def name_keys(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
     """Outside a captured step: what `CodeSearch` names for queries (m, head_dim) of one head, int32 (m, room).
 
-    The ids below `stop` whose codes promise most, at least `wanted` <= stop of them, -1 behind the last; none for a
+    The ids below `stop` whose codes promise most, at least `k` <= stop of them, -1 behind the last; none for a
     query whose scores are not finite.
     """
-    shape = CodeShape(codes.space.wide, codes.space.narrow, wanted)
+    shape = CodeShape(codes.space.num_8bit, codes.space.num_4bit, k)
     ids = torch.full((len(queries), shape.room), -1, dtype=torch.int32, device=queries.device)
     search = CodeSearch(1, len(queries), 1, shape, queries.device)
-    search.aim([(codes, stop)])
-    scratch = Scratch(len(queries), class_of(stop), shape.room, queries.device)
+    search.bind([(codes, stop)])
+    scratch = Scratch(len(queries), size_class(stop), shape.room, queries.device)
     search.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
     return ids
 
 
-def shared_scratch(kept: dict[Any, Scratch], queries: int, most: int, room: int, device: torch.device) -> Scratch:
+def shared_scratch(kept: dict[Any, Scratch], queries: int, max_keys: int, room: int, device: torch.device) -> Scratch:
     """The scratch memory of these sizes out of `kept`, or new."""
-    key = queries, most, room
+    key = queries, max_keys, room
     if key not in kept:
-        kept[key] = Scratch(queries, most, room, device)
+        kept[key] = Scratch(queries, max_keys, room, device)
     return kept[key]

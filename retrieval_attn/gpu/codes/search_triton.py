@@ -1,4 +1,8 @@
-"""The Triton kernels behind `search.py`, which says what they compute. Imported only where there is Triton."""
+"""The Triton kernels behind `search.py`, which says what they compute. Imported only where there is Triton.
+
+Scores are sums of products of bytes, exact in int32, so that the keys named do not depend on the order of additions:
+a replay names the same ones at every run. A query keeps 16 bits by two planes of 8.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels get their types from Triton)
@@ -12,54 +16,59 @@ from torch import Tensor
 
 from retrieval_attn.gpu.codes.search import TABLE_WORDS, CodeSearch, Scratch
 
-KEYS = 128
+BLOCK_KEYS = 128
 """Keys that a program scores at a time."""
 PROGRAMS = 1056
-"""That score keys, about, of all heads."""
-TURNS = 24
+"""Programs that score keys, of all heads together: eight for each multiprocessor of an H100."""
+MAX_ROUNDS = 24
+"""Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
 FINE = 254
 """Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-LEAST_TILE = 16
-"""Of a matrix instruction, in every direction."""
+MIN_TILE = 16
+"""Smallest tile of a matrix instruction, in every direction."""
 
 
 @triton.jit
-def _side_kernel(
-    query, table, sides, sound, query_b, query_h, q_heads, kv_heads, dim, rank,
-    WORDS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+def _project_kernel(
+    query, table, planes, factors, query_b, query_h, q_heads, kv_heads, dim, rank,
+    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     FINE: tl.constexpr,
 ):  # fmt: skip
-    """query_side . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
+    """query_projection . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
 
-    sides[i] (4, K): planes of what meets bytes or their lower halves, then of what meets their upper halves. sound[i]:
-    1, or NaN for a query that is not finite.
+    planes[i] (4, K): planes of what meets bytes or their lower halves, then of what meets their upper halves.
+    factors[i]: 1, or NaN for a query that is not finite.
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
     words = table + (row * kv_heads + head // (q_heads // kv_heads)).to(tl.int64) * WORDS
     column, number = tl.arange(0, D), tl.arange(0, R)
     used = tl.load(words + 2) > 0
-    side = tl.load(words + 1).to(tl.pointer_type(tl.float32))
+    # an address out of the table: the graph was captured for no cache in particular
+    projection = tl.load(words + 1).to(tl.pointer_type(tl.float32))
     inside = (number < rank)[:, None] & (column < dim)[None, :] & used
-    matrix = tl.load(side + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
+    matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
     own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
+    # one vector fills no tile of a matrix instruction: float32 additions
     result = tl.sum(matrix * own.to(tl.float32)[None, :], axis=1)
     finite = tl.sum(tl.where(result - result == 0, 0, 1), axis=0) == 0
-    most = tl.max(tl.abs(tl.where(finite, result, 0.0)), axis=0)
-    scaled = tl.where(finite, result, 0.0) * (127.0 / tl.where(most > 0, most, 1.0))
+    largest = tl.max(tl.abs(tl.where(finite, result, 0.0)), axis=0)
+    # the factor is not undone later: scores are only compared with those of the same query
+    scaled = tl.where(finite, result, 0.0) * (127.0 / tl.where(largest > 0, largest, 1.0))
     coarse = tl.floor(scaled + 0.5)
     fine = tl.floor((scaled - coarse) * FINE + 0.5)
-    upper = number >= WIDE + HALF
-    at = sides + i.to(tl.int64) * 4 * K + tl.where(upper, 2 * K + number - HALF, number)
+    upper = number >= NUM_8BIT + HALF
+    at = planes + i.to(tl.int64) * 4 * K + tl.where(upper, 2 * K + number - HALF, number)
     tl.store(at, coarse.to(tl.int8), mask=number < rank)
     tl.store(at + K, fine.to(tl.int8), mask=number < rank)
-    tl.store(sound + i, tl.where(finite, 1.0, float("nan")))
+    tl.store(factors + i, tl.where(finite, 1.0, float("nan")))
 
 
 @triton.jit
 def _halves(codes, keep, FAST: tl.constexpr):
     """Codes with the bits that `keep` has, and the upper halves of their bytes; four bytes at a time."""
+    # Triton would widen every byte before it shifts; one shift of a word and a mask serve four bytes
     if FAST:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 x;
@@ -73,72 +82,79 @@ def _halves(codes, keep, FAST: tl.constexpr):
 
 @triton.jit
 def _score_kernel(
-    sides, sound, table, scores, best, kv_heads, group, most,
-    WORDS: tl.constexpr, WIDE: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    planes, factors, table, scores, best, kv_heads, group, max_keys,
+    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
     GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """scores[query] of all codes of the query's head, and the best of every GROUP of them.
-
-    Whole numbers all through: bytes go to the matrix units as they are, for a multiprocessor converts few.
-    """
+    """scores[query] of all codes of the query's head, and the best of every GROUP of them."""
     entry, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     words = table + entry.to(tl.int64) * WORDS
     length = tl.load(words + 2)
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
+    # the two planes of a head's queries are columns of one product: codes are loaded once, for the whole group
     k, column, member = tl.arange(0, K), tl.arange(0, 2 * G), tl.arange(0, G)
     query = entry.to(tl.int64) * group + column % G
-    own = sides + query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
-    lower_side = tl.load(own, mask=(column % G < group)[None, :], other=0)
-    upper_side = tl.load(own + 2 * K, mask=(column % G < group)[None, :], other=0)
-    keep = tl.where(k < WIDE, -1, 15).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
+    own = planes + query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
+    lower_planes = tl.load(own, mask=(column % G < group)[None, :], other=0)
+    upper_planes = tl.load(own + 2 * K, mask=(column % G < group)[None, :], other=0)
+    # of 8-bit numbers the upper halves come along, too: they meet planes of zeros
+    keep = tl.where(k < NUM_8BIT, -1, 15).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
     plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, :, None]
     in_group = member < group
     query = entry.to(tl.int64) * group + member
-    factor = tl.load(sound + query, mask=in_group, other=1.0)
+    factor = tl.load(factors + query, mask=in_group, other=1.0)
+    # the grid is captured, the length is not: so many programs share whatever keys there are now
     for start in range(program * N, length, programs * N):
         key = start + tl.arange(0, N)
         inside = key < length
         at = codes + key.to(tl.int64)[:, None] * BYTES + k[None, :]
         lower, upper = _halves(tl.load(at, mask=inside[:, None] & (k < BYTES)[None, :], other=0), keep, FAST)
-        planes = tl.dot(lower, lower_side, out_dtype=tl.int32)
-        planes = tl.dot(upper, upper_side, planes, out_dtype=tl.int32)
-        total = tl.sum(tl.reshape(planes, (N, 2, G)) * plane, axis=1).to(tl.float32) * factor[None, :]
+        # bytes go to the matrix units as they are: a multiprocessor converts few. int32 holds K up to 512
+        products = tl.dot(lower, lower_planes, out_dtype=tl.int32)
+        products = tl.dot(upper, upper_planes, products, out_dtype=tl.int32)
+        total = tl.sum(tl.reshape(products, (N, 2, G)) * plane, axis=1).to(tl.float32) * factor[None, :]
+        # what lies behind the last key is written as well: its group's best is then right, and scratch has room
         total = tl.where(inside[:, None], total, -float("inf"))
-        tl.store(scores + query[None, :] * most + key.to(tl.int64)[:, None], total, mask=in_group[None, :])
+        tl.store(scores + query[None, :] * max_keys + key.to(tl.int64)[:, None], total, mask=in_group[None, :])
         highest = tl.max(tl.reshape(total, (N // GROUP, GROUP, G)), axis=1)
         some = start // GROUP + tl.arange(0, N // GROUP)
-        tl.store(best + query[None, :] * (most // GROUP) + some.to(tl.int64)[:, None], highest, mask=in_group[None, :])
+        tl.store(
+            best + query[None, :] * (max_keys // GROUP) + some.to(tl.int64)[:, None], highest, mask=in_group[None, :]
+        )
 
 
 @triton.jit
-def _threshold(values, inside, wanted, enough, TIMES: tl.constexpr):
-    """A number that at least `wanted` values reach, and hardly more than `enough` where they differ at all.
+def _threshold(values, inside, k, enough, ROUNDS: tl.constexpr):
+    """A number that at least `k` values reach, and hardly more than `enough` where they differ at all.
 
-    values, fewer than 65,536, with -inf where not `inside`. Fewer than `wanted` of them: the least.
+    values, fewer than 65,536, with -inf where not `inside`. Fewer than `k` of them: the least.
     """
     low = tl.min(tl.where(inside, values, float("inf")), axis=0)
     high = tl.max(values, axis=0)
     count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0)
     turn = 0
-    while (turn < TIMES) & (count > enough):
+    while (turn < ROUNDS) & (count > enough):
         # two numbers are tried at once, for a sum over all threads is what a turn costs: 16 bits for each count
         first, second = low + (high - low) * 0.33, low + (high - low) * 0.67
         total = tl.sum(tl.where(values >= first, 1, 0) + tl.where(values >= second, 65536, 0), axis=0)
         above1, above2 = total & 65535, (total >> 16) & 65535
-        high = tl.where(above2 >= wanted, high, tl.where(above1 >= wanted, second, first))
-        low = tl.where(above2 >= wanted, second, tl.where(above1 >= wanted, first, low))
-        count = tl.where(above2 >= wanted, above2, tl.where(above1 >= wanted, above1, count))
+        high = tl.where(above2 >= k, high, tl.where(above1 >= k, second, first))
+        low = tl.where(above2 >= k, second, tl.where(above1 >= k, first, low))
+        count = tl.where(above2 >= k, above2, tl.where(above1 >= k, above1, count))
         turn += 1
     return low
 
 
 @triton.jit
 def _pick_kernel(
-    table, scores, best, groups, found, places, ids, wanted, most_groups, enough, room, q_heads, kv_heads, most,
+    table, scores, best, groups, hits, places, ids, k, enough_groups, enough, room, q_heads, kv_heads, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
-    HAS_PLACES: tl.constexpr, TIMES: tl.constexpr,
+    HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The groups whose best scores are among the `wanted` best, and of their keys those whose scores are."""
+    """The groups whose best scores are among the `k` best, and of their keys those whose scores are.
+
+    A group that is left out has k groups before it, each with a better key than its own best.
+    """
     i = tl.program_id(0)
     at = i.to(tl.int64)
     words = table + (i // q_heads * kv_heads + i % q_heads // (q_heads // kv_heads)).to(tl.int64) * WORDS
@@ -148,9 +164,10 @@ def _pick_kernel(
         row = tl.load(places + i).to(tl.int64)
 
     number = tl.arange(0, GROUPS)
-    values = tl.load(best + at * (most // GROUP) + number, mask=number < count, other=-float("inf"))
+    values = tl.load(best + at * (max_keys // GROUP) + number, mask=number < count, other=-float("inf"))
     inside = (number < count) & (values > -float("inf"))
-    chosen = inside & (values >= _threshold(values, inside, wanted, most_groups, TIMES))
+    chosen = inside & (values >= _threshold(values, inside, k, enough_groups, ROUNDS))
+    # places by a running sum, not by an atomic counter: the order is the same at every run
     place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
     tl.store(groups + at * PICKED + place, number, mask=chosen & (place < PICKED))
     picked = tl.minimum(tl.sum(tl.where(chosen, 1, 0), axis=0), PICKED)
@@ -160,16 +177,16 @@ def _pick_kernel(
     inside = number // GROUP < picked
     group = tl.load(groups + at * PICKED + number // GROUP, mask=inside, other=0)
     key = group * GROUP + number % GROUP
-    values = tl.load(scores + at * most + key, mask=inside, other=-float("inf"))
+    values = tl.load(scores + at * max_keys + key, mask=inside, other=-float("inf"))
     inside = inside & (values > -float("inf"))
-    chosen = inside & (values >= _threshold(values, inside, wanted, enough, TIMES))
+    chosen = inside & (values >= _threshold(values, inside, k, enough, ROUNDS))
     place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
-    tl.store(found + at * room + place, key, mask=chosen & (place < room))
+    tl.store(hits + at * room + place, key, mask=chosen & (place < room))
     named = tl.minimum(tl.sum(tl.where(chosen, 1, 0), axis=0), room)
     tl.debug_barrier()
     slot = tl.arange(0, ROOM)
-    line = tl.load(found + at * room + slot, mask=slot < named, other=-1)
+    line = tl.load(hits + at * room + slot, mask=slot < named, other=-1)
     tl.store(ids + row * room + slot, line, mask=slot < room)
 
 
@@ -178,27 +195,28 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     batch, q_heads, _, dim = query.shape
     kv_heads, shape = search.kv_heads, search.shape
     entries, group = batch * kv_heads, q_heads // kv_heads
-    queries, rank, enough = batch * q_heads, shape.wide + shape.narrow, shape.wanted + shape.wanted // 16
-    most, size = scratch.most, scratch.group
-    k = search.sides.shape[2]
-    _side_kernel[(queries,)](
-        query, search.table, search.sides, search.sound, query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
-        WORDS=TABLE_WORDS, WIDE=shape.wide, HALF=shape.narrow // 2, K=k, D=triton.next_power_of_2(dim),
+    queries, rank, enough = batch * q_heads, shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
+    max_keys, size = scratch.max_keys, scratch.group
+    width = search.planes.shape[2]
+    _project_kernel[(queries,)](
+        query, search.table, search.planes, search.factors,
+        query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
+        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
         R=triton.next_power_of_2(rank), FINE=FINE, num_warps=8,
     )  # fmt: skip
-    _score_kernel[(entries, max(1, min(PROGRAMS // entries, most // KEYS)))](
-        search.sides, search.sound, search.table, scratch.scores, scratch.best, kv_heads, group, most,
-        WORDS=TABLE_WORDS, WIDE=shape.wide, BYTES=shape.wide + shape.narrow // 2, K=k, N=KEYS,
-        G=max(LEAST_TILE // 2, triton.next_power_of_2(group)), GROUP=size, FINE=FINE, FAST=not INTERPRETED,
+    _score_kernel[(entries, max(1, min(PROGRAMS // entries, max_keys // BLOCK_KEYS)))](
+        search.planes, search.factors, search.table, scratch.scores, scratch.best, kv_heads, group, max_keys,
+        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, BYTES=shape.num_8bit + shape.num_4bit // 2, K=width, N=BLOCK_KEYS,
+        G=max(MIN_TILE // 2, triton.next_power_of_2(group)), GROUP=size, FINE=FINE, FAST=not INTERPRETED,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     _pick_kernel[(queries,)](
-        search.table, scratch.scores, scratch.best, scratch.groups, scratch.found,
-        scratch.groups if places is None else places, ids, shape.wanted, min(enough, scratch.picked), enough,
-        shape.room, q_heads, kv_heads, most,
-        WORDS=TABLE_WORDS, GROUP=size, GROUPS=most // size, PICKED=scratch.picked,
-        ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, TIMES=TURNS,
-        num_warps=_warps(max(most // size, scratch.picked * size)),
+        search.table, scratch.scores, scratch.best, scratch.groups, scratch.hits,
+        scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
+        shape.room, q_heads, kv_heads, max_keys,
+        WORDS=TABLE_WORDS, GROUP=size, GROUPS=max_keys // size, PICKED=scratch.picked,
+        ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
+        num_warps=_warps(max(max_keys // size, scratch.picked * size)),
     )  # fmt: skip
 
 

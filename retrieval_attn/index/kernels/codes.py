@@ -20,7 +20,7 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils, config
 
-from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
+from retrieval_attn.errors import InputDataError, ShapeError
 from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.kernels.dots import _offset, _row_address, _shuffled, intrinsic, scale_of, widen
 from retrieval_attn.index.memory import aligned_empty, one_layout
@@ -33,8 +33,6 @@ MOST_CODE = 127
 """Largest absolute value of a query number of one plane, and of code - 128 when keys are first encoded."""
 PLANE_BASE = 128
 """A query number of two planes is PLANE_BASE * first + second."""
-MOST_WIDTH = 512
-"""Above it a sum of two planes could leave int32: (127 * 128 + 64) * 255 * 512 < 2**31."""
 MOST_DIM = 65536
 """Above it a sum of one plane could: 127 * 255 * 65536 < 2**31."""
 
@@ -81,7 +79,7 @@ class Codes(NamedTuple):
 
 
 class CodedQueries(NamedTuple):
-    """planes: (n, 1 or 2, width) int8; step, offset: (n,) float32, so that q . key ~ offset + step * dot_u8.
+    """planes: (n, 1, width) int8; step, offset: (n,) float32, so that q . key ~ offset + step * dot_u8.
 
     A query that is not finite has zero planes, step 0 and offset NaN: every key gets the same integer, and NaN as
     its score.
@@ -187,21 +185,14 @@ def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int) -> Co
     return Codes(copied, np.array(mean), np.array(scale))
 
 
-def encode_query(queries: npt.NDArray[np.float32], codes: Codes, planes: int = 1) -> CodedQueries:
-    """Queries (n, head_dim) float32 as integers against `codes`; planes 1 (8 bits) or 2 (15 bits).
-
-    Raises ShapeError for another shape or dtype, ConfigError for another number of planes.
-    """
+def encode_query(queries: npt.NDArray[np.float32], codes: Codes) -> CodedQueries:
+    """Queries (n, head_dim) float32 as integers of 8 bits against `codes`. Raises ShapeError."""
     queries = check_queries("queries", queries, 2)
     width = codes.codes.shape[1]
     if queries.shape[1] != len(codes.mean):
         raise ShapeError(f"queries must be (n, {len(codes.mean)}) as the codes are, got {queries.shape}")
-    if planes not in (1, 2):
-        raise ConfigError(f"planes={planes!r} must be 1 or 2")
-    if planes == 2 and width > MOST_WIDTH:
-        raise ShapeError(f"two planes need head_dim <= {MOST_WIDTH}, got {queries.shape[1]}; use one plane")
     coded = CodedQueries(
-        aligned_empty((len(queries), planes, width), np.int8),
+        aligned_empty((len(queries), 1, width), np.int8),
         np.empty(len(queries), np.float32),
         np.empty(len(queries), np.float32),
     )
@@ -277,13 +268,12 @@ def _encode_rows(keys, length, codes, start, mean, scale):
 
 @njit(nogil=True, cache=True)
 def encode_query_rows(queries, mean, scale, planes, step, offset):
-    """Fill planes (n, 1 or 2, width) int8, step and offset (n,) float32 from queries (n, head_dim) float32.
+    """Fill planes (n, 1, width) int8, step and offset (n,) float32 from queries (n, head_dim) float32.
 
     What `encode_query` does, for callers that bring the arrays: allocates nothing.
     """
     dim = queries.shape[1]
-    two = planes.shape[1] == 2
-    most = np.float64(MOST_CODE * PLANE_BASE if two else MOST_CODE)
+    most = np.float64(MOST_CODE)
     for i in range(len(queries)):
         largest = 0.0
         constant = 0.0
@@ -304,12 +294,7 @@ def encode_query_rows(queries, mean, scale, planes, step, offset):
         for j in range(dim):
             number = np.int32(np.rint(np.float64(queries[i, j]) * np.float64(scale[j]) / largest * most))
             total += number
-            if two:
-                first = (number + np.int32(PLANE_BASE // 2)) >> 7
-                planes[i, 0, j] = first
-                planes[i, 1, j] = number - first * PLANE_BASE
-            else:
-                planes[i, 0, j] = number
+            planes[i, 0, j] = number
         step[i] = largest / most
         offset[i] = constant - ZERO_CODE * (largest / most) * total
 

@@ -32,14 +32,13 @@ class Shape(NamedTuple):
     """How edges are chosen.
 
     degree: most edges of a node. targets: best keys that each list is attached to. fill: edges that a node gets at
-    least, if pruning leaves fewer and there are candidates. l2: occlusion by L2 distance, else by inner product.
-    candidates: most keys considered for one node, the highest ranks of its lists first.
+    least, if pruning leaves fewer and there are candidates. candidates: most keys considered for one node, the highest
+    ranks of its lists first.
     """
 
     degree: int
     targets: int
     fill: int
-    l2: bool
     candidates: int
 
 
@@ -94,16 +93,14 @@ def _rescale_all(codes, ratios, near):
 
 
 @njit(nogil=True, cache=True)
-def distance(codes, a, signed, b, norms_a, norms_b, sums_b, width, l2):
-    """Squared L2 distance of two coded rows; for inner products (l2 False) its negative product."""
+def distance(codes, a, signed, b, norms_a, norms_b, sums_b, width):
+    """Squared L2 distance of two coded rows."""
     product = dot_u8_one(codes, a, signed, b, width) - sums_b
-    if l2:
-        return norms_a + norms_b - 2 * product
-    return -product
+    return norms_a + norms_b - 2 * product
 
 
 @njit(nogil=True, cache=True)
-def prune(buffer, order, count, degree, fill, l2, out):
+def prune(buffer, order, count, degree, fill, out):
     """Choose at most `degree` of candidates 0..count - 1 and write their positions to out; returns how many.
 
     buffer: their rows as Near; order[i]: distance to the node << 32 | position, ascending. A candidate is left out
@@ -120,7 +117,7 @@ def prune(buffer, order, count, degree, fill, l2, out):
         keep = True
         for j in range(chosen):
             other = out[j]
-            if distance(codes, at, signed, other, norms[at], norms[other], sums[other], width, l2) <= far:
+            if distance(codes, at, signed, other, norms[at], norms[other], sums[other], width) <= far:
                 keep = False
                 break
         if keep:
@@ -138,7 +135,7 @@ def prune(buffer, order, count, degree, fill, l2, out):
 
 
 @njit(nogil=True, cache=True)
-def _gather(near, node, candidates, count, buffer, order, l2):
+def _gather(near, node, candidates, count, buffer, order):
     """Copy the candidates' rows next to each other and sort them by distance to node."""
     codes, signed, norms, sums = near
     width = codes.shape[1]
@@ -148,7 +145,7 @@ def _gather(near, node, candidates, count, buffer, order, l2):
         if i + AHEAD < count:
             prefetch_codes(codes, np.int64(candidates[i + AHEAD]))
         copy_row(codes, np.int64(candidates[i]), buffer, i)
-        far = distance(buffer.codes, i, signed, node, buffer.norms[i], norms[node], sums[node], width, l2)
+        far = distance(buffer.codes, i, signed, node, buffer.norms[i], norms[node], sums[node], width)
         order[i] = (np.int64(far) << 32) | np.int64(i)
     order[:count].sort()
 
@@ -220,7 +217,7 @@ def _own_edges(adjacency, node, seen, candidates):
 
 
 @njit(nogil=True, cache=True)
-def _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency, chunk):
+def _project_chunk(near, lists, starts, attached, degree, fill, max_candidates, adjacency, chunk):
     nodes = adjacency.shape[0]
     width = near[0].shape[1]
     length = lists.shape[1]
@@ -242,17 +239,17 @@ def _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidat
                     count += 1
             if count == max_candidates:
                 break
-        _gather(near, node, candidates, count, buffer, order, l2)
-        kept = prune(buffer, order, count, degree, fill, l2, chosen)
+        _gather(near, node, candidates, count, buffer, order)
+        kept = prune(buffer, order, count, degree, fill, chosen)
         for i in range(degree):
             adjacency[node, i] = candidates[chosen[i]] if i < kept else -1
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _project(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency):
+def _project(near, lists, starts, attached, degree, fill, max_candidates, adjacency):
     """Prune the edges of each node that has lists, and the keys in them, to its new edges; rows are -1 padded."""
     for chunk in prange((adjacency.shape[0] + CHUNK - 1) // CHUNK):
-        _project_chunk(near, lists, starts, attached, degree, fill, l2, max_candidates, adjacency, chunk)
+        _project_chunk(near, lists, starts, attached, degree, fill, max_candidates, adjacency, chunk)
 
 
 @njit(nogil=True, cache=True)
@@ -280,7 +277,7 @@ def _transpose(adjacency):
 
 
 @njit(nogil=True, cache=True)
-def _add_reverse_chunk(near, adjacency, starts, pointing, fill, l2, max_candidates, out, chunk):
+def _add_reverse_chunk(near, adjacency, starts, pointing, fill, max_candidates, out, chunk):
     nodes, degree = adjacency.shape
     width = near[0].shape[1]
     room = max_candidates + degree
@@ -303,17 +300,17 @@ def _add_reverse_chunk(near, adjacency, starts, pointing, fill, l2, max_candidat
             for i in range(degree):
                 out[node, i] = candidates[i] if i < count else -1
             continue
-        _gather(near, node, candidates, count, buffer, order, l2)
-        kept = prune(buffer, order, count, degree, fill, l2, chosen)
+        _gather(near, node, candidates, count, buffer, order)
+        kept = prune(buffer, order, count, degree, fill, chosen)
         for i in range(degree):
             out[node, i] = candidates[chosen[i]] if i < kept else -1
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _add_reverse(near, adjacency, starts, pointing, fill, l2, max_candidates, out):
+def _add_reverse(near, adjacency, starts, pointing, fill, max_candidates, out):
     """out[node] = its edges and its reverse edges, pruned where they are more than fit."""
     for chunk in prange((adjacency.shape[0] + CHUNK - 1) // CHUNK):
-        _add_reverse_chunk(near, adjacency, starts, pointing, fill, l2, max_candidates, out, chunk)
+        _add_reverse_chunk(near, adjacency, starts, pointing, fill, max_candidates, out, chunk)
 
 
 @njit(nogil=True, cache=True)
@@ -424,8 +421,8 @@ def make_edges(
     starts, attached = _attach(lists, shape.targets, nodes)
     room = max(shape.candidates, 2 * shape.degree)
     with kernel_threads(None):
-        _project(near, lists, starts, attached, shape.degree, shape.fill, shape.l2, room, projected)
+        _project(near, lists, starts, attached, shape.degree, shape.fill, room, projected)
         starts, pointing = _transpose(projected)
-        _add_reverse(near, projected, starts, pointing, shape.fill, shape.l2, room, adjacency)
+        _add_reverse(near, projected, starts, pointing, shape.fill, room, adjacency)
     _add_temporal(adjacency, np.argsort(ids, kind="stable"))
     return adjacency

@@ -128,7 +128,7 @@ def link_tail(head: HeadGraph, options: GraphOptions) -> HeadGraph:
     first = min(len(head.minus), start)
     distance_terms(graph.codes, first, stop, ratios, minus)
     scratch = make_scratch(256, shape.degree, stop)
-    link_nodes(graph, minus, ratios, start, stop, shape.fill, shape.l2, scratch)
+    link_nodes(graph, minus, ratios, start, stop, shape.fill, scratch)
     entries = graph.entries
     if not len(entries):
         entries = np.arange(min(options.entries, stop), dtype=np.int32)
@@ -272,7 +272,7 @@ def _ratios(coded: Codes) -> npt.NDArray[np.float32]:
 def _shape(options: GraphOptions, head_dim: int) -> graph_build.Shape:
     degree = options.degree_for(head_dim)
     fill = min(options.fill, degree)
-    return graph_build.Shape(degree, options.targets, fill, options.occlusion == "l2", options.candidates)
+    return graph_build.Shape(degree, options.targets, fill, options.candidates)
 
 
 def _grown(array: npt.NDArray[Any], used: int, needed: int) -> npt.NDArray[Any]:

@@ -10,7 +10,7 @@ query that is not finite, k of a size that a scan is faster for, a limit far bel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -27,6 +27,7 @@ from retrieval_attn.index.base import (
     check_training,
 )
 from retrieval_attn.index.flat import search_exact
+from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
 from retrieval_attn.index.kernels.codes import code_width, encode_keys, encode_query
 from retrieval_attn.index.kernels.knn import training_lists
@@ -35,38 +36,17 @@ from retrieval_attn.index.pieces import joined
 from retrieval_attn.index.roargraph import graph as graph_head
 from retrieval_attn.index.roargraph.graph import HeadGraph
 from retrieval_attn.index.roargraph.options import GraphOptions
-from retrieval_attn.index.roargraph.search import CELL_KEYS, SPARE, Graph, make_scratch, search_rows
+from retrieval_attn.index.roargraph.search import CELL_KEYS, make_scratch, search_rows
+from retrieval_attn.index.roargraph.task import SearchArguments, graph_search, prepare_graph, room_for
 from retrieval_attn.index.spec import register
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 from retrieval_attn.index.threads import kernel_threads
 
 SCAN_SHARE = 16
 """More than one key in so many wanted: a scan is faster than a graph."""
-SEEDS = 32
 MAX_QUERIES = 8192
 """With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there (docs/log.md);
 more than this take memory and time that are not there beside a model which reads."""
-
-
-class SearchArguments(NamedTuple):
-    """What `graph_search.search_graph` takes for one graph, for callers that search without this class.
-
-    mean, scale: for `codes.encode_query_rows` (planes of width graph.codes.shape[1]). keys: (n, head_dim) stored, as
-    the kernels take it. beta: < 0 without a range. room: pool for k, see `room_for`.
-    """
-
-    graph: Graph
-    mean: npt.NDArray[np.float32]
-    scale: npt.NDArray[np.float32]
-    keys: npt.NDArray[Any]
-    planes: int
-    beam: int
-    patience: int
-    beta: float
-
-
-def room_for(k: int, beam: int) -> int:
-    """Pool length for the best k."""
-    return max(beam, k + max(8, k // SPARE))
 
 
 @register
@@ -89,7 +69,6 @@ class RoarGraphIndex(KeyIndex):
         self._fmt = fmt
         self._heads = heads
         self._length = len(keys)
-        self._last: list[npt.NDArray[np.int32]] = []
         self.options = options
 
     @classmethod
@@ -123,31 +102,30 @@ class RoarGraphIndex(KeyIndex):
         Raises ShapeError for arrays that do not fit or keys that are not finite, ConfigError where nothing was given to
         train on.
         """
-        chosen = options
         check_rows("keys", keys, fmt, 2)
         if len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; use two")
         queries, lists = check_training(queries, lists, fmt.dim_of(keys), len(keys))
         _check_finite(keys, fmt, 0)
-        if len(keys) < chosen.exact_below or not len(keys):
-            return cls(keys, fmt, chosen, [])
+        if len(keys) < options.exact_below or not len(keys):
+            return cls(keys, fmt, options, [])
         if queries is None and lists is None:
             raise ConfigError(
                 f"roargraph needs training queries or their lists for {len(keys)} keys (from exact_below="
-                f"{chosen.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
+                f"{options.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
                 "index='flat'"
             )
-        lists = cls._lists(keys, fmt, queries, chosen) if lists is None else _drawn(lists, chosen)
+        lists = cls._lists(keys, fmt, queries, options) if lists is None else lists
         heads, each, length = lists.shape
-        groups = lists if chosen.per_query_head else lists.reshape(1, heads * each, length)
-        return cls(keys, fmt, chosen, [graph_head.build_graph(keys, fmt, one, chosen) for one in groups])
+        groups = lists if options.per_query_head else lists.reshape(1, heads * each, length)
+        return cls(keys, fmt, options, [graph_head.build_graph(keys, fmt, one, options) for one in groups])
 
     @staticmethod
     def _lists(
         keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, options: GraphOptions
     ) -> npt.NDArray[np.int32]:
         assert queries is not None
-        return training_lists(_drawn(queries, options), keys, fmt, encode_keys(keys, fmt), options.list_k)
+        return training_lists(queries, keys, fmt, encode_keys(keys, fmt), options.list_k)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k keys that the graph leads to; see KeyIndex.search.
@@ -163,7 +141,7 @@ class RoarGraphIndex(KeyIndex):
         beta = self.options.beta
         scanned = 0
         scan = np.ones(num, bool)
-        if self._heads and 2 * visible > length and visible >= SCAN_SHARE * k and num:
+        if self._serves(k, visible) and num:
             finite = np.isfinite(queries).all(axis=1)
             scanned = self._search_graphs(queries, k, visible, ids, scores)
             short = ids[:, min(k, visible) - 1] < 0 if beta is None else ids[:, 0] < 0
@@ -199,30 +177,20 @@ class RoarGraphIndex(KeyIndex):
         # keys beyond the limit take places in the pool: it gets longer by their share
         beam = -(-self.options.beam * self._length // visible)
         room = -(-room_for(k, self.options.beam) * self._length // visible)
-        patience = self.options.patience or np.iinfo(np.int64).max
-        seeds = self._seeds(num)
         with kernel_threads(None):
             workers = min(each, numba.get_num_threads())
             for i, head in enumerate(heads):
                 rows = slice(i * each, (i + 1) * each)
                 own = queries[rows]
-                coded = encode_query(own, head.coded, self.options.planes)
+                coded = encode_query(own, head.coded)
                 graph = head.graph
                 scratch = make_scratch(room, graph.adjacency.shape[1], head.nodes, workers)
                 _, count, _ = search_rows(
-                    graph, keys, own, coded.planes, coded.step, seeds[rows], k, room, beam, patience, beta, visible,
+                    graph, keys, own, coded.planes, coded.step, k, room, beam, beta, visible,
                     scratch, ids[rows], scores[rows],
                 )  # fmt: skip
                 scored += int(count)
         return scored
-
-    def _seeds(self, num: int) -> npt.NDArray[np.int32]:
-        """Nodes of the last search of as many rows, to be replaced by this one's."""
-        if not self.options.seeds:
-            return np.empty((num, 0), np.int32)
-        if not self._last or len(self._last[0]) != num:
-            self._last = [np.full((num, SEEDS), -1, np.int32)]
-        return self._last[0]
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys (n, head_dim), n may be 0. More than `tail` unlinked ones are linked, all of them.
@@ -294,7 +262,6 @@ class RoarGraphIndex(KeyIndex):
             self._heads = [graph_head.without_keys_from(head, length) for head in self._heads]
             self._keys = self._keys[:length]
             self._length = length
-            self._last = []
         return True
 
     def state(self) -> dict[str, Any]:
@@ -325,18 +292,34 @@ class RoarGraphIndex(KeyIndex):
                 head.coded.mean,
                 head.coded.scale,
                 kernel_view(self._keys, self._fmt),
-                options.planes,
                 options.beam,
-                options.patience or np.iinfo(np.int64).max,
                 -1.0 if options.beta is None else float(options.beta),
             )
             for head in self._heads
         ]
 
-    @property
-    def fmt(self) -> Format:
-        """Storage format of the keys."""
-        return self._fmt
+    @classmethod
+    def prepare(cls, options: GraphOptions, fmt: Format, tokens: int | None = None) -> bool:
+        """See KeyIndex.prepare."""
+        prepare_graph(fmt)
+        return True
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
+        """See KeyIndex.compiled_search.
+
+        Where a graph with a range (`beta`) is too small to be one, its own search has to cut what a scan finds.
+        """
+        arguments = self.search_arguments()
+        if not arguments:
+            return exact_search(request.fmt) if self.options.beta is None else None
+        served = self._serves(request.k, request.visible) and request.queries % len(arguments) == 0
+        if not served:
+            return exact_search(request.fmt)
+        return graph_search(request, arguments, self._length, self._fmt.row_bytes(self.head_dim))
+
+    def _serves(self, k: int, visible: int) -> bool:
+        """Whether the graph, not a scan, answers for the best k of `visible` keys."""
+        return bool(self._heads) and 2 * visible > self._length and visible >= SCAN_SHARE * k
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -374,15 +357,6 @@ class RoarGraphIndex(KeyIndex):
 def _unreached(cell_starts: npt.NDArray[np.int32]) -> int:
     """Keys of cells behind the first that a search scores."""
     return int(np.maximum(0, np.diff(cell_starts) - CELL_KEYS).sum())
-
-
-def _drawn(rows: npt.NDArray[Any], options: GraphOptions) -> npt.NDArray[Any]:
-    """At most queries_per_head of rows (heads, m, ...), drawn by the seed, in their order."""
-    most = options.queries_per_head
-    if most is None or rows.shape[1] <= most:
-        return rows
-    drawn = np.random.default_rng(options.seed).choice(rows.shape[1], most, replace=False)
-    return np.ascontiguousarray(rows[:, np.sort(drawn)])
 
 
 def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:

@@ -46,17 +46,17 @@ def key_as_query(codes, row, ratios, planes, place):
 
 
 @njit(nogil=True, cache=True)
-def _order(near, node, count, l2, order):
+def _order(near, node, count, order):
     """order[:count]: places 0 .. count - 1 of `near` by distance to place `node`."""
     width = near.codes.shape[1]
     for i in range(count):
-        far = distance(near.codes, i, near.signed, node, near.norms[i], near.norms[node], near.sums[node], width, l2)
+        far = distance(near.codes, i, near.signed, node, near.norms[i], near.norms[node], near.sums[node], width)
         order[i] = (np.int64(far) << 32) | np.int64(i)
     order[:count].sort()
 
 
 @njit(nogil=True, cache=True)
-def _edge_back(codes, adjacency, ratios, node, other, fill, l2, near, order, chosen):
+def _edge_back(codes, adjacency, ratios, node, other, fill, near, order, chosen):
     """Give `node` the edge to `other`, pruning its row if it is full."""
     degree = adjacency.shape[1]
     if add_edge(adjacency, node, other):
@@ -65,8 +65,8 @@ def _edge_back(codes, adjacency, ratios, node, other, fill, l2, near, order, cho
         rescale(codes, np.int64(adjacency[node, i]), ratios, near, i)
     rescale(codes, other, ratios, near, degree)
     rescale(codes, node, ratios, near, degree + 1)
-    _order(near, degree + 1, degree + 1, l2, order)
-    kept = prune(near, order, degree + 1, degree, fill, l2, chosen)
+    _order(near, degree + 1, degree + 1, order)
+    kept = prune(near, order, degree + 1, degree, fill, chosen)
     row = adjacency[node].copy()
     for i in range(degree):
         if i >= kept:
@@ -78,7 +78,7 @@ def _edge_back(codes, adjacency, ratios, node, other, fill, l2, near, order, cho
 
 
 @njit(nogil=True, cache=True)
-def link_nodes(graph, minus, ratios, start, stop, fill, l2, scratch):
+def link_nodes(graph, minus, ratios, start, stop, fill, scratch):
     """Give nodes [start, stop) edges, in order; all nodes before `start` have theirs.
 
     adjacency is changed in place; rows of the nodes linked must exist and are overwritten.
@@ -91,26 +91,22 @@ def link_nodes(graph, minus, ratios, start, stop, fill, l2, scratch):
     order = np.empty(room, np.int64)
     chosen = np.empty(degree, np.int64)
     planes = np.empty((1, 2, width), np.int8)
-    seeds = np.empty(1, np.int32)
     found = np.empty(INSERT_BEAM, np.int64)
     for node in range(start, stop):
         now = Graph(codes, adjacency, ids, entries, np.array([node, node, counts[2]]), cell_starts, cell_keys)
         key_as_query(codes, node, ratios, planes, 0)
-        seeds[0] = node - 1
-        count, _, _ = fill_pool(
-            now, minus, planes, 0, seeds, INSERT_BEAM, INSERT_BEAM, INSERT_BEAM, INSERT_BEAM, -1, scratch
-        )
+        count, _, _ = fill_pool(now, minus, planes, 0, node - 1, INSERT_BEAM, INSERT_BEAM, -1, scratch)
         for i in range(count):
             found[i] = (scratch.pool[i] & 0xFFFFFFFF) >> 1
             rescale(codes, found[i], ratios, near, i)
         rescale(codes, node, ratios, near, count)
-        _order(near, count, count, l2, order)
-        kept = prune(near, order, count, min(degree, INSERT_EDGES), 0, l2, chosen)
+        _order(near, count, count, order)
+        kept = prune(near, order, count, min(degree, INSERT_EDGES), 0, chosen)
         for i in range(degree):
             adjacency[node, i] = found[chosen[i]] if i < kept else -1
         for i in range(kept):
             # `chosen` is scratch of the pruning below: the row just written has the neighbours
-            _edge_back(codes, adjacency, ratios, np.int64(adjacency[node, i]), node, fill, l2, near, order, chosen)
+            _edge_back(codes, adjacency, ratios, np.int64(adjacency[node, i]), node, fill, near, order, chosen)
         if node > 0 and ids[node - 1] + 1 == ids[node]:
             add_edge(adjacency, node, node - 1)
             add_edge(adjacency, node - 1, node)

@@ -19,13 +19,10 @@ class GraphOptions:
     training list (longer ones given are cut). fill: edges a node gets at least where it has candidates.
     candidates: keys considered for a node's edges at most. entries: much named nodes that every
     search starts from, and landmarks: keys far from each other that it starts from too (see `landmarks`).
-    patience: stop after that many expansions that leave the best k as they are; None: never.
     beta: leave out keys that score more than this below the best (inner product, unscaled), and stop early; None: k
-    keys always. seed: draws training queries where there are more than queries_per_head (None: take all).
-    occlusion: "l2" or "ip", how edges are pruned. per_query_head: a graph for each query head, else one for all.
-    listed_only: leave keys that no training list names out of the graph. seeds: start also from what the last search
-    of the same query row found. exact_below: fewer keys than this are scanned. tail: inserted keys that are scanned
-    one by one before they are linked. planes: 1 (8-bit queries in the search) or 2 (15 bits).
+    keys always. per_query_head: a graph for each query head, else one for all. listed_only: leave keys that no training
+    list names out of the graph. exact_below: fewer keys than this are scanned. tail: inserted keys that are scanned one
+    by one before they are linked.
     """
 
     beam: int = 160
@@ -36,17 +33,11 @@ class GraphOptions:
     candidates: int = 256
     entries: int = 16
     landmarks: int = 256
-    patience: int | None = None
     beta: float | None = None
-    seed: int = 0
-    queries_per_head: int | None = None
-    occlusion: str = "l2"
     per_query_head: bool = False
     listed_only: bool = True
-    seeds: bool = False
     exact_below: int = 4096
     tail: int = 256
-    planes: int = 1
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -58,23 +49,17 @@ class GraphOptions:
             ("candidates", 8, 4096),
             ("entries", 1, 4096),
             ("landmarks", 1, 1 << 16),
-            ("patience", 1, 1 << 20),
-            ("seed", 0, 2**32 - 1),
-            ("queries_per_head", 1, 1 << 24),
             ("exact_below", 0, 2**31 - 1),
             ("tail", 0, 1 << 16),
-            ("planes", 1, 2),
         ):
             value = getattr(self, name)
-            if value is None and name in ("degree", "patience", "queries_per_head"):
+            if value is None and name == "degree":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r} must be a whole number from {low} to {high}")
-        for name in ("per_query_head", "listed_only", "seeds"):
+        for name in ("per_query_head", "listed_only"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.occlusion not in ("l2", "ip"):
-            raise ConfigError(f"occlusion={self.occlusion!r} must be 'l2' or 'ip'")
         beta = self.beta
         if beta is not None and (isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < 1e30):
             raise ConfigError(f"beta={beta!r} must be None or a number >= 0")
@@ -93,8 +78,8 @@ class GraphOptions:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> GraphOptions:
         """Options whose `plain()` was `plain`. Raises ConfigError for names or values that are none."""
-        flags = ("per_query_head", "listed_only", "seeds")
-        given: dict[str, Any] = {"degree": None, "patience": None, "beta": None, "queries_per_head": None}
+        flags = ("per_query_head", "listed_only")
+        given: dict[str, Any] = {"degree": None, "beta": None}
         given.update({name: bool(value) if name in flags else value for name, value in plain.items()})
         try:
             return cls(**given)

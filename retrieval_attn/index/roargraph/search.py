@@ -69,16 +69,26 @@ class Scratch(NamedTuple):
     survivors: npt.NDArray[np.int64]
 
 
+def block_of(degree: int) -> int:
+    """Nodes that are scored at once."""
+    return max(degree, 64)
+
+
+def visited_words(nodes: int) -> int:
+    """Words of the set of visited nodes."""
+    return nodes // 64 + 8
+
+
 def make_scratch(room: int, degree: int, nodes: int, workers: int | None = None) -> Scratch:
     """Scratch for searches with a pool of at most `room` over at most `nodes` nodes of at most `degree` edges.
 
     workers: None, or how many; arrays then have one more axis in front.
     """
-    block = max(degree, 64)
+    block = block_of(degree)
     front = () if workers is None else (workers,)
     return Scratch(
         aligned_empty((*front, room + block), np.int64),
-        aligned_empty((*front, nodes // 64 + 8), np.uint64),
+        aligned_empty((*front, visited_words(nodes)), np.uint64),
         aligned_empty((*front, block), np.int32),
         aligned_empty((*front, block), np.int64),
     )
@@ -148,13 +158,12 @@ def _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors
 
 
 @njit(nogil=True, cache=True)
-def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach, scratch):
+def fill_pool(graph, minus, planes, query, start, room, beam, reach, scratch):
     """The best `room` nodes that the search meets, best first, in scratch.pool; returns (count, keys scored, hops).
 
-    planes (n, 1 or 2, width) int8: coded queries, of which `query` is taken. seeds: further nodes to start from,
-    int32; numbers that are no nodes are passed over. Stops when the best `beam` are expanded, when the best k did
-    not change for `patience` hops, or when the next entry is more than `reach` below the best (integer scores; < 0:
-    never) and not one of the best RANGE_BEAM, which lead to better ones early on.
+    planes (n, 1 or 2, width) int8: coded queries, of which `query` is taken. start: one more node to start from, -1 for
+    none. Stops when the best `beam` are expanded, or when the next entry is more than `reach` below the best (integer
+    scores; < 0: never) and not one of the best RANGE_BEAM, which lead to better ones early on.
     """
     codes, adjacency, ids, entries, counts, _, _ = graph
     pool, visited, fresh, survivors = scratch
@@ -168,12 +177,11 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
     scored = 0
     worst = EMPTY
     one = np.uint64(1)
-    starts = len(entries) + len(seeds)
     at = 0
-    while at < starts:
+    while at <= len(entries):
         num_fresh = 0
-        while at < starts and num_fresh < block:
-            node = np.int64(entries[at]) if at < len(entries) else np.int64(seeds[at - len(entries)])
+        while at <= len(entries) and num_fresh < block:
+            node = np.int64(entries[at]) if at < len(entries) else np.int64(start)
             at += 1
             if node < 0 or node >= linked:
                 continue
@@ -188,20 +196,19 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
         scored += num_fresh
         if count == room:
             worst = pool[room - 1]
-    start = linked
-    while start < total:  # keys that have no edges yet
-        num_fresh = min(block, total - start)
+    tail = linked
+    while tail < total:  # keys that have no edges yet
+        num_fresh = min(block, total - tail)
         for i in range(num_fresh):
-            fresh[i] = start + i
+            fresh[i] = tail + i
         found = _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, 1)
         count, _ = _merge(pool, count, room, survivors, found)
         scored += num_fresh
-        start += num_fresh
+        tail += num_fresh
         if count == room:
             worst = pool[room - 1]
     cursor = 0
     hops = 0
-    idle = 0
     while True:
         while cursor < count and pool[cursor] & 1:
             cursor += 1
@@ -235,9 +242,6 @@ def fill_pool(graph, minus, planes, query, seeds, room, beam, k, patience, reach
             count, first = _merge(pool, count, room, survivors, found)
             if count == room:
                 worst = pool[room - 1]
-        idle = 0 if first < k else idle + 1
-        if idle >= patience:
-            break
         cursor = min(cursor + 1, first)
     return count, scored, hops
 
@@ -328,11 +332,9 @@ def search_graph(
     planes,
     steps,
     query,
-    seeds,
     k,
     room,
     beam,
-    patience,
     beta,
     limit,
     scratch,
@@ -342,19 +344,16 @@ def search_graph(
     """Search for one query: its best k keys below `limit` to ids[:k], scores[:k]; returns (found, scored, hops).
 
     keys (n, head_dim) stored format; queries (q, head_dim) float32 of which `query` is taken, planes and steps the
-    same coded. seeds: int32 nodes to start from, replaced by the best nodes of this search, -1 where there are none
-    (length 0: none, none wanted). room: length of the pool, >= k. beam: how many of its best are expanded.
-    patience: see `fill_pool`. beta < 0: no range. Unused places get id -1 and score -inf. Fewer than k are found
-    if the graph leads to fewer or keys beyond `limit` took their places. A query that is not finite (step 0): some
-    keys, with what its inner products are. Allocates nothing, checks nothing.
+    same coded. room: length of the pool, >= k. beam: how many of its best are expanded. beta < 0: no range. Unused
+    places get id -1 and score -inf. Fewer than k are found if the graph leads to fewer or keys beyond `limit` took
+    their places. A query that is not finite (step 0): some keys, with what its inner products are. Allocates nothing,
+    checks nothing.
     """
     reach = np.int64(-1)
     if beta >= 0 and steps[query] > 0:
         reach = np.int64(beta / steps[query])
-    count, scored, hops = fill_pool(graph, None, planes, query, seeds, room, beam, k, patience, reach, scratch)
+    count, scored, hops = fill_pool(graph, None, planes, query, -1, room, beam, reach, scratch)
     pool = scratch[0]
-    for i in range(len(seeds)):
-        seeds[i] = (pool[i] & 0xFFFFFFFF) >> 1 if i < count else -1
     outside = gather_outside(graph, count, scratch)
     first = count
     if limit >= graph[4][2]:  # no place is lost to keys beyond it
@@ -376,11 +375,11 @@ def search_graph(
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def search_rows(graph, keys, queries, planes, steps, seeds, k, room, beam, patience, beta, limit, scratch, ids, scores):
+def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, limit, scratch, ids, scores):
     """`search_graph` of every query row; scratch with one more axis in front: workers. Returns keys scored and hops.
 
     keys (1 or more, n, head_dim), of which the first are searched: of one layout, see `memory.one_layout`.
-    seeds (queries, s) int32; ids and scores (queries, k). Also returns found (queries,) int64.
+    ids and scores (queries, k). Also returns found (queries,) int64.
     """
     num = len(queries)
     rows = keys[0]
@@ -398,11 +397,9 @@ def search_rows(graph, keys, queries, planes, steps, seeds, k, room, beam, patie
                 planes,
                 steps,
                 i,
-                seeds[i],
                 k,
                 room,
                 beam,
-                patience,
                 beta,
                 limit,
                 own,

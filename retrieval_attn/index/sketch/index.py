@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from numba import njit
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, StateValue, check_search, check_training
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.memory import aligned_empty, one_layout
@@ -46,8 +47,10 @@ from retrieval_attn.index.sketch.leaves import (
     leaf_order,
     needed_share,
 )
-from retrieval_attn.index.sketch.search import best_of_blocks
+from retrieval_attn.index.sketch.search import SketchArguments, best_of_blocks
+from retrieval_attn.index.sketch.task import prepare_sketch, sketch_search
 from retrieval_attn.index.spec import register
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 
 MIN_BYTES = 8
 RESCORE = 2
@@ -66,18 +69,6 @@ FOUND = 0.98
 """Share of those keys that lie in the leaves looked at."""
 LATE_SHARE = 8
 """Keys are ordered anew when more than one in so many came after the last ordering."""
-
-
-class SketchArguments(NamedTuple):
-    """What a compiled search of a sketch reads: coded keys, the id of every place (-1: none), how many blocks are in
-    use, what queries are projected by, (rank, head_dim), and the leaves.
-    """
-
-    keys: KeyBlocks
-    ids: npt.NDArray[np.int32]
-    total: int
-    query_side: npt.NDArray[np.float32]
-    leaves: Leaves
 
 
 @njit(nogil=True, cache=True)
@@ -302,6 +293,19 @@ class SketchIndex(PiecesIndex):
     def search_arguments(self) -> SketchArguments:
         """What a compiled search of this index needs besides the keys; another object after every change."""
         return self._search
+
+    @classmethod
+    def prepare(cls, options: SketchOptions, fmt: Format, tokens: int | None = None) -> bool:
+        """See KeyIndex.prepare."""
+        prepare_sketch(fmt)
+        return True
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch:
+        """See KeyIndex.compiled_search."""
+        kept = self.rescore_count(request.k)
+        if request.visible < SCAN_SHARE * kept:
+            return exact_search(request.fmt)
+        return sketch_search(request, self._search, kept)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k of the keys that the sketch puts first; see KeyIndex.search."""

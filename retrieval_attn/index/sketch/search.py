@@ -7,7 +7,7 @@ What is chosen and the bound do not depend on the parts, and neither does the re
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ from numba import njit, prange
 from retrieval_attn.index.kernels.coded import best_in_parts
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.packed import EMPTY
-from retrieval_attn.index.sketch.blocks import BLOCK
-from retrieval_attn.index.sketch.leaves import choose_blocks
+from retrieval_attn.index.sketch.blocks import BLOCK, KeyBlocks
+from retrieval_attn.index.sketch.leaves import Leaves, choose_blocks
 from retrieval_attn.index.sketch.scan import (
     SAMPLED,
     encode_block_queries,
@@ -26,10 +26,19 @@ from retrieval_attn.index.sketch.scan import (
     scan_chosen,
 )
 
-if TYPE_CHECKING:
-    from retrieval_attn.index.sketch.index import SketchArguments
-
 KEYS_PER_TASK = 16384
+
+
+class SketchArguments(NamedTuple):
+    """What a compiled search of a sketch reads: coded keys, the id of every place (-1: none), how many blocks are in
+    use, what queries are projected by, (rank, head_dim), and the leaves.
+    """
+
+    keys: KeyBlocks
+    ids: npt.NDArray[np.int32]
+    total: int
+    query_side: npt.NDArray[np.float32]
+    leaves: Leaves
 
 
 @njit(parallel=True, nogil=True, cache=True)

@@ -14,9 +14,9 @@ import torch
 from retrieval_attn.cpu import serve
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError
-from retrieval_attn.gpu.capture import polling as push_module
+from retrieval_attn.gpu.capture import polling as polling
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import VARIABLE, Replay, asked_hop
+from retrieval_attn.gpu.capture.exchange import VARIABLE, Replay, requested_host_callback
 from retrieval_attn.gpu.capture.runtime import CudaRuntime, Runtime, cuda_runtime
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_graph import Doubling, device_of
@@ -146,7 +146,7 @@ def test_a_flag_of_an_earlier_replay_is_no_request(careless: Chain) -> None:
 
 
 def test_a_number_that_was_used_before_is_an_error(careless: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_module.Numbers, "next", lambda self: 5)
+    monkeypatch.setattr(polling.Numbers, "next", lambda self: 5)
     careless.check(1)
     with pytest.raises(CaptureError, match="flags of an earlier replay"):
         careless.run(2)
@@ -165,7 +165,7 @@ def test_a_device_that_ends_early_ends_the_serving() -> None:
     with pytest.raises(ZeroDivisionError):
         chain.run(2)
     chain.replay.work = lambda: None
-    with pytest.raises(BackendError, match="ended without asking.*RETRIEVAL_ATTN_HOP=node"):
+    with pytest.raises(BackendError, match="ended without asking.*RETRIEVAL_ATTN_HOST_CALLBACK=host_node"):
         chain.run(2)
     chain.replay.work = work
     chain.check(3)
@@ -192,12 +192,12 @@ def test_an_interrupt_at_the_launch_waits_until_the_launched_is_served(monkeypat
 
 
 def test_the_environment_names_an_exchange_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told, wanted in (("", None), ("push", "push"), ("node", "node")):
+    for told, wanted in (("", None), ("polling", "polling"), ("host_node", "host_node")):
         monkeypatch.setenv(VARIABLE, told)
-        assert asked_hop() == wanted
+        assert requested_host_callback() == wanted
     monkeypatch.setenv(VARIABLE, "nodes")
-    with pytest.raises(ConfigError, match='must be "push" or "node".*\'nodes\''):
-        asked_hop()
+    with pytest.raises(ConfigError, match='must be "polling" or "host_node".*\'nodes\''):
+        requested_host_callback()
 
 
 # -- on a device ------------------------------------------------------------------------------------------
@@ -205,13 +205,13 @@ def test_the_environment_names_an_exchange_or_is_refused(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def cuda() -> Iterator[CudaRuntime]:
-    yield cuda_runtime(0, Server, "push")
+    yield cuda_runtime(0, Server, "polling")
 
 
 @pytest.mark.cuda
-def test_push_is_what_works_here() -> None:
+def test_polling_is_what_works_here() -> None:
     """Where this fails, the log line of `CudaRuntime` says why."""
-    assert cuda_runtime(0, Server).hop == "push"
+    assert cuda_runtime(0, Server).host_callback == "polling"
 
 
 @pytest.mark.cuda

@@ -8,7 +8,9 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the subcommand."""
     parser.add_argument("model", help="folder or hub name of the model")
-    parser.add_argument("--tokens", type=int, default=64, help="random tokens to compare on (default: 64)")
+    parser.add_argument(
+        "--tokens", default="64", metavar="N", help="random tokens to compare on (default: %(default)s)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
 
@@ -18,10 +20,12 @@ def run(args: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     from retrieval_attn.engine.verify import verify
+    from retrieval_attn.memory.units import parse_tokens
     from retrieval_attn.model.loading import choose_device, choose_dtype, load
 
+    tokens = parse_tokens(args.tokens, "--tokens")
     device = choose_device(args.device)
     model = load(AutoModelForCausalLM, args.model, dtype=choose_dtype(args.dtype, device)).to(device)
-    report = verify(model, tokens=args.tokens)
+    report = verify(model, tokens=tokens)
     print(report)
     return 0 if report.ok else 1

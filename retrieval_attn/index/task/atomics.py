@@ -4,7 +4,7 @@ by address, the clock, and the system's futex.
 Addresses are int64. Nothing here checks them: what is behind an address must be kept alive by its owner.
 
 Numba's cache of other files does not notice edits of this one: after changing something here, delete the
-`__pycache__` folder of `cpu`.
+`__pycache__` folders of `index` and `cpu`.
 """
 
 # mypy: allow-untyped-defs
@@ -31,6 +31,8 @@ _FUTEX = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98}.get(_MACHINE)
 _FUTEX_WAIT_PRIVATE = 128
 _FUTEX_WAKE_PRIVATE = 129
 _POLL_MICROSECONDS = 50
+YIELD_NANOSECONDS = 20_000
+"""After this long of waiting, let other threads have the core between two looks."""
 _CLOCK_MONOTONIC = 6 if sys.platform == "darwin" else 1
 
 
@@ -187,6 +189,22 @@ def call_task(typingctx, function, descriptor, task, worker):
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(_INT64, [_INT64] * 3)
         return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def call_search(typingctx, function, descriptor, task, worker):
+    """Call the search or attend task at address `function`: int64 f(int64, int64, int64, pointer), see `tasks`.
+
+    The pointer is never read, its type alone tells the function its format: any address will do.
+    """
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(_INT64, [*[_INT64] * 3, pointer])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, [*args[1:], builder.inttoptr(args[1], pointer)])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
 

@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, types
+from numba import carray, njit, types
 from numba.extending import overload
 
-from retrieval_attn.cpu.atomics import at_address
 from retrieval_attn.index.formats import SCALE_BYTES
+from retrieval_attn.index.task.atomics import at_address
 
 
 def rows_at(address, rows, dim, like):
@@ -33,3 +33,9 @@ def _rows_at(address, rows, dim, like):
         return carray(at_address(address), (rows, dim), like.dtype)
 
     return plain
+
+
+@njit(nogil=True, cache=True, inline="always")
+def bytes_of_row(like, dim):
+    """Bytes of a stored row of `dim` numbers: `formats.Format.row_bytes`. like: an array of the format."""
+    return dim * like.itemsize + (SCALE_BYTES if like.itemsize == 1 else 0)

@@ -1,0 +1,42 @@
+"""What benchmarks and recorders do to a cache: measure in its layers, or put others in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sequence import distinct
+
+
+def measure_mass(cache: RetrievalCache, heads: int) -> None:
+    """From now on every eager decode step measures what share of exact attention's weight took part, for so many query
+    heads of each layer in turn (`Stats.captured_mass`). Slow: each reads all keys of its head. 0 measures nothing.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, RetrievalLayer):
+            layer.mass_heads = heads
+
+
+def replace_layer(cache: RetrievalCache, number: int, layer: CacheLayer) -> None:
+    """Put `layer` in the place of layer `number`: it gets the cache's rows."""
+    layers: list[Any] = cache.layers
+    layer.batch, layer.commits = cache.batch, layers[number].commits
+    layers[number] = layer
+
+
+def share_layer(cache: RetrievalCache, number: int, source: int) -> None:
+    """Make layer `number` share the host keys and indexes of layer `source`, so that a benchmark decodes with fewer
+    distinct layers than the model has. It belongs to the module that uses it first.
+    """
+    layers: list[Any] = cache.layers
+    layer: RetrievalLayer = layers[source]
+    copies = {id(host): host.fork() for host in distinct(layer.hosts)}
+    for sequence in cache.batch.sequences:
+        sequence.kv[number] = copies[id(sequence.kv[source])]
+    other = layer.fork(cache.batch)
+    other.number, other._owner = number, None
+    if other.held is not None:
+        other.held = other.held.fork(cache.batch, other.stats, number)
+    replace_layer(cache, number, other)

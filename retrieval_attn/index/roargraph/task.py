@@ -1,0 +1,215 @@
+"""The search task of a graph: one query of an entry at a time."""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray, njit
+
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.kernels.codes import encode_query_rows
+from retrieval_attn.index.kernels.packed import pack_score
+from retrieval_attn.index.roargraph.search import SPARE, Graph, block_of, search_graph, visited_words
+from retrieval_attn.index.task.atomics import at_address
+from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, words_at
+from retrieval_attn.index.task.rows import bytes_of_row, rows_at
+from retrieval_attn.index.task.search import CompiledSearch, Layout, SearchRequest, address_of, record
+from retrieval_attn.index.task.tasks import (
+    hand_in,
+    lists_of,
+    query_of,
+    range_at,
+    scan_alone,
+    scratch_of,
+    task_address,
+    task_at,
+)
+
+_WORD = np.int64
+GRAPH = np.dtype(
+    [
+        ("graphs", _WORD),  # records in a row: one for the whole group, or one for each query head
+        ("codes_at", _WORD),  # uint8 (rows, width)
+        ("rows", _WORD),
+        ("width", _WORD),
+        ("edges_at", _WORD),  # int32 (rows, degree)
+        ("degree", _WORD),
+        ("ids_at", _WORD),  # int32 (rows,)
+        ("entries_at", _WORD),  # int32 (entries,)
+        ("entries", _WORD),
+        ("counts_at", _WORD),  # int64 (3,)
+        ("cell_starts_at", _WORD),  # int32 (landmarks + 1,)
+        ("cell_keys_at", _WORD),  # int32, as many as the last of cell_starts says
+        ("landmarks", _WORD),
+        ("mean_at", _WORD),  # float32 (head_dim,)
+        ("scale_at", _WORD),  # float32 (head_dim,)
+        ("keys_at", _WORD),  # stored keys of the index, from id 0 on
+        ("first", _WORD),  # token of the key with id 0
+        ("room", _WORD),
+        ("beam", _WORD),
+        # byte offsets into the search's own scratch, and sizes there: the largest of all graphs of the row
+        ("planes_at", _WORD),
+        ("found_at", _WORD),
+        ("scores_at", _WORD),
+        ("pool_at", _WORD),
+        ("pool", _WORD),
+        ("visited_at", _WORD),
+        ("visited", _WORD),
+        ("fresh_at", _WORD),
+        ("fresh", _WORD),
+        ("survivors_at", _WORD),
+        ("beta", np.float32),  # < 0: no range
+    ],
+    align=True,
+)
+
+
+class SearchArguments(NamedTuple):
+    """What `search_graph` takes for one graph, for callers that search without the index.
+
+    mean, scale: for `codes.encode_query_rows` (planes of width graph.codes.shape[1]). keys: (n, head_dim) stored, as
+    the kernels take it. beta: < 0 without a range.
+    """
+
+    graph: Graph
+    mean: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+    keys: npt.NDArray[Any]
+    beam: int
+    beta: float
+
+
+def room_for(k: int, beam: int) -> int:
+    """Pool length for the best k."""
+    return max(beam, k + max(8, k // SPARE))
+
+
+@njit(nogil=True, cache=True)
+def _search(descriptor, number, worker, like):
+    """Search of a graph for one query; by a scan where a graph cannot answer."""
+    step = step_at(descriptor)
+    task = task_at(step, number)
+    span, lists = range_at(step, task.range), lists_of(step, task)
+    query, top_k, dim = task.part, step.top_k, step.head_dim
+    graphs = carray(at_address(span.index_at), 1, GRAPH)[0].graphs
+    row = carray(at_address(span.index_at), graphs, GRAPH)[query * graphs // step.queries]
+    codes = carray(at_address(row.codes_at), (row.rows, row.width), np.uint8)
+    edges = carray(at_address(row.edges_at), (row.rows, row.degree), np.int32)
+    node_ids = carray(at_address(row.ids_at), row.rows, np.int32)
+    entries = carray(at_address(row.entries_at), row.entries, np.int32)
+    counts = carray(at_address(row.counts_at), 3, np.int64)
+    cell_starts = carray(at_address(row.cell_starts_at), row.landmarks + 1, np.int32)
+    cell_keys = carray(at_address(row.cell_keys_at), cell_starts[row.landmarks], np.int32)
+    mean, scale = floats_at(row.mean_at, 1, dim)[0], floats_at(row.scale_at, 1, dim)[0]
+    own = query_of(step, task.entry, query)
+    scratch = scratch_of(step, worker)
+    mine = scratch + step.own_at
+    planes = carray(at_address(mine + row.planes_at), (1, 1, row.width), np.int8)
+    bounds = carray(at_address(scratch + step.tile_at), 2, np.float32)
+    encode_query_rows(own, mean, scale, planes, bounds[:1], bounds[1:])
+    parts = (
+        carray(at_address(mine + row.pool_at), row.pool, np.int64),
+        carray(at_address(mine + row.visited_at), row.visited, np.uint64),
+        carray(at_address(mine + row.fresh_at), row.fresh, np.int32),
+        carray(at_address(mine + row.survivors_at), row.fresh, np.int64),
+    )
+    # the range may end before the index does: what other sequences appended is not seen
+    limit = span.high - row.first
+    keys = rows_at(row.keys_at, limit, dim, like)
+    ids = carray(at_address(mine + row.found_at), top_k, np.int32)
+    scores = carray(at_address(mine + row.scores_at), top_k, np.float32)
+    graph = (codes, edges, node_ids, entries, counts, cell_starts, cell_keys)
+    pool = words_at(scratch + step.pool_at, 1, step.capacity)[0]
+    scored = nbytes = np.int64(0)
+    count = np.int64(0)
+    if bounds[1] == bounds[1]:  # the query is finite
+        count, scored, _ = search_graph(
+            graph, keys, own, planes, bounds[:1], 0, top_k, row.room, row.beam, row.beta, limit, parts, ids, scores
+        )
+        nbytes = scored * row.width + min(scored, row.room) * bytes_of_row(like, dim)
+    if count == min(top_k, limit) or (row.beta >= 0 and count > 0):
+        for i in range(count):
+            pool[i] = pack_score(scores[i], ids[i] + row.first)
+    else:
+        stored = rows_at(span.keys_at, span.high, dim, like)
+        count = scan_alone(own, stored, span.low, span.high, top_k, pool)
+        scored += limit
+        nbytes += limit * bytes_of_row(like, dim)
+    hand_in(pool, count, span.first, step, task.entry, query, lists[query])
+    count_cost(step, worker, scored, nbytes)
+    return np.int64(0)
+
+
+def _task(descriptor, number, worker, like):
+    return _search(descriptor, number, worker, carray(like, (1, 1)))
+
+
+def prepare_graph(fmt: Format) -> None:
+    """Compile the task, or load it."""
+    task_address(_task, fmt)
+
+
+def graph_search(
+    request: SearchRequest, arguments: Sequence[SearchArguments], length: int, row_bytes: int
+) -> CompiledSearch:
+    """Search of the graphs of an index of `length` keys whose stored rows have `row_bytes` bytes."""
+    rows = record(GRAPH, len(arguments), graphs=len(arguments), first=request.first)
+    # keys beyond the limit take places in the pool: it gets longer by their share
+    rooms = [-(-room_for(request.k, given.beam) * length // request.visible) for given in arguments]
+    graphs = [given.graph for given in arguments]
+    fresh = max(block_of(graph.adjacency.shape[1]) for graph in graphs)
+    visited = max(visited_words(int(graph.counts[1])) for graph in graphs)
+    layout = Layout()
+    shared = {
+        "pool": max(rooms) + fresh,
+        "visited": visited,
+        "fresh": fresh,
+        "planes_at": layout.take(max(graph.codes.shape[1] for graph in graphs)),
+        "found_at": layout.take(4 * request.k),
+        "scores_at": layout.take(4 * request.k),
+        "pool_at": layout.take(8 * (max(rooms) + fresh)),
+        "visited_at": layout.take(8 * visited),
+        "fresh_at": layout.take(4 * fresh),
+        "survivors_at": layout.take(8 * fresh),
+    }
+    for row, room, given in zip(rows, rooms, arguments, strict=True):
+        graph, keys = given.graph, given.keys
+        assert len(keys) < 2 or keys.strides == (row_bytes, keys.itemsize), keys.strides
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "codes_at": graph.codes,
+            "edges_at": graph.adjacency,
+            "ids_at": graph.ids,
+            "entries_at": graph.entries,
+            "counts_at": graph.counts,
+            "cell_starts_at": graph.cells.starts,
+            "cell_keys_at": graph.cells.keys,
+            "mean_at": given.mean,
+            "scale_at": given.scale,
+        }
+        assert all(array.flags.c_contiguous for array in arrays.values()), arrays
+        values = {name: address_of(array) for name, array in arrays.items()} | shared
+        values |= {
+            "keys_at": address_of(keys),
+            "rows": min(len(graph.codes), len(graph.adjacency), len(graph.ids)),
+            "width": graph.codes.shape[1],
+            "degree": graph.adjacency.shape[1],
+            "entries": len(graph.entries),
+            "landmarks": len(graph.cells.starts) - 1,
+            "room": room,
+            "beam": -(-given.beam * length // request.visible),
+        }
+        for name, value in values.items():
+            row[name] = value
+        row["beta"] = given.beta
+    return CompiledSearch(
+        task_address(_task, request.fmt),
+        address_of(rows),
+        by_query=True,
+        scratch=layout.nbytes,
+        alive=(rows, list(arguments)),
+    )

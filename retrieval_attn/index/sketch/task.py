@@ -1,0 +1,227 @@
+"""The search task of a sketch: one task chooses blocks for all queries of an entry, then parts of them are scanned."""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.kernels.dots import TILE_QUERIES
+from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.sketch.blocks import BLOCK
+from retrieval_attn.index.sketch.leaves import choose_blocks
+from retrieval_attn.index.sketch.scan import encode_block_queries, project_queries, sample_bounds, scan_chosen
+from retrieval_attn.index.sketch.search import SketchArguments, scratch_floats
+from retrieval_attn.index.task.atomics import at_address, atomic_swap
+from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, wait_for, words_at
+from retrieval_attn.index.task.search import CODED_TOKENS, CompiledSearch, Layout, SearchRequest, address_of, record
+from retrieval_attn.index.task.tasks import (
+    hand_in_codes,
+    lists_of,
+    range_at,
+    scratch_of,
+    task_address,
+    task_at,
+    tiles_of,
+)
+
+_WORD = np.int64
+SKETCH = np.dtype(
+    [
+        ("blocks_at", _WORD),  # uint8 (rows, width)
+        ("rows", _WORD),
+        ("width", _WORD),
+        ("step_at", _WORD),  # float32 (rank,)
+        ("side_at", _WORD),  # float32 (rank, head_dim): what queries are projected by
+        ("rank", _WORD),
+        ("wide", _WORD),  # how many of rank numbers have 8 bits
+        ("ids_at", _WORD),  # int32 (16 * rows,): the key of every place, -1 for none
+        ("total", _WORD),  # blocks in use
+        ("leaves_at", _WORD),  # uint8 (leaf_rows, 16 * leaf_numbers): coded means of the leaves
+        ("leaf_rows", _WORD),
+        ("leaf_numbers", _WORD),
+        ("leaf_step_at", _WORD),  # float32 (leaf_numbers,)
+        ("ordered", _WORD),  # how many leaves
+        ("first", _WORD),  # token of the key with id 0
+        ("kept", _WORD),
+        # what the first task leaves for the others
+        ("ready_at", _WORD),  # int64: the generation that what follows belongs to
+        ("chosen_at", _WORD),  # int32 (padded / 4, total + 1): blocks that four queries look at together
+        ("counts_at", _WORD),  # int64 (padded / 4,): how many
+        ("planes_at", _WORD),  # int8 (padded, rank): coded queries
+        ("steps_at", _WORD),  # float32 (padded / 4, 2, 4)
+        ("bounds_at", _WORD),  # float32 (padded,)
+        # byte offsets into the search's own scratch, and a size there
+        ("leaf_planes", _WORD),  # int8 (4, leaf_numbers)
+        ("numbers", _WORD),  # float64 (rank,)
+        ("projected", _WORD),  # float32 (4, rank)
+        ("sample", _WORD),  # float32 (4, sampled)
+        ("sampled", _WORD),
+        ("share", np.float32),  # of the leaves, what is looked at
+    ],
+    align=True,
+)
+
+
+@njit(nogil=True, cache=True)
+def _prepare(step, task, span, row, scratch):
+    """What all parts of a sketch wait for: coded queries, the blocks to look at, and a bound for each query.
+
+    Four queries at a time look together. Returns how many (query, place) pairs will be scored, leaves included.
+    """
+    queries, dim, padded, rank = step.queries, step.head_dim, step.padded, row.rank
+    length = span.high - row.first
+    tiles = tiles_of(step, task.entry)
+    mine = scratch + step.own_at
+    projected = floats_at(mine + row.projected, TILE_QUERIES, rank)
+    side, sizes = floats_at(row.side_at, rank, dim), floats_at(row.step_at, 1, rank)[0]
+    planes = carray(at_address(row.planes_at), (padded, rank), np.int8)
+    steps = carray(at_address(row.steps_at), (padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32)
+    numbers = carray(at_address(mine + row.numbers), rank, np.float64)
+    leaf_planes = carray(at_address(mine + row.leaf_planes), (TILE_QUERIES, row.leaf_numbers), np.int8)
+    leaf_steps = floats_at(scratch + step.steps_at, 2, TILE_QUERIES)
+    leaf_sizes = floats_at(row.leaf_step_at, 1, row.leaf_numbers)[0]
+    means = carray(at_address(row.leaves_at), (row.leaf_rows, row.leaf_numbers * BLOCK), np.uint8)
+    chosen = carray(at_address(row.chosen_at), (padded // TILE_QUERIES, row.total + 1), np.int32)
+    counts = carray(at_address(row.counts_at), padded // TILE_QUERIES, np.int64)
+    sample = floats_at(mine + row.sample, TILE_QUERIES, row.sampled)
+    bounds = carray(at_address(row.bounds_at), padded, np.float32)
+    scores = floats_at(scratch + step.tile_at, 8, BLOCK)
+    products = floats_at(scratch + step.tile_at, TILE_QUERIES, 32)
+    blocks = carray(at_address(row.blocks_at), (row.rows, row.width), np.uint8)
+    ids = carray(at_address(row.ids_at), row.rows * BLOCK, np.int32)
+    scored = np.int64(0)
+    for tile in range(padded // TILE_QUERIES):
+        first = tile * TILE_QUERIES
+        own = min(TILE_QUERIES, queries - first)
+        four = slice(first, first + TILE_QUERIES)
+        project_queries(tiles[four], side, projected, products)
+        encode_block_queries(projected, own, sizes, row.wide, planes[four], steps[tile], numbers)
+        encode_block_queries(projected, own, leaf_sizes, row.leaf_numbers, leaf_planes, leaf_steps, numbers)
+        counts[tile] = choose_blocks(
+            means, row.ordered, row.total, row.share, leaf_planes, leaf_steps, own, chosen[tile], sample,
+            bounds[four], scores,
+        )  # fmt: skip
+        sample_bounds(
+            blocks, ids, planes[four], row.wide, steps[tile], own, chosen[tile], counts[tile], length, row.kept,
+            sample, bounds[four], scores,
+        )  # fmt: skip
+        scored += own * (counts[tile] * BLOCK + (row.ordered if counts[tile] < row.total else 0))
+    # all that was written above is visible to whoever reads this generation there
+    atomic_swap(row.ready_at, step.generation)
+    return scored
+
+
+@njit(nogil=True, cache=True)
+def _scan(descriptor, number, worker, like):
+    """Scan of the chosen blocks of one part of a sketch for all queries of its entry, or what comes before all parts.
+
+    Exact scores come when all parts are in.
+    """
+    step = step_at(descriptor)
+    task = task_at(step, number)
+    span, lists = range_at(step, task.range), lists_of(step, task)
+    queries, padded = step.queries, step.padded
+    row = carray(at_address(span.index_at), 1, SKETCH)[0]
+    scratch = scratch_of(step, worker)
+    if task.part < 0:
+        scored = _prepare(step, task, span, row, scratch)
+        count_cost(step, worker, scored, scored // queries * (row.width // BLOCK))
+        return np.int64(0)
+    wait_for(row.ready_at, step.generation)
+    rank, part, parts = row.rank, task.part, task.parts
+    length = span.high - row.first  # a sketch is searched from its first key on
+    blocks = carray(at_address(row.blocks_at), (row.rows, row.width), np.uint8)
+    ids = carray(at_address(row.ids_at), row.rows * BLOCK, np.int32)
+    planes = carray(at_address(row.planes_at), (padded, rank), np.int8)
+    steps = carray(at_address(row.steps_at), (padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32)
+    chosen = carray(at_address(row.chosen_at), (padded // TILE_QUERIES, row.total + 1), np.int32)
+    looked_at = carray(at_address(row.counts_at), padded // TILE_QUERIES, np.int64)
+    pool = words_at(scratch + step.pool_at, queries, step.capacity)
+    counts = carray(at_address(scratch + step.counts_at), queries, np.int64)
+    bounds = carray(at_address(scratch + step.bounds_at), padded, np.float32)
+    bounds[:] = carray(at_address(row.bounds_at), padded, np.float32)
+    finite = floats_at(scratch + step.steps_at, 1, padded)[0]
+    scores = floats_at(scratch + step.tile_at, 8, BLOCK)
+    for tile in range(padded // TILE_QUERIES):
+        first = tile * TILE_QUERIES
+        own = min(TILE_QUERIES, queries - first)
+        # blocks are scanned in pairs, so parts begin at an even one
+        pairs = (looked_at[tile] + 1) // 2
+        start, stop = pairs * part // parts * 2, min(pairs * (part + 1) // parts * 2, looked_at[tile])
+        scan_chosen(
+            blocks, ids, planes[first : first + TILE_QUERIES], row.wide, steps[tile], own, chosen[tile], start, stop,
+            length, row.kept, pool[first : first + own], counts[first : first + own],
+            bounds[first : first + TILE_QUERIES], scores,
+        )  # fmt: skip
+        finite[first : first + TILE_QUERIES] = steps[tile, 0]
+    start, stop = length * part // parts, length * (part + 1) // parts  # for queries that need an exact answer
+    hand_in_codes(pool, counts, start, stop, row.first, finite, step, task, span, lists, like)
+    return np.int64(0)
+
+
+def _task(descriptor, number, worker, like):
+    return _scan(descriptor, number, worker, carray(like, (1, 1)))
+
+
+def prepare_sketch(fmt: Format) -> None:
+    """Compile the task, or load it."""
+    task_address(_task, fmt)
+
+
+def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int) -> CompiledSearch:
+    """Search of a sketch of whose candidates the best `kept` get an exact score."""
+    keys, ids, total, side, leaves = arguments
+    means, rank = leaves.means, len(side)
+    tiles = request.padded // TILE_QUERIES
+    ready = aligned_empty((8,), np.int64)
+    planes = aligned_empty((request.padded, rank), np.int8)
+    ready[:], planes[:] = 0, 0
+    arrays = {
+        "blocks_at": keys.blocks,
+        "step_at": keys.step,
+        "side_at": side,
+        "ids_at": ids,
+        "leaves_at": means.blocks,
+        "leaf_step_at": means.step,
+        "ready_at": ready,
+        "chosen_at": aligned_empty((tiles, total + 1), np.int32),
+        "counts_at": aligned_empty((tiles,), np.int64),
+        "planes_at": planes,
+        "steps_at": aligned_empty((tiles, 2, TILE_QUERIES), np.float32),
+        "bounds_at": aligned_empty((request.padded,), np.float32),
+    }
+    layout, sampled = Layout(), scratch_floats(len(means.blocks))
+    row = record(
+        SKETCH,
+        1,
+        **arrays,
+        rows=keys.blocks.shape[0],
+        width=keys.blocks.shape[1],
+        rank=rank,
+        wide=keys.wide,
+        total=total,
+        leaf_rows=len(means.blocks),
+        leaf_numbers=len(means.step),
+        ordered=leaves.ordered,
+        first=request.first,
+        kept=kept,
+        leaf_planes=layout.take(TILE_QUERIES * len(means.step)),
+        numbers=layout.take(8 * max(rank, len(means.step))),
+        projected=layout.take(4 * TILE_QUERIES * rank),
+        sample=layout.take(4 * TILE_QUERIES * sampled),
+        sampled=sampled,
+        share=leaves.share,
+    )
+    return CompiledSearch(
+        task_address(_task, request.fmt),
+        address_of(row),
+        part_tokens=CODED_TOKENS,
+        first_task=True,
+        kept=kept,
+        capacity=2 * kept + 64,
+        scratch=layout.nbytes,
+        alive=(row, arguments, arrays),
+    )

@@ -1,0 +1,178 @@
+"""`retrieval-attn ask FILE QUESTION`, and what all commands do with files they cannot have."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrieval_attn import stream
+from retrieval_attn.cli import main
+from retrieval_attn.commands import ask
+from tests.tiny_models import tiny_model
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. " * 60
+QUESTION = "What is the special magic Bergen number?"
+FEW = ["--max-new-tokens", "12", "--window", "64"]
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(f"{FILLER}The special magic Bergen number is: 7391846. Größe: 3 µm. {FILLER}", encoding="utf-8")
+    return str(path)
+
+
+def test_a_question_about_a_file(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer alone on the standard output; which model it is, and what it cost, on the other."""
+    assert main(["ask", document, QUESTION, *FEW]) == 0
+    printed = capsys.readouterr()
+    assert "7391846" in printed.out and printed.out.endswith("\n")
+    said = printed.err.splitlines()
+    assert any("bundled" in line and "on cpu" in line for line in said)
+    assert re.fullmatch(
+        r"read [\d,]+ tokens in [\d.]+ s; first token after [\d.]+ s, [\d.]+ ms per token for \d+ tokens; "
+        r"[\d.]+ MiB of keys and values on the host, [\d.]+ \w+ on the device",
+        said[-1],
+    )
+
+
+def test_the_text_comes_in_pieces(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            written.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(["ask", document, QUESTION, *FEW]) == 0
+    assert len(set(written)) > 3 and written == sorted(written, key=len)
+
+
+def test_standard_input_and_raw_text(
+    document: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base model continues the text itself; all keys may be attended, and so may a share of them."""
+    for retrieve in ("all", "0.2", "40"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path(document).read_bytes())))
+        asked = " The special magic Bergen number is:"
+        assert main(["ask", "-", asked, "--raw", "--retrieve", retrieve, "--max-new-tokens", "8"]) == 0
+        assert "7391846" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.txt", "Who?"], "No such file or directory: 'missing.txt'"),
+        (["folder", "Who?"], "Is a directory: 'folder'"),
+        (["x" * 300, "Who?"], "File name too long"),
+        (["latin.txt", "Who?"], "latin.txt must be text in UTF-8, got byte 0xf6 at 3"),
+        (["blank.txt", "Who?"], "must have some text, got 3 bytes"),
+        (["good.txt", " "], "ask a non-empty question"),
+        (["good.txt", "Who?", "--retrieve", "some"], "retrieve='some'"),
+        (["good.txt", "Who?", "--retrieve", "0"], "retrieve=0"),
+        (["good.txt", "Who?", "--max-new-tokens", "many"], "--max-new-tokens='many' is not a number of tokens"),
+        (["good.txt", "Who?", "--window", "-1"], "--window='-1'"),
+        (["good.txt", "Who?", "--temperature", "-1"], "temperature"),
+        (["good.txt", "Who?", "--index", "rorgraph"], "rorgraph"),
+        (["good.txt", "Who?", "--model", "no/such-model"], "No model could be loaded"),
+        (["good.txt", "Who?", "--device", "gpu0"], "not a torch device"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("latin.txt").write_bytes("schön".encode("latin-1"))
+    Path("blank.txt").write_text(" \n ")
+    Path("good.txt").write_text("The sky is blue.")
+    assert main(["ask", *arguments]) == 2
+    printed = capsys.readouterr()
+    said = [line for line in printed.err.splitlines() if line.startswith("retrieval-attn ask: ")]
+    assert len(said) == 1 and message in said[0], printed.err
+    assert printed.out == ""
+
+
+def test_chat_and_raw_exclude_each_other(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", document, "Who?", "--chat", "--raw"])
+    assert ended.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_interrupted_it_stops_and_says_so(
+    document: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in the middle of an answer: what came is printed, the worker has ended, status 130."""
+    inner, seen = stream.Stream.__next__, []
+
+    def interrupted(self: Any) -> str:
+        seen.append(inner(self))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return seen[-1]
+
+    monkeypatch.setattr(stream.Stream, "__next__", interrupted)
+    assert main(["ask", document, "Who?", "--temperature", "9", "--max-new-tokens", "400"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out == "".join(seen[:2])
+    assert printed.err.splitlines()[-1] == "retrieval-attn ask: interrupted"
+    assert not [thread for thread in threading.enumerate() if "stream" in thread.name]
+
+
+def test_ctrl_c_from_a_keyboard(document: str) -> None:
+    """The signal itself, while the worker is inside compiled code: status 130, and no crash at the end."""
+    command = [sys.executable, "-m", "retrieval_attn.cli", "ask", document, "Who?", "--temperature", "9", "--seed", "1"]
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as asked:
+        assert asked.stdout is not None and asked.stdout.read(1)
+        asked.send_signal(signal.SIGINT)
+        _, said = asked.communicate(timeout=60)
+    assert asked.returncode == 130
+    assert said.decode().splitlines()[-1] == "retrieval-attn ask: interrupted"
+
+
+def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:
+    """On a small GPU a short text must not be refused for what the model's longest would need."""
+    assert ask._needed(str(ask.BUNDLED), 500) == 1524
+    assert ask._needed(str(ask.BUNDLED), 10**9) < 10**9
+
+
+def test_output_that_nobody_reads(tmp_path: Path) -> None:
+    """`retrieval-attn plan MODEL | head -1`: no traceback."""
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--context", "2k"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_folder_with_code_of_its_own_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by plan nor by loading: no question is asked, and nothing on the standard input can say yes."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}'
+    )
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "text.txt").write_text("The sky is blue.")
+    for arguments in (["plan", str(tmp_path)], ["ask", str(tmp_path / "text.txt"), "Who?", "--model", str(tmp_path)]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.count("retrieval-attn") == 1
+    assert not (tmp_path / "ran").exists()

@@ -117,7 +117,7 @@ class AnswerLoop:
             with _cancellable(cache, cancelled):
                 prompt = self.read(cache, batch)
             prefill_seconds = time.perf_counter() - started
-            emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, on_text)
+            emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, sampling.stop, on_text)
             choice = TokenChoice(
                 self._criteria(sampling, batch.ids.shape[1]),
                 _processors(sampling),
@@ -143,9 +143,7 @@ class AnswerLoop:
         stopped = ended is not None or any(stop in text for stop in sampling.stop)
         while ended is None and stopped and tokens[-1] == self._pad:
             tokens = tokens[:-1]  # other rows went on after the one that a string ended
-        for stop in sampling.stop:
-            text = text.split(stop, 1)[0]
-        return Answer(text, tokens, "stop" if stopped else "length", stats)
+        return Answer(_before(text, sampling.stop), tokens, "stop" if stopped else "length", stats)
 
     def _criteria(self, sampling: Sampling, prompt_columns: int) -> StoppingCriteriaList:
         criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_columns + sampling.max_new_tokens)])
@@ -200,10 +198,19 @@ def notice_after(what: str, show: bool, seconds: float = 2.0) -> Iterator[None]:
 
 
 class _TextPieces:
-    """Turns token ids into pieces of text, holding back bytes of a character that is not complete yet."""
+    """Turns token ids into pieces of text, holding back bytes of a character that is not complete yet.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: set[int], on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._eos, self._on_text = tokenizer, eos, on_text
+    stop: strings at which the text ends; what may become one of them is held back too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: set[int],
+        stop: tuple[str, ...],
+        on_text: Callable[[str], None],
+    ) -> None:
+        self._tokenizer, self._eos, self._stop, self._on_text = tokenizer, eos, stop, on_text
         self._tokens: list[int] = []
         self._sent = 0
 
@@ -211,13 +218,17 @@ class _TextPieces:
         if new[0] in self._eos:
             return
         self._tokens.append(new[0])
-        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        text = self._text()
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._send(text)
+            begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+            self._send(text[: len(text) - max(begun, default=0)])
 
     def end(self) -> None:
         """Send what was held back."""
-        self._send(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
+        self._send(self._text())
+
+    def _text(self) -> str:
+        return _before(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)), self._stop)
 
     def _send(self, text: str) -> None:
         if len(text) > self._sent:
@@ -241,6 +252,13 @@ def _cancellable(cache: RetrievalCache, cancelled: threading.Event | None) -> It
         raise
     finally:
         cache.on_layer = None
+
+
+def _before(text: str, stop: tuple[str, ...]) -> str:
+    """`text` up to the first of the strings in `stop`."""
+    for one in stop:
+        text = text.split(one, 1)[0]
+    return text
 
 
 def _stats(result: Generated, cache: RetrievalCache) -> Stats:

@@ -58,6 +58,14 @@ def test_the_pieces_join_to_the_answer(context: ra.Context) -> None:
     assert list(stream) == [] and not workers()
 
 
+@pytest.mark.parametrize("stop", [("39",), ("3918",), ("9184", "91"), ("no such string",)])
+def test_a_stop_string_is_not_streamed(context: ra.Context, stop: tuple[str, ...]) -> None:
+    """Nor the beginning of one that later tokens complete."""
+    stream = context.stream(QUESTION, max_new_tokens=16, stop=stop)
+    assert "".join(stream) == context.ask(QUESTION, max_new_tokens=16, stop=stop).text
+    assert stream.answer is not None and stream.answer.text.strip().startswith("7")
+
+
 def test_a_loop_left_by_break_leaves_nothing_running(context: ra.Context, model: Any) -> None:
     """And the next question is answered, on a model that goes back to its own attention too."""
     expected = context.ask(QUESTION, max_new_tokens=8).tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.sequence import distinct
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.host_attend import attend_paths
+from retrieval_attn.cpu.host_attend import attend_paths, exact_lse
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.offload.stats import LayerStats
@@ -92,7 +92,7 @@ class HostPart:
         chosen = [(first + i) % self._q_heads for i in range(min(heads, self._q_heads))]
         for one in self._shared:
             scale, softcap = self._scoring.scale, self._scoring.softcap
-            exact = one.host.exact_lse(one.queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
+            exact = exact_lse(one.host, one.queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
             middle = torch.from_numpy(exact).reshape(len(chosen), len(one.rows), self._new).transpose(0, 1)
             near = static[one.rows][:, chosen]
             share = torch.logaddexp(near, retrieved[one.rows][:, chosen]) - torch.logaddexp(near, middle)

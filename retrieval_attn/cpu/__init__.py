@@ -13,12 +13,12 @@ from retrieval_attn.cpu.attend import (
     merge_partials,
 )
 from retrieval_attn.cpu.formats import Format, from_float32, to_float32
-from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
+from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, prepare
 from retrieval_attn.cpu.pool import JobError, Pool, default_pool, set_default_pool
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.step.piece import Piece
 from retrieval_attn.cpu.step.plan import LayerStep, StepCost
-from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
+from retrieval_attn.cpu.store import HostPath, held_bytes
 
 # The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
@@ -37,10 +37,12 @@ __all__ = [
     "StepCost",
     "attend_ids",
     "attend_ids_heads",
+    "attend_path",
     "attend_paths",
     "attend_range",
     "attend_range_heads",
     "default_pool",
+    "exact_lse",
     "from_float32",
     "held_bytes",
     "merge_partials",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,18 @@ from retrieval_attn.cpu.attend import (
     check_score_options,
     merge_partials,
 )
+from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.segment import Hits, Segment
+from retrieval_attn.cpu.step.piece import Piece
+from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.store import HostPath, PathPart
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.flat import order_codes
-from retrieval_attn.index.formats import Format
+from retrieval_attn.index.formats import Format, check_queries
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
-if TYPE_CHECKING:
-    from retrieval_attn.cpu.step.plan import LayerStep
-    from retrieval_attn.cpu.store import HostPath
-
-MOST_STEP_QUERIES = 64
+MAX_STEP_QUERIES = 64
 """Queries of one key-value head up to which a step through the worker threads serves them."""
 
 
@@ -48,6 +49,27 @@ class HostPartial(NamedTuple):
     attend_seconds: float = 0.0
 
 
+def attend_path(
+    path: HostPath,
+    queries: npt.NDArray[np.float32],
+    start: int,
+    stop: int,
+    top_k: int | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
+) -> HostPartial:
+    """Attention of queries (q_heads, n, head_dim) float32 over tokens [start, stop) of a path.
+
+    Query head h belongs to key-value head h // (q_heads // kv_heads). top_k: each query attends to its top_k best keys
+    of the whole range (the same for equal scores: the earlier token), or None for all tokens. Tokens not yet in the
+    index of their segment are scanned, or inserted if they are many. Scores are scale * q.k, soft-capped if softcap is
+    given. threads: overrides the path's. An empty range gives out 0 and lse -inf. Raises ShapeError, ConfigError.
+    """
+    return attend_paths([path], [queries], [(start, stop)], top_k, scale=scale, softcap=softcap, threads=threads)[0]
+
+
 def attend_paths(
     paths: Sequence[HostPath],
     queries: Sequence[npt.NDArray[np.float32]],
@@ -58,7 +80,7 @@ def attend_paths(
     softcap: float | None = None,
     threads: int | None = None,
 ) -> list[HostPartial]:
-    """`HostPath.attend` of several sequences at once: path i, queries[i] (q_heads, n, head_dim), tokens ranges[i].
+    """`attend_path` of several sequences at once: path i, queries[i] (q_heads, n, head_dim), tokens ranges[i].
 
     All heads of all paths are tasks of one step through the pool of worker threads, if their indexes have a compiled
     search, queries are all of one shape, and few; else one path after the other, with Numba's threads. The paths must
@@ -69,10 +91,10 @@ def attend_paths(
     if not len(paths) == len(queries) == len(ranges) or not paths:
         raise ShapeError(f"as many queries and ranges as paths are needed, at least one, got {len(paths)} paths")
     check_score_options(scale, softcap)
-    threads = paths[0]._threads if threads is None else threads
+    threads = paths[0].threads if threads is None else threads
     check_threads(threads)
     for path, own in zip(paths, queries, strict=True):
-        path._grouped(own)
+        _grouped(path, own)
     top_k = None if top_k is None else int(top_k)
     done = None if top_k is None else _step_paths(paths, queries, ranges, top_k, scale, softcap, threads)
     if done is not None:
@@ -96,8 +118,8 @@ def _step_paths(
     q_heads, n, _ = queries[0].shape
     if any(own.shape != queries[0].shape for own in queries):
         return None
-    step = paths[0]._step_of(len(paths))
-    if not plan_paths(step, paths, ranges, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads):
+    step = _step_of(paths[0], len(paths))
+    if not plan_paths(step, paths, ranges, (q_heads, n), top_k, scale=scale, softcap=softcap, threads=threads):
         return None
     for row, own in enumerate(queries):
         step.queries[row] = own
@@ -112,30 +134,50 @@ def plan_paths(
     step: LayerStep,
     paths: Sequence[HostPath],
     ranges: Sequence[tuple[int, int]],
-    q_heads: int,
-    n: int,
+    queries: tuple[int, int],
     top_k: int,
     *,
     scale: float,
     softcap: float | None = None,
     threads: int | None = None,
 ) -> bool:
-    """Plan `step` for (q_heads, n) queries per path over its tokens ranges[i], one row each; see `LayerStep.plan`.
+    """Plan `step` for `queries` (q_heads, n) of each path over its tokens ranges[i], a row each; see `LayerStep.plan`.
 
     Returns False, without a plan, if a step cannot do it: an index without a compiled search, paths of different
     shapes, too many queries, no token at all. Raises ConfigError for a range outside a path.
     """
-    first = paths[0]
-    kind = first._heads, first._head_dim, first._value_dim, first._fmt
-    alike = all((path._heads, path._head_dim, path._value_dim, path._fmt) == kind for path in paths)
-    if not alike or not 0 < q_heads // first._heads * n <= MOST_STEP_QUERIES:
+    (q_heads, n), first = queries, paths[0]
+    shapes = {(path.num_kv_heads, path.head_dim, path.value_dim, path.fmt) for path in paths}
+    if len(shapes) > 1 or not 0 < q_heads // first.num_kv_heads * n <= MAX_STEP_QUERIES:
         return False
-    rows = []
-    for path, (start, stop) in zip(paths, ranges, strict=True):
-        path._check_range(start, stop)
-        rows.append(path._step_pieces(start, stop))
-    threads = first._threads if threads is None else threads
+    rows = [step_pieces(path, start, stop) for path, (start, stop) in zip(paths, ranges, strict=True)]
+    threads = first.threads if threads is None else threads
     return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads)
+
+
+def step_pieces(path: HostPath, start: int, stop: int) -> list[Piece]:
+    """Tokens [start, stop) of a path as a step takes them. Raises ConfigError if outside the path."""
+    parts = path.parts(start, stop)
+    return [piece for part in parts for piece in part.segment.pieces(part.low, part.high, part.first, path.tail_tokens)]
+
+
+def _step_of(path: HostPath, rows: int) -> LayerStep:
+    """The step for a path and rows - 1 others, on the pool it was given or the one that everything shares."""
+    pool = default_pool() if path.pool is None else path.pool
+    step = path.steps.get(rows)
+    if step is None or step.pool is not pool:
+        step = path.steps[rows] = LayerStep(pool, path.fmt, layer=path.layer)
+    return step
+
+
+def _grouped(path: HostPath, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """(q_heads, n, head_dim) -> (kv_heads, group * n, head_dim), a view if queries is contiguous."""
+    queries = check_queries("queries", queries, 3)
+    q_heads, n, dim = queries.shape
+    heads = path.num_kv_heads
+    if dim != path.head_dim or q_heads < 1 or q_heads % heads:
+        raise ShapeError(f"queries must be (a multiple of {heads} heads, n, {path.head_dim}), got {queries.shape}")
+    return queries.reshape(heads, q_heads // heads * n, dim)
 
 
 def attend_apart(
@@ -148,44 +190,45 @@ def attend_apart(
     softcap: float | None,
     threads: int | None,
 ) -> HostPartial:
-    """`HostPath.attend` by one parallel kernel after the other: for what a step cannot do. Arguments are checked."""
-    grouped = path._grouped(queries)
-    pieces = path._pieces(start, stop)
+    """`attend_path` by one parallel kernel after the other: for what a step cannot do. Arguments are checked."""
+    grouped = _grouped(path, queries)
+    parts = path.parts(start, stop)
     shape = queries.shape[:2]
-    if not pieces or not grouped.size:
-        out = np.zeros((*shape, path._value_dim), np.float32)
+    if not parts or not grouped.size:
+        out = np.zeros((*shape, path.value_dim), np.float32)
         return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0)
     began = time.perf_counter()
     searched = began
-    with kernel_threads(path._threads if threads is None else threads):
+    with kernel_threads(path.threads if threads is None else threads):
         if top_k is None:
-            partial = _attend_all(path._fmt, grouped, pieces, scale, softcap)
+            partial = _attend_all(path.fmt, grouped, parts, scale, softcap)
             scanned = (stop - start) * shape[0] * shape[1]
-            bytes_read = (stop - start) * path._token_bytes
+            bytes_read = (stop - start) * path.token_bytes
         else:
             found = [
-                (segment, hit) for segment, low, high in pieces for hit in segment.search(grouped, top_k, low, high)
+                (segment, hit) for segment, low, high, _ in parts for hit in segment.search(grouped, top_k, low, high)
             ]
             searched = time.perf_counter()
-            partial, scanned, bytes_read = _attend_best(path._fmt, grouped, found, top_k, scale, softcap)
+            partial, scanned, bytes_read = _attend_best(path.fmt, grouped, found, top_k, scale, softcap)
     out, lse = partial
-    out, lse = out.reshape(*shape, path._value_dim), lse.reshape(shape)
+    out, lse = out.reshape(*shape, path.value_dim), lse.reshape(shape)
     return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched)
 
 
 def _attend_all(
     fmt: Format,
     queries: npt.NDArray[np.float32],
-    pieces: list[tuple[Segment, int, int]],
+    parts: list[PathPart],
     scale: float,
     softcap: float | None,
 ) -> Partial:
-    parts = []
-    for segment, low, high in pieces:
-        # whole arrays, not slices: kernels are compiled once per memory layout
-        keys, values = segment.keys, segment.values
-        parts.append(attend_range_heads(queries, keys, values, low, high, fmt, scale, softcap))
-    return merge_partials(parts)
+    return merge_partials(
+        [
+            # whole arrays, not slices: kernels are compiled once per memory layout
+            attend_range_heads(queries, segment.keys, segment.values, low, high, fmt, scale, softcap)
+            for segment, low, high, _ in parts
+        ]
+    )
 
 
 def _attend_best(
@@ -222,3 +265,59 @@ def _best_of_all(
     order = np.argsort(-codes, axis=-1, kind="stable")  # equal scores: the earlier piece, then the lower id
     np.put_along_axis(together, order[..., top_k:], np.int32(-1), axis=-1)
     return np.split(together, np.cumsum([one.shape[-1] for one in ids])[:-1], axis=-1)
+
+
+def exact_lse(
+    path: HostPath,
+    queries: npt.NDArray[np.float32],
+    start: int,
+    stop: int,
+    heads: Sequence[int] | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
+) -> npt.NDArray[np.float32]:
+    """Log-sum-exp of all scores over tokens [start, stop): (heads, n) float32, of the query heads named, None: all.
+
+    queries (q_heads, n, head_dim) float32. Reads every key of those heads. With the lse of `attend_path`,
+    exp(lse - exact_lse) is the share of full attention's weight that the retrieved keys captured. An empty range gives
+    -inf. Raises ShapeError, ConfigError.
+    """
+    check_score_options(scale, softcap)
+    group = len(_grouped(path, queries)) and queries.shape[0] // path.num_kv_heads
+    chosen = range(queries.shape[0]) if heads is None else heads
+    wrong = [head for head in chosen if not 0 <= head < queries.shape[0]]
+    if wrong:
+        raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
+    parts = path.parts(start, stop)
+    result = np.full((len(chosen), queries.shape[1]), -np.inf, np.float32)
+    with kernel_threads(path.threads if threads is None else threads):
+        for row, head in enumerate(chosen if parts else ()):
+            own, of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
+            partials = [
+                # keys in place of values, which nobody needs: they are at hand
+                attend_range_heads(own, s.keys[of], s.keys[of], low, high, path.fmt, scale, softcap)
+                for s, low, high, _ in parts
+            ]
+            result[row] = merge_partials(partials)[1][0]
+    return result
+
+
+def prepare(fmt: Format, spec: IndexSpec | None = None, tokens: int | None = None) -> float:
+    """Compile what `attend_path` runs for `fmt` and this kind of index (None: flat), or load it from Numba's cache.
+
+    To be called while a model loads: otherwise the first token waits for the compiler (ten to twenty seconds once).
+    tokens: of the context, where they are known. Returns the seconds it took.
+    """
+    began = time.perf_counter()
+    spec = IndexSpec.of("flat") if spec is None else spec
+    path = HostPath(2, 1, 1, fmt).reserve(4)
+    row = np.zeros((2, 2, fmt.width(1)), fmt.dtype)
+    path.append(row, row)
+    queries = np.zeros((2, 1, 1), np.float32)
+    for top_k in (1, None):
+        attend_path(path, queries, 0, 2, top_k, scale=1.0)
+    if not spec.prepare(fmt, tokens):
+        attend_apart(path, queries, 0, 2, 1, 1.0, None, None)
+    return time.perf_counter() - began

@@ -23,9 +23,8 @@ from retrieval_attn.index.task import descriptor as words
 class Binding:
     """See the module.
 
-    layers: the bound ones. room: tokens that every window still
-    takes. stale: the cache was changed by something else, so `refresh` comes before the next step. recording: a step is
-    being recorded. kind: what a graph has to be captured for now.
+    layers: the bound ones. room: tokens that every window still takes. stale: something else changed the cache, so
+    `refresh` comes before the next step. recording: a step is being recorded. kind: what a graph is captured for now.
     """
 
     @ordinary_tensors

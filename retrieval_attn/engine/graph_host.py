@@ -86,9 +86,9 @@ class HostRows:
             results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], places
         )
         out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
-        given = queries.host.numpy()
-        candidates = None if codes is None else given[count * dim :].view(np.int32).reshape(count, room)
-        self._buffers = StepBuffers(given[: count * dim], out, lse, *memory, candidates)
+        staged = queries.host.numpy()
+        candidates = None if codes is None else staged[count * dim :].view(np.int32).reshape(count, room)
+        self._buffers = StepBuffers(staged[: count * dim], out, lse, *memory, candidates)
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
@@ -110,7 +110,7 @@ class HostRows:
         for rows_of in _layouts(hosts):
             paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
             own = [ranges[rows[0]] for rows in rows_of]
-            if plan_paths(self._step, paths, own, self._q_heads, n, retrieve, scale=scale, softcap=softcap):
+            if plan_paths(self._step, paths, own, (self._q_heads, n), retrieve, scale=scale, softcap=softcap):
                 if self.part.rows is not None:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                 if self._search is not None:

@@ -24,8 +24,8 @@ MEMORY = 256 << 20
 """Bytes of scratch that `nearest_keys` may take, unless told otherwise."""
 GROUP = 32
 """Keys per group: n / GROUP maxima and kk * GROUP scores are looked at per query, least near the root of n / kk."""
-MOST_KEYS = 1 << 18
-"""Keys per product: with more, a block within the memory has too few queries to fill a product."""
+MAX_KEYS = 1 << 18
+"""Keys per product at most: with more, a block within the memory has too few queries to fill a product."""
 _LOW = 0xFFFFFFFF
 
 
@@ -45,26 +45,29 @@ def nearest_keys(queries: Tensor, keys: Tensor, kk: int, *, memory: int = MEMORY
     if not lists.numel() or not n:
         return lists
     group = q_heads // kv_heads
-    most_keys = min(MOST_KEYS, n)
-    rows = _rows(most_keys, kk, memory)
+    block_keys = min(MAX_KEYS, n)
+    rows = _rows(block_keys, kk, memory)
     for head in range(kv_heads):
-        asked = queries[head * group : (head + 1) * group].reshape(group * m, -1)
-        found = lists[head * group : (head + 1) * group].view(group * m, kk)
+        query_rows = queries[head * group : (head + 1) * group].reshape(group * m, -1)
+        hits = lists[head * group : (head + 1) * group].view(group * m, kk)
         best: list[Tensor] = []  # of each block, while there are further keys
-        for first in range(0, n, most_keys):
-            some = keys[head, first : first + most_keys]
+        for first in range(0, n, block_keys):
+            some = keys[head, first : first + block_keys]
             grouped = _by_place(some)
+            # keys outside, queries inside: a block of keys is laid out anew once, whatever the number of queries
             for number, start in enumerate(range(0, group * m, rows)):
-                block = asked[start : start + rows]
+                block = query_rows[start : start + rows]
                 part = _best(block.to(keys.dtype), grouped, len(some), kk, first)
                 if first:
+                    # packed numbers have a total order, so blocks merge to what one pass over all keys would give
                     part = torch.cat([best[number], part], dim=1).sort(dim=1, descending=True).values[:, :kk]
-                if first + most_keys < n:
+                if first + block_keys < n:
                     best[number : number + 1] = [part]
                     continue
+                # unpack: the low half counts ids downwards, so that of equal scores the lower id is the larger number
                 ids = (_LOW - (part & _LOW)).to(torch.int32)
                 finite = block.isfinite().all(dim=1, keepdim=True)
-                found[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
+                hits[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
             del grouped  # not beside the next block's
     return lists
 
@@ -92,9 +95,11 @@ def _best(queries: Tensor, grouped: Tensor, n: int, kk: int, first: int) -> Tens
     rows, groups = len(queries), len(grouped) // GROUP
     # (rows, place in the group, group): the maxima are then taken over runs of memory
     scores = _products(queries, grouped).view(rows, GROUP, groups)
+    # zeros that fill the last group would beat keys with negative scores
     behind = n - (groups - 1) * GROUP
     scores[:, behind:, -1] = -torch.inf
     if groups > kk:
+        # in order of id again: ties among the picked scores are then broken by place, as `_top` does it
         chosen = _top(scores.amax(dim=1), kk).sort().values
         picked = scores.gather(2, chosen[:, None, :].expand(-1, GROUP, -1))
     else:
@@ -129,6 +134,7 @@ def _top(scores: Tensor, count: int) -> Tensor:
 def _packed(scores: Tensor, ids: Tensor) -> Tensor:
     """Scores (float32) above their ids as one int64 whose order is: higher score first, then lower id."""
     bits = (scores + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
+    # negative floats order backwards as integers: flip all but their sign
     packed = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     del bits
     packed <<= 32

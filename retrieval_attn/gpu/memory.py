@@ -15,7 +15,7 @@ from retrieval_attn.errors import MemoryPlanError
 GIB = 1 << 30
 LATER_CONTEXT = 256 << 20
 """What kernels and graphs that are loaded after the cap was set may add to the context."""
-MOST_CONTEXT = 3 * GIB // 4
+MAX_CONTEXT = 3 * GIB // 4
 """More than this outside the allocator is other processes' (0.5 GiB were seen on an H100)."""
 
 
@@ -38,7 +38,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     torch.empty(1, device=device)  # without a context nothing is known
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
-    return DeviceMemory(total, free, min(outside, MOST_CONTEXT))
+    return DeviceMemory(total, free, min(outside, MAX_CONTEXT))
 
 
 def allocator_share(limit: int, memory: DeviceMemory) -> float:

@@ -168,21 +168,20 @@ def attention(
     value: Tensor | KVView,
     attention_mask: MaskSpec | Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers' AttentionInterface.
 
     query: (batch, q_heads, queries, head_dim), after RoPE. key, value: handles of a retrieval cache layer, or
     plain tensors when the model runs without a retrieval cache (then: ordinary scaled dot-product attention).
+    kwargs: what models add: dropout, softcap, s_aux (learned sink logits), and others for plain attention alone.
     Returns (batch, queries, q_heads, value_dim) in the query's dtype, and None for the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if isinstance(key, KVView):
         spec = _checked_spec(module, attention_mask, key, query)
-        out = key.layer.attend(module, query, spec, scale=scale, softcap=softcap, sink_logits=s_aux)
+        sinks = kwargs.get("s_aux")
+        out = key.layer.attend(module, query, spec, scale=scale, softcap=kwargs.get("softcap"), sink_logits=sinks)
         return out.transpose(1, 2).to(query.dtype), None
     assert isinstance(value, Tensor)
     if isinstance(attention_mask, MaskSpec) and attention_mask.q_offset > 0:
@@ -191,7 +190,7 @@ def attention(
             f"{attention_mask.q_offset} tokens. Pass past_key_values=retrieval_attn.RetrievalCache(model), or "
             'switch back with model.set_attn_implementation("sdpa").'
         )
-    return _plain_attention(module, query, key, value, attention_mask, scale, dropout, softcap, s_aux, kwargs), None
+    return _plain_attention(module, (query, key, value), attention_mask, scale, kwargs), None
 
 
 def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None, key: KVView, query: Tensor) -> MaskSpec:
@@ -217,28 +216,26 @@ def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None, k
 
 def _plain_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     attention_mask: MaskSpec | Tensor | None,
     scale: float,
-    dropout: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention without a retrieval cache: transformers' own, with the dense mask it would have built."""
+    """Attention without a retrieval cache: transformers' own, with the dense mask it would have built.
+
+    tensors: query, key, value. kwargs: see `attention`.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from retrieval_attn.gpu.attention.flash import attend
     from retrieval_attn.gpu.attention.merge import merge, sink_logit_partial
 
+    query, key, value = tensors
+    softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     mask = attention_mask.dense() if isinstance(attention_mask, MaskSpec) else attention_mask
     if softcap is None and s_aux is None:
         is_causal = kwargs.pop("is_causal", None)
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=is_causal, **kwargs
-        )
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, **kwargs)
         return out
     if mask is not None and mask.dtype != torch.bool:
         raise UnsupportedMaskError("Soft-cap and sink models need a boolean mask here, got an additive one.")

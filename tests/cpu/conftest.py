@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retrieval_attn.cpu.store import prepare
+from retrieval_attn.cpu.host_attend import prepare
 from retrieval_attn.index.formats import Format
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from retrieval_attn.cpu import host_attend
-from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
+from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, step_pieces
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
 from retrieval_attn.cpu.step.piece import Piece
@@ -41,10 +41,10 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-def filled(pool: Pool, heads: int, count: int, dim: int, fmt: Format, seed: int = 0, **options: Any) -> HostPath:
+def filled(pool: Pool, heads: int, count: int, dim: int, fmt: Format, seed: int = 0, reserve: int = 4096) -> HostPath:
     """A path of normal keys and values."""
     rng = np.random.default_rng(seed)
-    path = HostPath(heads, dim, dim + 3, fmt, pool=pool, **options)
+    path = HostPath(heads, dim, dim + 3, fmt, pool=pool).reserve(reserve)
     path.append(normal(rng, (heads, count, dim), fmt), normal(rng, (heads, count, dim + 3), fmt))
     return path
 
@@ -63,8 +63,8 @@ def test_results_do_not_depend_on_the_threads(n: int, top_k: int) -> None:
         with Pool(threads, cpus=()) as pool:
             path = filled(pool, 2, 20_000, 32, BF16)
             for _ in range(3):
-                results.append(path.attend(queries, 3, 19_990, top_k, scale=SCALE))
-            results.append(path.attend(queries, 3, 19_990, top_k, scale=SCALE, threads=1))
+                results.append(attend_path(path, queries, 3, 19_990, top_k, scale=SCALE))
+            results.append(attend_path(path, queries, 3, 19_990, top_k, scale=SCALE, threads=1))
     assert all(same(results[0], other) for other in results)
 
 
@@ -74,7 +74,7 @@ def test_error_is_within_twice_that_of_torch_in_bfloat16(pool: Pool, dim: int) -
     path = filled(pool, 1, 4000, dim, BF16)
     queries = np.random.default_rng(2).standard_normal((4, 1, dim)).astype(np.float32)
     queries = torch.from_numpy(queries).bfloat16().float().numpy()
-    got = path.attend(queries, 0, 4000, 100, scale=SCALE)
+    got = attend_path(path, queries, 0, 4000, 100, scale=SCALE)
     keys, values = (to_float32(array[0], BF16) for array in path.read(0, 4000))
     for head in range(4):
         ids = best_ids(queries[head].astype(np.float64) @ keys.T.astype(np.float64), 100)[0]
@@ -91,7 +91,7 @@ def test_error_is_within_twice_that_of_torch_in_bfloat16(pool: Pool, dim: int) -
 def test_rows_of_a_batch_are_one_step(pool: Pool) -> None:
     """Different lengths and segments; the same bits as one by one."""
     paths = [filled(pool, 2, count, 32, F32, seed=count) for count in (900, 5000, 64)]
-    paths[0] = filled(pool, 2, 900, 32, F32, reserve_tokens=900)
+    paths[0] = filled(pool, 2, 900, 32, F32, reserve=900)
     more = normal(np.random.default_rng(3), (2, 700, 32), F32)
     paths[0].append(more, np.concatenate([more, more[..., :3]], axis=2))
     assert len(paths[0].segments) == 2
@@ -99,7 +99,7 @@ def test_rows_of_a_batch_are_one_step(pool: Pool) -> None:
     ranges = [(2, 1500), (0, 4999), (64, 64)]
     together = attend_paths(paths, queries, ranges, 50, scale=SCALE)
     for path, own, (start, stop), got in zip(paths, queries, ranges, together, strict=True):
-        assert same(got, path.attend(own, start, stop, 50, scale=SCALE))
+        assert same(got, attend_path(path, own, start, stop, 50, scale=SCALE))
     assert np.isneginf(together[2].lse).all() and (together[2].out == 0).all()
     with pytest.raises(ShapeError, match="as many queries"):
         attend_paths(paths, queries[:2], ranges, 50, scale=SCALE)
@@ -142,7 +142,7 @@ def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[Synthetic
     """Same keys, same attention, same count; one query position, which starts from no earlier search."""
     queries = np.concatenate([head.decode for head in heads])[:, :1]
     path = graph_path(pool, heads, **options)
-    got = path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE)
+    got = attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE)
     again = graph_path(pool, heads, **options)
     expected = apart(again, queries, TOKENS - 500, 20)
     assert_close(got, expected)
@@ -165,11 +165,11 @@ def test_coded_scan_finds_what_the_index_finds(
             patch.setattr(flat_task if kind == "flat" else sketch_task, "CODED_TOKENS", 300)
             path = trained_path(pool, heads, kind, options)
             assert path.index_kinds == {kind: 2}
-            results += [path.attend(queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
+            results += [attend_path(path, queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
             assert results[-1].keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)
             wrong = queries.copy()
             wrong[1, 0, 3] = np.nan
-            got = path.attend(wrong, SINKS, TOKENS, top_k, scale=SCALE)
+            got = attend_path(path, wrong, SINKS, TOKENS, top_k, scale=SCALE)
             assert np.isnan(got.lse[1, 0]) and np.isnan(got.lse).sum() == 1
             expected = apart(path, queries, TOKENS - 500, top_k)
     assert same(results[0], results[2]) and same(results[1], results[3])
@@ -186,7 +186,7 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
             patch.setattr(sketch_task, "CODED_TOKENS", 300)
             patch.setattr(sketch_module, "LEAST_LEAVES", 32)
             path = trained_path(pool, heads, "sketch", {"key_bytes": 16, "share": 0.06})
-            results.append(path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE))
+            results.append(attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE))
             expected = apart(path, queries, TOKENS - 500, 20)
             assert results[-1].keys_scanned == expected.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
     assert same(results[0], results[1])
@@ -203,7 +203,7 @@ def test_a_sketch_that_finds_too_few_gets_an_exact_answer(pool: Pool, heads: lis
     for index in cast("Any", paths[0].segments[0]).indexes:
         ids = index._search.ids
         index._search = index._search._replace(ids=np.where(ids % 100 == 0, ids, -1).astype(np.int32))
-    got, exact = (path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE) for path in paths)
+    got, exact = (attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE) for path in paths)
     assert same(got, exact)
 
 
@@ -211,18 +211,18 @@ def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[S
     """Up to tail_tokens: what a scan of the tail finds beside the graph; beyond them the index takes them."""
     path, whole = graph_path(pool, heads), graph_path(pool, heads, exact_below=10**9)
     queries = np.concatenate([head.decode for head in heads])[:, :1]
-    got = path.attend(queries, SINKS, TOKENS, 20, scale=SCALE)
-    exact = whole.attend(queries, SINKS, TOKENS, 20, scale=SCALE)
+    got = attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE)
+    exact = attend_path(whole, queries, SINKS, TOKENS, 20, scale=SCALE)
     assert path.indexed_tokens == TOKENS - 500 - SINKS
     assert got.keys_scanned >= 2 * GROUP * 500
     # the newest 500 alone give at most what everything gives, and all of it is seen
-    newest = whole.attend(queries, TOKENS - 500, TOKENS, 20, scale=SCALE)
+    newest = attend_path(whole, queries, TOKENS - 500, TOKENS, 20, scale=SCALE)
     assert (got.lse >= newest.lse - 1e-5).all() and (got.lse <= exact.lse + 1e-5).all()
     assert np.exp(got.lse - exact.lse).mean() > 0.9
-    path._tail_tokens = 499
-    path.attend(queries, SINKS, TOKENS, 20, scale=SCALE)
+    path.tail_tokens = 499
+    attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE)
     assert path.indexed_tokens == TOKENS - SINKS
-    assert_close(path.attend(queries, SINKS, TOKENS, 20, scale=SCALE), apart(path, queries, TOKENS, 20))
+    assert_close(attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE), apart(path, queries, TOKENS, 20))
 
 
 def test_ranges_that_the_graph_cannot_answer_are_scanned(pool: Pool, heads: list[SyntheticHead]) -> None:
@@ -230,14 +230,14 @@ def test_ranges_that_the_graph_cannot_answer_are_scanned(pool: Pool, heads: list
     path, exact = graph_path(pool, heads), graph_path(pool, heads, exact_below=10**9)
     queries = np.concatenate([head.decode for head in heads])[:, 1:2]
     for start, stop, top_k in ((100, 2500, 10), (SINKS, 900, 10), (SINKS, 2500, 1000), (0, 3, 10)):
-        got = path.attend(queries, start, stop, top_k, scale=SCALE)
-        assert same(got, exact.attend(queries, start, stop, top_k, scale=SCALE)), (start, stop, top_k)
+        got = attend_path(path, queries, start, stop, top_k, scale=SCALE)
+        assert same(got, attend_path(exact, queries, start, stop, top_k, scale=SCALE)), (start, stop, top_k)
     wrong = queries.copy()
     wrong[1, 0, 3] = np.nan
-    got = path.attend(wrong, SINKS, 2500, 10, scale=SCALE)
+    got = attend_path(path, wrong, SINKS, 2500, 10, scale=SCALE)
     assert np.isnan(got.out[1]).all() and np.isnan(got.lse[1]).all()
     assert np.isfinite(got.out[[0, 2, 3]]).all() and got.keys_scanned >= 2500 - SINKS
-    got = path.attend(queries, 0, 2500, 10, scale=SCALE)  # the sinks join what the graph finds
+    got = attend_path(path, queries, 0, 2500, 10, scale=SCALE)  # the sinks join what the graph finds
     assert np.isfinite(got.lse).all()
 
 
@@ -252,8 +252,8 @@ def test_heads_of_different_kinds(pool: Pool, heads: list[SyntheticHead]) -> Non
     segment._index = type(index)(SINKS, (flat, *index.heads[1:]))
     assert path.index_kinds == {"flat": 1, "roargraph": 1}
     queries = np.concatenate([head.decode for head in heads])[:, :1]
-    got = path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE)
-    ours, exacts = (p.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE) for p in (graph, exact))
+    got = attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE)
+    ours, exacts = (attend_path(p, queries, SINKS, TOKENS - 500, 20, scale=SCALE) for p in (graph, exact))
     assert np.array_equal(got.out[:GROUP], exacts.out[:GROUP]) and np.array_equal(got.out[GROUP:], ours.out[GROUP:])
     assert_close(apart(path, queries, TOKENS - 500, 20), got)
 
@@ -276,20 +276,20 @@ def test_captured_mass(pool: Pool) -> None:
     """exp(lse - exact_lse) is the retrieved keys' share of full attention's weight."""
     path = filled(pool, 2, 1500, 32, F32)
     queries = np.random.default_rng(6).standard_normal((4, 2, 32)).astype(np.float32) * 3
-    got = path.attend(queries, 5, 1400, 30, scale=0.3)
-    lse = path.exact_lse(queries, 5, 1400, [3, 0], scale=0.3)
+    got = attend_path(path, queries, 5, 1400, 30, scale=0.3)
+    lse = exact_lse(path, queries, 5, 1400, [3, 0], scale=0.3)
     for row, head in enumerate((3, 0)):
         scores = queries[head].astype(np.float64) @ path.read(5, 1400)[0][head // 2].T * 0.3
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         share = np.sort(weights, axis=1)[:, -30:].sum(axis=1) / weights.sum(axis=1)
         np.testing.assert_allclose(np.exp(got.lse[head] - lse[row]), share, rtol=1e-5)
-    assert np.isneginf(path.exact_lse(queries, 5, 5, scale=0.3)).all()
+    assert np.isneginf(exact_lse(path, queries, 5, 5, scale=0.3)).all()
     with pytest.raises(ConfigError, match="heads"):
-        path.exact_lse(queries, 5, 1400, [4], scale=0.3)
+        exact_lse(path, queries, 5, 1400, [4], scale=0.3)
 
 
 def step_of(path: HostPath, pool: Pool, top_k: int = 20, **options: Any) -> tuple[LayerStep, list[Piece]]:
-    pieces = path._step_pieces(SINKS, len(path) - 10)
+    pieces = step_pieces(path, SINKS, len(path) - 10)
     assert pieces is not None
     step = LayerStep(pool, path.fmt, **options)
     assert step.plan([pieces], 4, 1, top_k, scale=SCALE)
@@ -308,11 +308,11 @@ def test_a_callback_on_a_foreign_thread_runs_the_step(pool: Pool) -> None:
     assert library.pthread_create(ctypes.byref(thread), None, callback, descriptor) == 0
     library.pthread_join(thread, None)
     step.raise_error()
-    expected = path.attend(queries, SINKS, 4990, 20, scale=SCALE)
+    expected = attend_path(path, queries, SINKS, 4990, 20, scale=SCALE)
     assert np.array_equal(step.out[0], expected.out) and np.array_equal(step.lse[0], expected.lse)
     step.extend([4995])
     step.run()
-    assert np.array_equal(step.out[0], path.attend(queries, SINKS, 4995, 20, scale=SCALE).out)
+    assert np.array_equal(step.out[0], attend_path(path, queries, SINKS, 4995, 20, scale=SCALE).out)
     for high in (SINKS - 1, path.segments[0].capacity + 1):
         with pytest.raises(ConfigError, match=f"high={high}"):
             step.extend([high])
@@ -322,12 +322,12 @@ def test_a_head_that_cannot_be_searched_is_named(pool: Pool, heads: list[Synthet
     """An index that names a token outside its range: an error with layer and head, never a wrong row."""
     path = graph_path(pool, heads)
     queries = np.concatenate([head.decode for head in heads])[:, :1]
-    path._layer = 17
+    path.layer = 17
     index: Any = path.segments[0].indexes[1]
     graph = index.search_arguments()[0].graph
     graph.ids[:] = -5
     with pytest.raises(BackendError, match="layer 17, sequence 0, key-value head 1, query 0 of its group: .*build"):
-        path.attend(queries, SINKS, TOKENS - 500, 20, scale=SCALE)
+        attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE)
 
 
 def test_closed_pools_and_missing_plans_are_named(pool: Pool) -> None:
@@ -335,10 +335,10 @@ def test_closed_pools_and_missing_plans_are_named(pool: Pool) -> None:
     mine = Pool(2)
     path = filled(mine, 2, 100, 32, F32)
     queries = np.ones((4, 1, 32), np.float32)
-    path.attend(queries, 0, 90, 5, scale=SCALE)
+    attend_path(path, queries, 0, 90, 5, scale=SCALE)
     mine.close()
     with pytest.raises(BackendError, match="closed"):
-        path.attend(queries, 0, 90, 5, scale=SCALE)
+        attend_path(path, queries, 0, 90, 5, scale=SCALE)
     with pytest.raises(ConfigError, match="plan first"):
         LayerStep(pool, F32).run()
 
@@ -374,13 +374,13 @@ def test_what_a_step_cannot_hold_takes_the_other_way(pool: Pool, monkeypatch: py
     rng = np.random.default_rng(8)
     for n in (1, 40):
         queries = whole_numbers(rng, (4, n, 16))
-        expected = path.attend(queries, 0, 3000, 9, scale=SCALE)
+        expected = attend_path(path, queries, 0, 3000, 9, scale=SCALE)
         monkeypatch.setattr(engine_module, "MAX_LISTS_BYTES", 100)
-        path._steps.clear()
-        assert_close(path.attend(queries, 0, 3000, 9, scale=SCALE), expected)
+        path.steps.clear()
+        assert_close(attend_path(path, queries, 0, 3000, 9, scale=SCALE), expected)
         monkeypatch.undo()
-        monkeypatch.setattr(host_attend, "MOST_STEP_QUERIES", 1)
-        assert_close(path.attend(queries, 0, 3000, 9, scale=SCALE), expected)
+        monkeypatch.setattr(host_attend, "MAX_STEP_QUERIES", 1)
+        assert_close(attend_path(path, queries, 0, 3000, 9, scale=SCALE), expected)
         monkeypatch.undo()
 
 
@@ -388,12 +388,12 @@ def test_paths_in_two_threads_share_a_pool(pool: Pool) -> None:
     """Their steps use the same scratch in turn: breaks if one writes candidates while the other reads."""
     paths = [filled(pool, 2, 3000, 32, F32, seed=seed) for seed in (0, 1)]
     queries = np.random.default_rng(9).standard_normal((4, 1, 32), dtype=np.float32)
-    expected = [path.attend(queries, 0, 2990, 30, scale=SCALE) for path in paths]
+    expected = [attend_path(path, queries, 0, 2990, 30, scale=SCALE) for path in paths]
     failures = []
 
     def often(i: int) -> None:
         for _ in range(100):
-            if not same(paths[i].attend(queries, 0, 2990, 30, scale=SCALE), expected[i]):
+            if not same(attend_path(paths[i], queries, 0, 2990, 30, scale=SCALE), expected[i]):
                 failures.append(i)
 
     workers = [threading.Thread(target=often, args=(i,)) for i in range(2)]
@@ -406,7 +406,7 @@ def test_paths_in_two_threads_share_a_pool(pool: Pool) -> None:
 
 def test_thousands_of_steps_in_constant_memory(pool: Pool) -> None:
     """While the path grows by a token each: neither plans nor scratch pile up."""
-    path = filled(pool, 2, 200, 16, BF16, reserve_tokens=5000)
+    path = filled(pool, 2, 200, 16, BF16, reserve=5000)
     rng = np.random.default_rng(10)
     queries = rng.standard_normal((4, 1, 16), dtype=np.float32)
     token = normal(rng, (2, 1, 16), BF16), normal(rng, (2, 1, 19), BF16)
@@ -414,7 +414,7 @@ def test_thousands_of_steps_in_constant_memory(pool: Pool) -> None:
     def grow(steps: int) -> None:
         for _ in range(steps):
             path.append(*token)
-            path.attend(queries, 4, len(path), 10, scale=SCALE)
+            attend_path(path, queries, 4, len(path), 10, scale=SCALE)
 
     grow(500)
     before = resident_bytes()

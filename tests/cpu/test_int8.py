@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
-from retrieval_attn.cpu.host_attend import attend_apart
+from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index import FlatIndex
@@ -54,7 +54,7 @@ def test_any_sequence_of_operations(
     Breaks if a copy between segments loses the step behind a row, or a row's width is taken for its dim.
     """
     rng = np.random.default_rng(0)
-    made = HostPath(HEADS, DIM, VALUE_DIM, INT8, index=IndexSpec.of("flat", {"codes": codes}), reserve_tokens=6)
+    made = HostPath(HEADS, DIM, VALUE_DIM, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(6)
     paths = [(made, Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
@@ -140,7 +140,7 @@ def test_attention_is_within_half_a_step(n: int, dim: int, value_dim: int, kind:
         keys += (np.arange(dim) % 5 == 0) * np.float32(8)
     stored = from_float32(keys, INT8), from_float32(values, INT8)
     ids = np.tile(rng.permutation(n).astype(np.int32), (1, 4, 1))
-    path = HostPath(1, dim, value_dim, INT8, reserve_tokens=n)
+    path = HostPath(1, dim, value_dim, INT8).reserve(n)
     path.append(*stored)
     bounds = error_bounds(queries[0], keys[0], values[0], scale)
     plain = to_float32(stored[0], INT8)[0].astype(np.float64), to_float32(stored[1], INT8)[0].astype(np.float64)
@@ -148,8 +148,8 @@ def test_attention_is_within_half_a_step(n: int, dim: int, value_dim: int, kind:
     exact = attention(queries[0].astype(np.float64), keys[0], values[0], every, scale)
     held = attention(queries[0].astype(np.float64), *plain, every, scale)
     rounding = 64 * EPS * (1 + np.abs(scale * queries[0].astype(np.float64) @ plain[0].T).max())
-    found = path.attend(queries, 0, n, None, scale=scale)
-    best = path.attend(queries, 0, n, n, scale=scale)
+    found = attend_path(path, queries, 0, n, None, scale=scale)
+    best = attend_path(path, queries, 0, n, n, scale=scale)
     for out, lse in (
         attend_range_heads(queries, *stored, 0, n, INT8, scale),
         attend_ids_heads(queries, strided(stored[0]), strided(stored[1]), ids, INT8, scale),
@@ -178,8 +178,7 @@ def test_stored_keys_are_their_own_codes() -> None:
     n = 18_000
     keys, values, _, asked = layer(n)
     paths = [
-        HostPath(2, 64, 64, INT8, index=IndexSpec.of("flat", {"codes": codes}), reserve_tokens=n)
-        for codes in ("none", "int8")
+        HostPath(2, 64, 64, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(n) for codes in ("none", "int8")
     ]
     for path in paths:
         path.append(keys[:, :15_000], values[:, :15_000])
@@ -187,7 +186,7 @@ def test_stored_keys_are_their_own_codes() -> None:
         path.append(keys[:, 15_000:], values[:, 15_000:])
     assert held_bytes(paths[1:]) == 2 * n * (68 + 68) and paths[1].index_nbytes == 0
     for stop in (9000, 15_000, 16_000, n):
-        exact, coded = (path.attend(asked, 4, stop, 50, scale=0.125) for path in paths)
+        exact, coded = (attend_path(path, asked, 4, stop, 50, scale=0.125) for path in paths)
         apart = attend_apart(paths[1], asked, 4, stop, 50, 0.125, None, None)
         np.testing.assert_allclose(coded.lse, exact.lse, atol=2e-4)  # one key of 50 may be another
         np.testing.assert_allclose(coded.lse, apart.lse, atol=2e-6)
@@ -200,14 +199,14 @@ def test_a_graph_over_int8_keys() -> None:
     """Its search in a step equals its own search, and finds what a scan of the stored keys finds."""
     n = 9000
     keys, values, train, asked = layer(n)
-    path = HostPath(2, 64, 64, INT8, index=IndexSpec.of("roargraph"), reserve_tokens=n)
+    path = HostPath(2, 64, 64, INT8, index=IndexSpec.of("roargraph")).reserve(n)
     path.append(keys, values)
     path.build_index(4, n - 500, train)
-    scan = HostPath(2, 64, 64, INT8, reserve_tokens=n)
+    scan = HostPath(2, 64, 64, INT8).reserve(n)
     scan.append(keys, values)
-    found, exact = (one.attend(asked, 4, n, 50, scale=0.125) for one in (path, scan))
+    found, exact = (attend_path(one, asked, 4, n, 50, scale=0.125) for one in (path, scan))
     apart = attend_apart(path, asked, 4, n - 500, 50, 0.125, None, None)
-    step = path.attend(asked, 4, n - 500, 50, scale=0.125)
+    step = attend_path(path, asked, 4, n - 500, 50, scale=0.125)
     np.testing.assert_allclose(step.out, apart.out, atol=2e-6)
     assert found.keys_scanned < exact.keys_scanned / 2
     assert np.exp(found.lse - exact.lse).mean() > 0.9 and (found.lse <= exact.lse + 1e-5).all()
@@ -226,10 +225,10 @@ def test_numbers_that_are_not_finite() -> None:
     index = FlatIndex.build(stored[0], INT8, None)
     queries = rng.standard_normal((1, 2, 16), dtype=np.float32)
     assert not {7, 90} & set(index.search(queries[0], 2998).ids.ravel().tolist())
-    path = HostPath(1, 16, 16, INT8, reserve_tokens=3000)
+    path = HostPath(1, 16, 16, INT8).reserve(3000)
     path.append(stored, stored)
-    assert np.isfinite(path.attend(queries, 0, 3000, 50, scale=0.25).out).all()
-    assert np.isnan(path.attend(queries, 0, 3000, None, scale=0.25).out).all()
+    assert np.isfinite(attend_path(path, queries, 0, 3000, 50, scale=0.25).out).all()
+    assert np.isnan(attend_path(path, queries, 0, 3000, None, scale=0.25).out).all()
     with pytest.raises(ShapeError, match="2 with NaN or infinity, the first at id 7"):
         FlatIndex.build(stored[0], INT8, None, codes="int8")
     coded = FlatIndex.build(stored[0, :7], INT8, None, codes="int8")

@@ -58,7 +58,7 @@ def test_results_land_in_the_given_buffers_across_plans(pool: Pool) -> None:
     # two sequences on one path (two positions of one row), then one row each, then longer ranges
     for paths, n, stop in (([shared], 2, 650), ([shared, other], 1, 650), ([shared, other], 1, 690)):
         ranges = [(3, stop)] * len(paths)
-        assert plan_paths(step, paths, ranges, Q_HEADS, n, 20, scale=0.3)
+        assert plan_paths(step, paths, ranges, (Q_HEADS, n), 20, scale=0.3)
         queries = rng.standard_normal((len(paths), Q_HEADS, n, DIM), dtype=np.float32)
         buffers.queries[:] = queries.ravel()
         worker = threading.Thread(target=function, args=(step.address,))
@@ -79,7 +79,7 @@ def test_forgetting_lets_go_of_the_keys(pool: Pool) -> None:
 
     step = LayerStep(pool, Format.FLOAT32, buffers=buffers_for(pool, 1))
     path = path_of(pool, 300, 1)
-    assert plan_paths(step, [path], [(0, 300)], Q_HEADS, 1, 20, scale=0.3)
+    assert plan_paths(step, [path], [(0, 300)], (Q_HEADS, 1), 20, scale=0.3)
     held = weakref.ref(path.segments[0])
     keys = weakref.ref(path.segments[0].keys)
     step.forget()
@@ -92,4 +92,4 @@ def test_buffers_that_are_too_small_are_named(pool: Pool) -> None:
     step = LayerStep(pool, Format.FLOAT32, buffers=buffers_for(pool, 1))
     path = path_of(pool, 300, 1)
     with pytest.raises(ShapeError, match=r"the buffer queries must be 1-D.*room for 192 numbers"):
-        plan_paths(step, [path, path], [(0, 300)] * 2, Q_HEADS, 1, 20, scale=0.3)
+        plan_paths(step, [path, path], [(0, 300)] * 2, (Q_HEADS, 1), 20, scale=0.3)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from retrieval_attn.cpu import attend
 from retrieval_attn.cpu import segment as segment_module
 from retrieval_attn.cpu import store as store_module
-from retrieval_attn.cpu.store import HostPath, held_bytes, prepare
+from retrieval_attn.cpu.host_attend import attend_path, prepare
+from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register
 from retrieval_attn.index.formats import Format, to_float32
@@ -87,7 +88,7 @@ def assert_attend(
     softcap: float | None = None,
 ) -> None:
     """Equal to attention over exactly the best top_k of [start, stop); keys and queries are whole numbers."""
-    got = path.attend(queries, start, stop, top_k, scale=0.25, softcap=softcap)
+    got = attend_path(path, queries, start, stop, top_k, scale=0.25, softcap=softcap)
     q_heads, n, _ = queries.shape
     group = q_heads // keys.shape[0]
     assert got.out.shape == (q_heads, n, values.shape[2]) and got.lse.shape == (q_heads, n)
@@ -142,7 +143,7 @@ def test_any_sequence_of_operations(
     if results of segments are merged in the wrong order, or if positions shift at a segment's border.
     """
     rng = np.random.default_rng(0)
-    paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind), reserve_tokens=6), Model())]
+    paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind)).reserve(6), Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
         length = len(path)
@@ -180,7 +181,7 @@ def test_any_sequence_of_operations(
 def test_a_crop_into_an_earlier_segment_leaves_forks_alone(small_segments: None) -> None:
     """Breaks if a fork freezes the last segment only: the other path crops past it and writes on in a shared one."""
     rng = np.random.default_rng(0)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=6), Model()
+    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(6), Model()
     for count in (6, 1):
         new = tokens(rng, count)
         path.append(*new)
@@ -199,7 +200,7 @@ def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
     keys = whole_numbers(rng, (2, 5000, 64))
     values = normal(rng, (2, 5000, 64), fmt)
     stored = keys if fmt is F32 else (keys.view(np.uint32) >> 16).astype(np.uint16)
-    path = HostPath(2, 64, 64, fmt, reserve_tokens=4100)
+    path = HostPath(2, 64, 64, fmt).reserve(4100)
     path.append(stored[:, :3000], values[:, :3000])
     path.build_index(4, 2900)
     path.append(stored[:, 3000:], values[:, 3000:])
@@ -217,7 +218,7 @@ def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
 def test_forks_hold_memory_once() -> None:
     """A second continuation of 2,000 tokens costs its own tokens only; reads are views."""
     rng = np.random.default_rng(2)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=3000)
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(3000)
     path.append(*tokens(rng, 2000))
     token_bytes = HEADS * (DIM + VALUE_DIM) * 4
     forks = [path.fork() for _ in range(3)]
@@ -293,14 +294,14 @@ def test_crop_of_a_fork_leaves_the_other_alone() -> None:
 def test_nan_is_not_lost_between_segments(small_segments: None) -> None:
     """With room for all keys a NaN key takes part, as in full attention: it must not rank below padding."""
     rng = np.random.default_rng(13)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=20)
+    path = HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(20)
     keys, values = tokens(rng, 40)
     keys[0, 5] = np.nan
     path.append(keys[:, :20], values[:, :20])
     path.append(keys[:, 20:], values[:, 20:])
     assert len(path.segments) == 2
     for top_k in (40, 100, None):
-        got = path.attend(np.ones((2, 1, DIM), np.float32), 0, 40, top_k, scale=1.0)
+        got = attend_path(path, np.ones((2, 1, DIM), np.float32), 0, 40, top_k, scale=1.0)
         assert np.isnan(got.out[0]).all() and np.isnan(got.lse[0]).all()
         assert np.isfinite(got.out[1]).all() and np.isfinite(got.lse[1]).all()
 
@@ -341,13 +342,13 @@ def test_thread_count_is_used_and_restored() -> None:
     before = numba.get_num_threads()
     queries = rng.standard_normal((4, 2, DIM), dtype=np.float32)
     for top_k in (7, None):
-        one = path.attend(queries, 0, 3000, top_k, scale=1.0)
-        most = path.attend(queries, 0, 3000, top_k, scale=1.0, threads=before)
+        one = attend_path(path, queries, 0, 3000, top_k, scale=1.0)
+        most = attend_path(path, queries, 0, 3000, top_k, scale=1.0, threads=before)
         np.testing.assert_array_equal(one.out, most.out)
         np.testing.assert_array_equal(one.lse, most.lse)
         assert numba.get_num_threads() == before
     with pytest.raises(ConfigError, match="threads=0"):
-        path.attend(queries, 0, 3000, 7, scale=1.0, threads=0)
+        attend_path(path, queries, 0, 3000, 7, scale=1.0, threads=0)
     assert numba.get_num_threads() == before
 
 
@@ -358,7 +359,7 @@ def test_prepare_compiles_what_attend_runs() -> None:
     path = HostPath(HEADS, DIM, VALUE_DIM, F32)
     path.append(*tokens(np.random.default_rng(10), 100))
     for top_k in (3, None):
-        path.attend(np.ones((4, 1, DIM), np.float32), 0, 90, top_k, scale=1.0)
+        attend_path(path, np.ones((4, 1, DIM), np.float32), 0, 90, top_k, scale=1.0)
     assert (task_address.cache_info().misses, len(attend._attend_range_heads.overloads)) == before
     assert min(before) > 0
     with pytest.raises(ConfigError, match="'flatt'"):
@@ -374,11 +375,11 @@ def test_empty_paths_and_ranges() -> None:
     path.append(keys, values)
     assert len(path) == 0 and path.nbytes == path.index_nbytes == 0 and path.segments == ()
     for top_k in (5, None):
-        got = path.attend(queries, 0, 0, top_k, scale=1.0)
+        got = attend_path(path, queries, 0, 0, top_k, scale=1.0)
         assert (got.out == 0).all() and got.out.shape == (4, 3, VALUE_DIM) and np.isneginf(got.lse).all()
         assert (got.keys_scanned, got.bytes_read) == (0, 0)
     path.append(*tokens(np.random.default_rng(7), 10))
-    assert path.attend(queries[:, :0], 0, 10, 5, scale=1.0).out.shape == (4, 0, VALUE_DIM)
+    assert attend_path(path, queries[:, :0], 0, 10, 5, scale=1.0).out.shape == (4, 0, VALUE_DIM)
     path.truncate(0)
     assert len(path) == 0 and path.fork().fork().segments == ()
 
@@ -388,10 +389,10 @@ def test_costs_are_counted() -> None:
     path = HostPath(HEADS, DIM, VALUE_DIM, F32)
     path.append(*tokens(np.random.default_rng(8), 500))
     queries = np.ones((6, 1, DIM), np.float32)
-    got = path.attend(queries, 0, 400, 10, scale=1.0)
+    got = attend_path(path, queries, 0, 400, 10, scale=1.0)
     assert got.keys_scanned == 6 * 400
     assert got.bytes_read == HEADS * 400 * DIM * 4 + 6 * 10 * VALUE_DIM * 4
-    got = path.attend(queries, 100, 500, None, scale=1.0)
+    got = attend_path(path, queries, 100, 500, None, scale=1.0)
     assert (got.keys_scanned, got.bytes_read) == (6 * 400, HEADS * 400 * (DIM + VALUE_DIM) * 4)
     assert path.index_seconds == 0
     path.build_index(0, 400, np.ones((6, 3, DIM), np.float32))
@@ -441,15 +442,15 @@ def test_bad_input_is_named() -> None:
     wrong: list[Any] = [queries[:3], queries[..., :4], queries[0], queries.astype(np.float16), queries[:0]]
     for bad in wrong:
         with pytest.raises(ShapeError):
-            path.attend(bad, 0, 6, 2, scale=1.0)
+            attend_path(path, bad, 0, 6, 2, scale=1.0)
     for top_k in (0, -1, 0.5, True):
         with pytest.raises(ConfigError, match="top_k"):
-            path.attend(queries, 0, 6, top_k, scale=1.0)  # type: ignore[arg-type]
+            attend_path(path, queries, 0, 6, top_k, scale=1.0)  # type: ignore[arg-type]
     for scale, softcap in ((np.nan, None), (1.0, 0.0)):
         with pytest.raises(ConfigError, match="scale|softcap"):
-            path.attend(queries, 0, 6, 2, scale=scale, softcap=softcap)
+            attend_path(path, queries, 0, 6, 2, scale=scale, softcap=softcap)
     for start, stop in ((-1, 3), (4, 3), (0, 7)):
-        for call in (path.read, path.build_index, lambda a, b: path.attend(queries, a, b, 2, scale=1.0)):
+        for call in (path.read, path.build_index, lambda a, b: attend_path(path, queries, a, b, 2, scale=1.0)):
             with pytest.raises(ConfigError, match="within 0 .. 6"):
                 call(start, stop)
     for length in (-1, 7):
@@ -463,12 +464,12 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigError, match="no option m"):
         HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flat", {"m": 3}))
     with pytest.raises(ConfigError, match="reserve_tokens=-1"):
-        HostPath(HEADS, DIM, VALUE_DIM, F32, reserve_tokens=-1)
+        HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(-1)
 
 
 def test_memory_that_cannot_be_had_is_named() -> None:
     """A clear error before anything is written; the path stays usable."""
-    path = HostPath(HEADS, 2**20, VALUE_DIM, F32, reserve_tokens=2**31 - 1)
+    path = HostPath(HEADS, 2**20, VALUE_DIM, F32).reserve(2**31 - 1)
     keys, values = np.zeros((HEADS, 1, 2**20), np.float32), np.zeros((HEADS, 1, VALUE_DIM), np.float32)
     with pytest.raises(MemoryPlanError, match="cannot be had"):
         path.append(keys, values)

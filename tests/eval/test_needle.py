@@ -399,6 +399,11 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
         def search_heads(cls, indexes: Any, queries: Any, k: int, *, limit: int | None = None) -> SearchResult:
             return FlatIndex.search_heads(indexes, -queries, k, limit=limit)
 
+        exact = False
+
+        def compiled_search(self, request: Any) -> Any:
+            """None: `search_heads` answers."""
+
     monkeypatch.setitem(spec._kinds, "backwards", Backwards)
     folder = tmp_path / "run"
     flags = ["--lengths", "2k", "--depths", "33,66", "--methods", "retrieval", "--index", "backwards"]

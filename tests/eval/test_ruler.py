@@ -20,9 +20,9 @@ from retrieval_attn.eval.prompts import PromptFormat, Prompts
 from retrieval_attn.eval.ruler import RulerSuite, command
 from retrieval_attn.eval.ruler.lexicon import Lexicon, pseudo_words
 from retrieval_attn.eval.ruler.specs import SPECS, TASKS
-from retrieval_attn.eval.ruler.tokens import TokenCounter
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.text.haystack import shipped_prose
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 ESSAY = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 

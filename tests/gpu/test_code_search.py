@@ -124,7 +124,7 @@ def test_the_best_are_named(device: str, dim: int, key_bytes: int, dtype: torch.
 
 
 def test_rows_without_codes_and_places(device: str) -> None:
-    """Nothing is named where nothing is aimed at; results go where they are wanted."""
+    """Nothing is named where no codes are bound; results go where `places` says."""
     search, codes = search_of(device, [600, 600, 600], group=2, dim=16, key_bytes=16, wanted=10)
     search.bind([(codes[0], 600), None, (codes[2], 500)])
     query = torch.randn(3, 2, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)

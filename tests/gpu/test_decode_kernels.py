@@ -233,7 +233,7 @@ def test_staged_queries_lie_where_the_host_wants_them(device: str, dtype: torch.
 def test_splits_follow_the_device() -> None:
     """Enough programs for the processors, no split without a block of keys, at least one."""
     assert split_count(1, 8, 768, 132) == 12
-    assert split_count(1, 8, 100_000, 132) == decode_kernels.MOST_SPLITS
+    assert split_count(1, 8, 100_000, 132) == decode_kernels.MAX_SPLITS
     assert split_count(64, 8, 768, 132) == 1
     assert split_count(1, 1, 1, 132) == 1
 

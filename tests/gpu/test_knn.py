@@ -52,7 +52,7 @@ def test_blocks_change_nothing(device: str, memory: int, monkeypatch: pytest.Mon
     queries, keys = whole_numbers(3, 2, 9, 5), whole_numbers(4, 1, 700, 5)
     expected = sorted_lists(queries, keys, 20)
     for most in (1 << 18, 300, 64):
-        monkeypatch.setattr(knn, "MOST_KEYS", most)
+        monkeypatch.setattr(knn, "MAX_KEYS", most)
         got = nearest_keys(queries.to(device), keys.to(device, torch.bfloat16), 20, memory=memory)
         np.testing.assert_array_equal(got.cpu().numpy(), expected)
 
@@ -126,11 +126,11 @@ def test_memory_is_bounded(n: int, kk: int) -> None:
     keys = torch.randn(2, n, 128, device="cuda").bfloat16()
     queries = torch.randn(4, 700, 128, device="cuda")
     nearest_keys(queries[:, :8], keys, kk)  # workspaces
-    memory = max(64 << 20, scratch_bytes(16, min(n, knn.MOST_KEYS), kk))
+    memory = max(64 << 20, scratch_bytes(16, min(n, knn.MAX_KEYS), kk))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     lists = nearest_keys(queries, keys, kk, memory=memory)
     torch.cuda.synchronize()
-    padded = 128 * 2 * min(n, knn.MOST_KEYS)
+    padded = 128 * 2 * min(n, knn.MAX_KEYS)
     assert torch.cuda.max_memory_allocated() - before - lists.nbytes <= memory + padded + (2 << 20)

@@ -25,7 +25,7 @@ from numba import carray, cfunc, njit
 
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
-from retrieval_attn.cpu.host_attend import attend_apart
+from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.eval.flags import parse_lengths
@@ -285,7 +285,7 @@ def _apart(path: HostPath, tokens: int, retrieve: int) -> Callable[[npt.NDArray[
 
 
 def _in_step(path: HostPath, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
-    return lambda queries: path.attend(queries, 4, tokens, retrieve, scale=SCALE)
+    return lambda queries: attend_path(path, queries, 4, tokens, retrieve, scale=SCALE)
 
 
 def measure_steps(
@@ -302,15 +302,14 @@ def measure_steps(
                 args.head_dim,
                 fmt,
                 index=IndexSpec.of("flat", {"codes": "int8"}) if kind == "flat-int8" else IndexSpec.of(kind),
-                reserve_tokens=tokens,
                 pool=pool,
-            )
+            ).reserve(tokens)
             path.append(keys, values)
             path.build_index(4, tokens, train)
             shape = {"tokens": tokens, "format": fmt.value, "kind": kind, "build s": round(path.index_seconds, 2)}
             shape["GB"] = round((path.nbytes + path.index_nbytes) / 1e9, 3)
             first = np.ascontiguousarray(asked[:, :1])
-            lses[kind] = path.attend(first, 4, tokens, args.retrieve, scale=SCALE).lse
+            lses[kind] = attend_path(path, first, 4, tokens, args.retrieve, scale=SCALE).lse
             if "flat" in lses:  # without the exact one there is nothing to compare with
                 shape["mass of the exact top k"] = round(float(np.exp(lses[kind] - lses["flat"]).mean()), 4)
             before = _median_step(args, _apart(path, tokens, args.retrieve), asked)
@@ -319,7 +318,7 @@ def measure_steps(
         for count in threads:
             # a pool of its own: another one's spinning threads would be in the way
             with Pool(count, spin_microseconds=args.spin) as pool:
-                path._pool = pool
+                path.pool = pool
                 step = _median_step(args, _in_step(path, tokens, args.retrieve), asked)
             base = step["cold ms"] if base is None else base
             rows.append(

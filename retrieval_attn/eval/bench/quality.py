@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from retrieval_attn import RetrievalCache
+from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import HostPath
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.eval.bench.method import Retrieval, forward_logits
@@ -99,7 +100,7 @@ def _judge_layer(
         own_ids, scores = _search(path, asked, span, k)
         ids.append(own_ids)
         scanned += scores
-        outs.append(path.attend(asked, start, stop, k, scale=scale).out.copy())
+        outs.append(attend_path(path, asked, start, stop, k, scale=scale).out.copy())
     found.scanned.append(scanned / (q_heads * steps * (stop - start)))
     chosen_ids, out = np.concatenate(ids, axis=1), np.concatenate(outs, axis=1)
     stored_keys, stored_values = path.read(0, tokens)

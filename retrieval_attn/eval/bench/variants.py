@@ -116,14 +116,16 @@ DEFAULT = ("flat", "flat-int8", "ivf", "hnsw", "hnswlib", "roargraph", "sketch-2
 def choose(text: str) -> tuple[list[Variant], list[str]]:
     """Variants named in a comma list ("all": the default ones), and lines about those that cannot be measured.
 
-    Raises ConfigError for a name that does not exist, or if nothing is left.
+    Any other registered kind is a variant of its name, with its default options. Raises ConfigError for a name
+    that does not exist, or if nothing is left.
     """
     names = list(DEFAULT) if text == "all" else [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in VARIANTS]
+    known = {**{kind: Variant(kind, kind) for kind in available()}, **VARIANTS}
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--kinds {', '.join(unknown)} not known; use all or some of {', '.join(VARIANTS)}")
-    reasons = {name: VARIANTS[name].missing() for name in dict.fromkeys(names)}
-    left = [VARIANTS[name] for name, reason in reasons.items() if reason is None]
+        raise ConfigError(f"--kinds {', '.join(unknown)} not known; use all or some of {', '.join(known)}")
+    reasons = {name: known[name].missing() for name in dict.fromkeys(names)}
+    left = [known[name] for name, reason in reasons.items() if reason is None]
     if not left:
         raise ConfigError(f"--kinds {text}: none can be measured here; registered: {', '.join(available())}")
     return left, [f"{name} left out: {reason}" for name, reason in reasons.items() if reason is not None]

@@ -7,7 +7,7 @@ tokenized as a whole and shrunk until it fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,36 +17,12 @@ from retrieval_attn.eval.infinitebench.drafts import DRAFTS, Draft
 from retrieval_attn.eval.infinitebench.functions import LAYERS, OPENING, functions_of
 from retrieval_attn.eval.infinitebench.profiles import Pieces
 from retrieval_attn.eval.infinitebench.record import Record
+from retrieval_attn.eval.text.tokens import TokenCounter
 
-__all__ = ["Counter", "Filler"]
+__all__ = ["Filler"]
 
 _PORTION = 64
 _TRIES = 12
-
-
-class Counter:
-    """Tokens of texts, without special tokens; counts of short units are remembered."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[tuple[str, str], int] = {}
-
-    def count(self, text: str) -> int:
-        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else 0
-
-    def inside(self, units: Sequence[str], anchor: str, remember: bool = True) -> list[int]:
-        """Tokens that each unit adds behind `anchor`."""
-        known = self._known if remember else {}
-        missing = list(dict.fromkeys(unit for unit in units if (anchor, unit) not in known))
-        if missing:
-            base = self.count(anchor)
-            texts = [anchor + unit for unit in missing]
-            encoded = self._tokenizer(
-                texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )
-            for unit, ids in zip(missing, encoded["input_ids"], strict=True):
-                known[anchor, unit] = len(ids) - base
-        return [known[anchor, unit] for unit in units]
 
 
 class Filler:
@@ -57,7 +33,7 @@ class Filler:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.counter = tokenizer, Counter(tokenizer)
+        self.tokenizer, self.counter = tokenizer, TokenCounter(tokenizer)
         self._adds_up: dict[tuple[str, int], bool] = {}
 
     def make(
@@ -93,7 +69,7 @@ class Filler:
         return self._shrink(task, draft.record, around, pieces, room, draft.least)
 
     def _costs(self, draft: Draft, count: int) -> list[int]:
-        return self.counter.inside(draft.units(count), draft.anchor, remember=not draft.distinct)
+        return self.counter.inside(draft.units(count), draft.anchor, keep=not draft.distinct)
 
     def _enough(self, draft: Draft, room: int) -> list[int]:
         """Costs of so many units that together they pass `room`; none if units melt into one another."""
@@ -104,7 +80,7 @@ class Filler:
         while (have := sum(costs)) <= room:
             more = int((room - have) * 1.01 / max(have / count, 0.1)) + _PORTION
             units = draft.units(count + more)[count:]
-            costs += self.counter.inside(units, draft.anchor, remember=not draft.distinct)
+            costs += self.counter.inside(units, draft.anchor, keep=not draft.distinct)
             count += more
         return costs
 

@@ -10,7 +10,7 @@ from retrieval_attn.eval.ruler import specs
 from retrieval_attn.eval.ruler.fit import Draft
 from retrieval_attn.eval.ruler.needles import cut_line
 from retrieval_attn.eval.ruler.specs import TaskSpec
-from retrieval_attn.eval.ruler.tokens import TokenCounter
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 __all__ = ["Chains", "Example"]
 

@@ -11,7 +11,7 @@ from retrieval_attn.eval.ruler import specs
 from retrieval_attn.eval.ruler.fit import Draft
 from retrieval_attn.eval.ruler.needles import cut_line
 from retrieval_attn.eval.ruler.qa_files import QuestionSource
-from retrieval_attn.eval.ruler.tokens import TokenCounter
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 __all__ = ["Documents"]
 

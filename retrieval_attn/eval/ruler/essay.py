@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval_attn.eval.ruler.tokens import TokenCounter
 from retrieval_attn.eval.text.haystack import sentence_ends
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 __all__ = ["Essay", "EssaySource"]
 

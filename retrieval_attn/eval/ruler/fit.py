@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.eval.ruler.tokens import TokenCounter
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 __all__ = ["LEAST_FILL", "Draft", "Fitted", "fit"]
 

@@ -13,7 +13,7 @@ from retrieval_attn.eval.ruler import specs
 from retrieval_attn.eval.ruler.fit import Draft
 from retrieval_attn.eval.ruler.lexicon import Lexicon
 from retrieval_attn.eval.ruler.specs import TaskSpec
-from retrieval_attn.eval.ruler.tokens import TokenCounter
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 __all__ = ["CodedText", "CommonWords", "Vocabulary"]
 

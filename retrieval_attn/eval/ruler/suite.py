@@ -22,8 +22,8 @@ from retrieval_attn.eval.ruler.needles import make_needles
 from retrieval_attn.eval.ruler.qa_files import QuestionSource, read_hotpotqa, read_squad
 from retrieval_attn.eval.ruler.qa_synth import SyntheticSource
 from retrieval_attn.eval.ruler.specs import QA_SYNTHETIC, SPECS, TASKS, TaskSpec, spec_of
-from retrieval_attn.eval.ruler.tokens import TokenCounter
 from retrieval_attn.eval.suite.sample import Row
+from retrieval_attn.eval.text.tokens import TokenCounter
 
 __all__ = ["GENERATOR", "RulerSuite"]
 

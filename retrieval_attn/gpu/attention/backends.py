@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -86,14 +86,14 @@ def _no_nvidia(device: torch.device, since: int) -> str | None:
 
 
 @cache
-def _function(module: str, name: str) -> tuple[Callable[..., Any] | None, str]:
-    """A function of an optional package, or None and why it is not to be had."""
+def _function(module: str, name: str) -> Callable[..., Any] | str:
+    """A function of an optional package, or why it cannot be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a package's own deprecations are not this caller's
-            return getattr(importlib.import_module(module), name), ""
-    except Exception as error:  # whatever a broken installation raises; told to whoever asks for the backend
-        return None, f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
+            return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+    except Exception as error:  # whatever a broken installation raises: it is the reason that users read
+        return f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _half_refusal(call: Call) -> str | None:
@@ -129,9 +129,9 @@ FLASH_ATTN_SINCE = (2, 6)  # soft-cap, and an lse that is not padded
 def _missing_flash_attn(device: torch.device) -> str | None:
     if reason := _no_nvidia(device, 8):
         return reason
-    function, reason = _function("flash_attn", "flash_attn_func")
-    if function is None:
-        return f"package flash-attn: {reason}"
+    function = _function("flash_attn", "flash_attn_func")
+    if isinstance(function, str):
+        return f"package flash-attn: {function}"
     version = importlib.import_module("flash_attn").__version__
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < FLASH_ATTN_SINCE:
         return f"package flash-attn {version} is too old, needs {'.'.join(map(str, FLASH_ATTN_SINCE))}"
@@ -139,8 +139,7 @@ def _missing_flash_attn(device: torch.device) -> str | None:
 
 
 def _run_flash_attn(call: Call) -> Partial:
-    function, _ = _function("flash_attn", "flash_attn_func")
-    assert function is not None
+    function: Any = _function("flash_attn", "flash_attn_func")
     out, lse, _ = function(
         *call.token_major(),
         softmax_scale=call.scale,
@@ -157,13 +156,12 @@ def _run_flash_attn(call: Call) -> Partial:
 def _missing_flash_attn_4(device: torch.device) -> str | None:
     if reason := _no_nvidia(device, 9):
         return reason
-    function, reason = _function("flash_attn.cute", "flash_attn_func")
-    return f"package flash-attn-4: {reason}" if function is None else None
+    function = _function("flash_attn.cute", "flash_attn_func")
+    return f"package flash-attn-4: {function}" if isinstance(function, str) else None
 
 
 def _run_flash_attn_4(call: Call) -> Partial:
-    function, _ = _function("flash_attn.cute", "flash_attn_func")
-    assert function is not None
+    function: Any = _function("flash_attn.cute", "flash_attn_func")
     with torch.cuda.device(call.query.device):  # compiled for, and launched on, the current device
         out, lse = function(
             *call.token_major(),
@@ -353,4 +351,4 @@ BACKENDS = {
         Backend("math", lambda device: None, _refuse_math, _run_math),
     )
 }
-"""By name, in the order in which they are asked: the best proven first."""
+"""By name, in the order of preference: the best proven first."""

@@ -1,8 +1,8 @@
 """Exact attention over keys that are in device memory, by the first backend that can serve the call.
 
-One signature for all: (query, key, value) -> Partial, natural-log lse, float32. The backends stand in
-backends.py in the order in which they are asked; each says why it is missing or cannot serve a call,
-and the choice is logged once per device, dtype, head size and list of reasons.
+One signature for all: (query, key, value) -> Partial, natural-log lse, float32. `backends.py` lists them in
+the order of preference; each says why it is missing or cannot serve a call, and the choice is logged once per device,
+dtype, head size and list of reasons.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 logger = logging.getLogger(__name__)
 
 CUDNN_QUERIES = 1024
-"""From so many queries cuDNN is asked first: a plan for each shape is made once, and costs milliseconds."""
+"""From so many queries on cuDNN comes first: a plan for each shape is made once, and costs milliseconds."""
 
 
 def attend(
@@ -109,7 +109,7 @@ def _choose(call: Call, names: Sequence[str] | dict[str, Backend]) -> Backend:
 
 
 def _ordered(call: Call, names: Sequence[str] | dict[str, Backend]) -> list[str]:
-    """The names as they are asked: cuDNN first where many queries are served on a device that it is far faster on."""
+    """The names in order of preference: cuDNN first for many queries on a device where it is far faster."""
     ordered = list(names)
     if "torch-cudnn" in ordered and names is BACKENDS and call.queries >= CUDNN_QUERIES and prefers_cudnn(call):
         ordered.remove("torch-cudnn")

@@ -177,6 +177,7 @@ class _Recorder(TorchDispatchMode):
         inputs = {_memory(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         outputs = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
         fresh = [item for item in outputs if _memory(item) not in inputs]
+        # what returns only views of its inputs, and writes nothing, has nothing to do again
         if fresh or function._schema.is_mutable:
             self.nodes.append(_Node(function, args, kwargs, [_memory(item) not in inputs for item in outputs], outputs))
         return result  # a view of an input: it shows what a replay writes there

@@ -140,6 +140,8 @@ class HostNodeExchange:
 
     def begin(self, call: HostCall) -> torch.cuda.Event:
         """See `Runtime`."""
+        # a host node holds up its stream: on a side stream, what follows in the main one runs beside the host's search.
+        # A capture takes the side stream in by the first event, and must be joined by the second.
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
@@ -191,7 +193,7 @@ def first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Garbage that is freed may call CUDA, which breaks a capture, or waits for a device that waits for us."""
-    enabled = gc.isenabled()
+    enabled = gc.isenabled()  # restore what was there: a caller may have turned it off itself
     gc.disable()
     try:
         yield

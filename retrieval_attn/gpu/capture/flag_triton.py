@@ -1,6 +1,8 @@
-"""Two Triton kernels by which a graph asks the host and waits for its answer. Imported only where there is Triton.
+"""Two Triton kernels: a graph asks the host, and waits for its answer. Imported only where there is Triton.
 
-A replay's number is its flag: nothing has to be reset, and a flag that an earlier replay left is no flag of this one.
+A replay's number is its flag: nothing has to be reset between replays, which would race with whoever is late, and a
+flag that an earlier replay left is no flag of this one. Each kernel is one warp of one program: what waits leaves the
+multiprocessors to the work that runs beside the host's search.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,6 +18,8 @@ from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT
 
 @triton.jit
 def _ask_kernel(request, head):
+    # release, for the whole system: the host must not see the number before the queries that kernels before this one
+    # wrote to its memory. A plain store promises no order across the bus.
     tl.atomic_xchg(request, tl.load(head).to(tl.int64), sem="release", scope="sys")
 
 
@@ -25,11 +29,15 @@ def _wait_kernel(line, head, report, SHIFT: tl.constexpr):
     failed = tl.load(head + 1)
     polls = tl.load(head + 2)
     number = tl.load(line + 1).to(tl.int64)
+    # volatile: else the compiler loads once, before the loop. No acquire: only later kernels read the results, and the
+    # stream that writes this word has copied them before.
     seen = tl.load(line, volatile=True)
     count = tl.where(failed == generation, polls, 0)  # one that gave up is enough: the others look once
     while (seen != generation) & (count < polls):
         seen = tl.load(line, volatile=True)
         count += 1
+    # the step goes on with what lies there, for a kernel that never ended would take the device with it; the host reads
+    # the report and drops the token
     late = seen != generation
     tl.store(head + 1, generation, mask=late)
     tl.store(report, generation.to(tl.int64) * SHIFT + number, mask=late & (failed != generation))

@@ -128,6 +128,7 @@ class PollingExchange:
         self._functions = Functions(*[driver.address(name) for name in names])
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # there is a context
+            # not one of PyTorch's: those are shared, and an answer behind other work of the stream would come late
             self._answers_by = driver.new_stream()
             self._load_kernels()
 
@@ -161,7 +162,7 @@ class PollingExchange:
 
     def begin(self, call: HostCall) -> None:
         """See `Runtime`. Nothing is captured: the call is over when this returns."""
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()  # the queries have arrived in the host's memory
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
         call.results.device.copy_(call.results.host)
 
@@ -182,6 +183,7 @@ class PollingCalls:
         self.calls: list[HostCall] = []
         self._host = page_locked((MAX_CALLS + 1) * HOST_LINE, torch.int64)  # the report, then requests
         words = torch.zeros(MAX_CALLS + 1, DEVICE_LINE, dtype=torch.int32)  # see flag_triton: the head, then lines
+        # where kernels poll: in the device's memory, a line for each call, so that no poll slows another call's answer
         words[0, 2] = exchange.polls
         words[1:, 1] = torch.arange(MAX_CALLS)
         self._device = words.to(exchange.device)
@@ -277,8 +279,7 @@ def probe(runtime: Prober, device: torch.device) -> None:
     def double(argument: int) -> None:
         given[:] = 2 * taken
 
-    address = ctypes.cast(double, ctypes.c_void_p).value
-    assert address is not None
+    address = ctypes.cast(double, ctypes.c_void_p).value or 0
     call = HostCall(queries, results, address, 0, "the probe")
     numbers = torch.arange(count, dtype=torch.float32, device=device)
     out = torch.zeros_like(numbers)

@@ -100,6 +100,7 @@ class CudaRuntime:
 
     def _try_polling(self, server_of: ServerOf) -> None:
         exchange = PollingExchange(self._device, server_of)
+        # a device where this hangs must not cost every start the whole wait
         patience = exchange.polls, exchange.limit_seconds
         exchange.polls, exchange.limit_seconds = patience[0] // 8, patience[1] / 8
         self._use(exchange)
@@ -133,7 +134,7 @@ class CudaRuntime:
     def capture(self, record: Callable[[], None]) -> Replay:
         with self._lock:
             calls, graph = self.exchange.open(), torch.cuda.CUDAGraph()
-            gc.collect()
+            gc.collect()  # now, with the memory that garbage holds: a capture forbids to free it
             self.synchronize()
             self._calls = calls
             try:
@@ -194,6 +195,7 @@ class CudaRuntime:
 
     @contextlib.contextmanager
     def _on_main(self) -> Iterator[None]:
+        # the legacy default stream cannot be captured; both waits keep the caller's order of work
         outer, main = torch.cuda.current_stream(self._device), self._main
         main.wait_stream(outer)
         with torch.cuda.device(self._device), torch.cuda.stream(main):

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
 """Keys that one program reads at a time."""
-MOST_SPLITS = 32
+MAX_SPLITS = 32
+"""Parts that the keys of a window are cut into at most: the merge holds all of a head's in one tile."""
 
 
 class WindowBuffers(NamedTuple):
@@ -59,8 +60,8 @@ class Parts(NamedTuple):
 
 def split_count(batch: int, kv_heads: int, slots: int, processors: int) -> int:
     """Into how many parts the keys are cut, so that about two programs per multiprocessor run."""
-    wanted = -(-2 * processors // max(1, batch * kv_heads))
-    return max(1, min(wanted, -(-slots // BLOCK_TOKENS), MOST_SPLITS))
+    needed = -(-2 * processors // max(1, batch * kv_heads))
+    return max(1, min(needed, -(-slots // BLOCK_TOKENS), MAX_SPLITS))
 
 
 def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:

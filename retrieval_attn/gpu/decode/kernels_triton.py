@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import BLOCK_TOKENS, HostPart, Parts, WindowBuffers
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
 
 
@@ -23,6 +23,8 @@ LEAST_ROWS = 16
 def _stage_kernel(
     query, rows, target, batch_stride, head_stride, q_heads, dim, HAS_ROWS: tl.constexpr, D: tl.constexpr
 ):
+    # float32, in the order in which the host's tasks read: they neither convert nor gather. The target may be mapped
+    # host memory: a program writes one whole row of it, for scattered words would each cross the bus alone
     i = tl.program_id(0)
     at = i.to(tl.int64)
     if HAS_ROWS:
@@ -41,55 +43,28 @@ def _capped(scores, softcap):
 
 @triton.jit
 def _window_kernel(
-    query,
-    new_key,
-    new_value,
-    key,
-    value,
-    valid,
-    span,
-    out,
-    lse,
-    scale,
-    softcap,
-    reach,
-    query_b,
-    query_h,
-    new_key_b,
-    new_key_h,
-    new_value_b,
-    new_value_h,
-    key_b,
-    key_h,
-    key_t,
-    value_b,
-    value_h,
-    value_t,
-    valid_b,
-    kv_heads,
-    group,
-    dim,
-    value_dim,
-    splits,
-    HAS_VALID: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_REACH: tl.constexpr,
-    EXACT: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-):
+    query, new_key, new_value, key, value, valid, span, out, lse, scale, softcap, reach,
+    query_b, query_h, new_key_b, new_key_h, new_value_b, new_value_h,
+    key_b, key_h, key_t, value_b, value_h, value_t, valid_b, kv_heads, group, dim, value_dim, splits,
+    HAS_VALID: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_REACH: tl.constexpr, EXACT: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """One part of the attention of one key-value head's queries; the first part stores the new token as well.
+
+    Strides end in _b (row), _h (head) and _t (token).
+    """
+    # one program for all query heads of a key-value head: each key and value is read once
     entry, split = tl.program_id(0), tl.program_id(1)
     row, head = (entry // kv_heads).to(tl.int64), entry % kv_heads
-    low, high = tl.load(span), tl.load(span + 1)
+    low, high = tl.load(span), tl.load(span + 1)  # from memory: a graph is replayed while the window grows
     member, column, value_column = tl.arange(0, G), tl.arange(0, D), tl.arange(0, V)
     in_group, in_dim, in_value = member < group, column < dim, value_column < value_dim
     at = row * query_b + (head * group + member)[:, None] * query_h + column[None, :]
     queries = tl.load(query + at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
     key_at, value_at = key + row * key_b + head * key_h, value + row * value_b + head * value_h
 
-    # the new token is stored, and attended to, by the first program; nobody reads its slot
+    # The new token is stored, and attended to, by the first program, from registers. Nobody reads its slot: programs of
+    # one launch run in any order, so another one could read it before it is written.
     first = split == 0
     fresh_key = tl.load(new_key + row * new_key_b + head * new_key_h + column, mask=in_dim, other=0.0)
     fresh_value = tl.load(new_value + row * new_value_b + head * new_value_h + value_column, mask=in_value, other=0.0)
@@ -104,6 +79,8 @@ def _window_kernel(
 
     if HAS_REACH:
         low = tl.maximum(low, high + 1 - reach)
+    # The grid was captured with its splits. Shares are whole blocks, so that only the last has a masked one; with fewer
+    # keys than splits some programs get none and write an empty part.
     share = tl.cdiv(tl.cdiv(high - low, splits), N) * N
     begin = low + split * share
     end = tl.minimum(begin + share, high)
@@ -117,6 +94,7 @@ def _window_kernel(
             mask=inside[None, :] & in_dim[:, None],
             other=0.0,
         )
+        # the products of 16-bit numbers are exact in float32; for float32 itself TF32 would keep 10 bits only
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = _capped(scores, softcap)
@@ -134,6 +112,7 @@ def _window_kernel(
         if EXACT:
             mixed = mixed * decay[:, None] + tl.dot(weights, values, input_precision="ieee")
         else:
+            # two terms hold 16 bits of a weight in bfloat16, 22 in float16: one would round away what lse promises
             coarse = weights.to(values.dtype)
             fine = (weights - coarse.to(tl.float32)).to(values.dtype)
             mixed = mixed * decay[:, None] + tl.dot(coarse, values) + tl.dot(fine, values)
@@ -141,6 +120,7 @@ def _window_kernel(
 
     some = total > 0
     mixed = mixed / tl.where(some, total, 1.0)[:, None]
+    # the parts of one query head lie together: a program of the merge reads them as one tile
     place = ((row * kv_heads + head) * group + member) * splits + split
     tl.store(
         out + place[:, None] * value_dim + value_column[None, :], mixed, mask=in_group[:, None] & in_value[None, :]
@@ -150,22 +130,9 @@ def _window_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out,
-    lse,
-    host_out,
-    host_lse,
-    rows,
-    sinks,
-    target,
-    q_heads,
-    splits,
-    value_dim,
-    HAS_HOST: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    S: tl.constexpr,
-    V: tl.constexpr,
-):
+    out, lse, host_out, host_lse, rows, sinks, target, q_heads, splits, value_dim,
+    HAS_HOST: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0)
     at = i.to(tl.int64)
     part, column = tl.arange(0, S), tl.arange(0, V)
@@ -181,7 +148,7 @@ def _merge_kernel(
     if HAS_SINKS:
         sink_score = tl.load(sinks + i % q_heads).to(tl.float32)
         top = tl.maximum(top, sink_score)
-    top = tl.where(top == -float("inf"), 0.0, top)
+    top = tl.where(top == -float("inf"), 0.0, top)  # all parts are empty: the weights below are 0, not NaN
     weights = tl.exp(scores - top)
     total = tl.sum(weights, axis=0)
     tile = tl.load(
@@ -205,16 +172,9 @@ def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
     query = _dense_rows(query)
     batch, q_heads, _, dim = query.shape
     _stage_kernel[(batch * q_heads,)](
-        query,
-        target if rows is None else rows,
-        target,
-        query.stride(0),
-        query.stride(1),
-        q_heads,
-        dim,
-        HAS_ROWS=rows is not None,
-        D=triton.next_power_of_2(dim),
-    )
+        query, target if rows is None else rows, target, query.stride(0), query.stride(1), q_heads, dim,
+        HAS_ROWS=rows is not None, D=triton.next_power_of_2(dim),
+    )  # fmt: skip
 
 
 def window_partials(
@@ -235,41 +195,18 @@ def window_partials(
     out = torch.empty(batch, q_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=query.device)
     valid = None if window.valid is None else window.valid.view(torch.uint8)
+    # where a tensor is absent another one stands for its pointer: HAS_... compiles the loads away
     _window_kernel[(batch * kv_heads, splits)](
-        query,
-        key,
-        value,
-        window.key,
-        window.value,
-        window.span if valid is None else valid,
-        window.span,
-        out,
-        lse,
-        scale,
-        0.0 if softcap is None else softcap,
-        0 if reach is None else reach,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *window.key.stride()[:3],
-        *window.value.stride()[:3],
-        0 if valid is None else valid.stride(0),
-        kv_heads,
-        group,
-        dim,
-        value_dim,
-        splits,
-        HAS_VALID=valid is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_REACH=reach is not None,
-        EXACT=query.dtype == torch.float32,
-        G=max(LEAST_ROWS, triton.next_power_of_2(group)),
-        N=BLOCK_TOKENS,
-        D=max(LEAST_ROWS, triton.next_power_of_2(dim)),
-        V=max(LEAST_ROWS, triton.next_power_of_2(value_dim)),
-        num_warps=4,
-        num_stages=2,
-    )
+        query, key, value, window.key, window.value, window.span if valid is None else valid, window.span, out, lse,
+        scale, 0.0 if softcap is None else softcap, 0 if reach is None else reach,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
+        kv_heads, group, dim, value_dim, splits,
+        HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
+        EXACT=query.dtype == torch.float32, N=BLOCK_TOKENS,
+        G=max(MIN_ROWS, triton.next_power_of_2(group)), D=max(MIN_ROWS, triton.next_power_of_2(dim)),
+        V=max(MIN_ROWS, triton.next_power_of_2(value_dim)), num_warps=4, num_stages=2,
+    )  # fmt: skip
     return Parts(out, lse)
 
 
@@ -279,23 +216,12 @@ def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None,
     target = torch.empty(batch, q_heads, 1, value_dim, dtype=dtype, device=parts.out.device)
     rows = None if host is None else host.rows
     _merge_kernel[(batch * q_heads,)](
-        parts.out,
-        parts.lse,
-        parts.out if host is None else host.out,
-        parts.lse if host is None else host.lse,
-        parts.lse if rows is None else rows,
-        parts.lse if sink_logits is None else sink_logits.contiguous(),
-        target,
-        q_heads,
-        splits,
-        value_dim,
-        HAS_HOST=host is not None,
-        HAS_ROWS=rows is not None,
-        HAS_SINKS=sink_logits is not None,
-        S=triton.next_power_of_2(splits),
-        V=triton.next_power_of_2(value_dim),
-        num_warps=4,
-    )
+        parts.out, parts.lse, parts.out if host is None else host.out, parts.lse if host is None else host.lse,
+        parts.lse if rows is None else rows, parts.lse if sink_logits is None else sink_logits.contiguous(), target,
+        q_heads, splits, value_dim,
+        HAS_HOST=host is not None, HAS_ROWS=rows is not None, HAS_SINKS=sink_logits is not None,
+        S=triton.next_power_of_2(splits), V=triton.next_power_of_2(value_dim), num_warps=4,
+    )  # fmt: skip
     return target
 
 

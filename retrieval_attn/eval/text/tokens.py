@@ -37,9 +37,8 @@ class TokenCounter:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
         self._batch = getattr(backend, "encode_batch_fast", None) or getattr(backend, "encode_batch", None)
-        self._inside: dict[str, int] = {}
+        self._inside: dict[tuple[str, str], int] = {}
         self._known: dict[bytes, int] = {}  # digest of a piece -> its tokens
-        self._anchor = self.counts([_ANCHOR])[0]
 
     def counts(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text on its own."""
@@ -47,13 +46,18 @@ class TokenCounter:
             return self._whole(texts)
         return self._in_pieces(texts)
 
-    def inside(self, pieces: Sequence[str]) -> list[int]:
-        """Tokens that each piece adds behind other text; kept, so ask for pieces that come back."""
-        new = list(dict.fromkeys(piece for piece in pieces if piece not in self._inside))
+    def count(self, text: str) -> int:
+        """Tokens of a text, counted in one piece."""
+        return self._whole([text])[0]
+
+    def inside(self, pieces: Sequence[str], anchor: str = _ANCHOR, *, keep: bool = True) -> list[int]:
+        """Tokens that each piece adds behind `anchor`.  keep: remember them, for pieces that come back."""
+        known = self._inside if keep else {}
+        new = list(dict.fromkeys(piece for piece in pieces if (anchor, piece) not in known))
         if new:
-            counted = self._whole([_ANCHOR + piece for piece in new])
-            self._inside.update((p, n - self._anchor) for p, n in zip(new, counted, strict=True))
-        return [self._inside[piece] for piece in pieces]
+            base, *counted = self._whole([anchor, *(anchor + piece for piece in new)])
+            known.update(((anchor, piece), n - base) for piece, n in zip(new, counted, strict=True))
+        return [known[anchor, piece] for piece in pieces]
 
     def _whole(self, texts: Sequence[str]) -> list[int]:
         if self._batch is None:

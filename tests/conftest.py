@@ -176,7 +176,7 @@ def needle_model_path() -> Path:
 @pytest.fixture
 def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test continues another's graphs, or takes their exchange from its environment."""
-    from retrieval_attn.engine import graph_registry
+    from retrieval_attn.engine.graph import registry as graph_registry
     from retrieval_attn.gpu.capture.exchange import VARIABLE
 
     graph_registry._decoders.clear()
@@ -187,7 +187,7 @@ def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def emulated_graphs(fresh_decoders: None) -> Iterator[None]:
     """Graphs are captured and replayed on the CPU."""
-    from retrieval_attn.engine.graph_emulation import emulated
+    from retrieval_attn.engine.graph.emulation import emulated
 
     with emulated():
         yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from retrieval_attn.offload.staging import Staging
-from retrieval_attn.offload.threads import Crew
+from retrieval_attn.offload.threads import ThreadPool
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -74,7 +74,7 @@ def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, mo
 
 
 def test_a_crew_works_at_once_keeps_order_and_goes_home() -> None:
-    crew = Crew(3, "retrieval_attn-test")
+    crew = ThreadPool(3, "retrieval_attn-test")
     together = threading.Barrier(3)
 
     def work(number: int) -> int:

@@ -13,7 +13,7 @@ from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLe
 import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.decode import PromptState, TokenChoice, forward, run
-from retrieval_attn.engine.graph_launch import Launcher
+from retrieval_attn.engine.graph.launch import Launcher
 from retrieval_attn.errors import BackendError
 from tests.graph_cases import CONFIG, PROMPT, ROARGRAPH, enabled, greedily
 from tests.tiny_models import random_ids

@@ -10,7 +10,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cpu.formats import Format
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.device import DeviceIndex
@@ -21,15 +21,15 @@ from tests.tiny_models import build_model, random_ids
 CPU = torch.device("cpu")
 
 
-def path_of(keys: np.ndarray[Any, Any]) -> tuple[HostPath, DeviceCoder]:
+def path_of(keys: np.ndarray[Any, Any]) -> tuple[SequenceKV, DeviceCoder]:
     """A path of these keys (2, n, 32) whose index is yet to be built, and its coder."""
     coder = DeviceCoder(CPU, 2)
-    path = HostPath(2, 32, 32, Format.FLOAT32, index=IndexSpec.of("device"), layer=0)
+    path = SequenceKV(2, 32, 32, Format.FLOAT32, index=IndexSpec.of("device"), layer=0)
     path.append(keys, keys)
     return path, coder
 
 
-def codes_of(path: HostPath) -> list[Any]:
+def codes_of(path: SequenceKV) -> list[Any]:
     indexes: list[Any] = [index for segment in path.segments for index in segment.indexes]
     assert all(isinstance(index, DeviceIndex) for index in indexes)
     return [index.codes.device for index in indexes]

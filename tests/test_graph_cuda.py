@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine import graph_registry
 from retrieval_attn.engine.decode import Steps
+from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.errors import CaptureError
 from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
 from tests.tiny_models import tiny_model

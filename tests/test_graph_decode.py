@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
-from retrieval_attn.engine import graph_registry, graph_slot
 from retrieval_attn.engine.decode import Steps, forward
+from retrieval_attn.engine.graph import registry as graph_registry
+from retrieval_attn.engine.graph import slot as graph_slot
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
 from tests.graph_cases import (
     CONFIG,

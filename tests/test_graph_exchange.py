@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu import serve
-from retrieval_attn.engine import graph_registry
 from retrieval_attn.engine.decode import Steps
-from retrieval_attn.engine.graph_decoder import GraphDecoder
-from retrieval_attn.engine.graph_emulation import emulated
+from retrieval_attn.engine.graph import registry as graph_registry
+from retrieval_attn.engine.graph.decoder import GraphDecoder
+from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import VARIABLE

@@ -16,7 +16,7 @@ import retrieval_attn as ra
 from retrieval_attn.cache.reading import Reading
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.formats import Format
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine import prefill
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, ShapeError
@@ -30,7 +30,7 @@ from retrieval_attn.offload import traffic as device_traffic
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.threads import Crew
+from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.work import HostWork
 from tests.test_background import workers
 from tests.tiny_models import random_ids, tiny_model
@@ -65,7 +65,7 @@ def read(
         ra.disable(model)
 
 
-def paths(cache: Any) -> list[HostPath]:
+def paths(cache: Any) -> list[SequenceKV]:
     """Host paths of every layer that retrieves."""
     return [path for layer in cache.layers if isinstance(layer, RetrievalLayer) for path in layer.hosts]
 
@@ -256,7 +256,7 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
 
 def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """While layer 0 is being indexed, layer 1's queries and lists are already on the host: they would pile up."""
-    crew = Crew(1, "retrieval_attn-layer")
+    crew = ThreadPool(1, "retrieval_attn-layer")
     monkeypatch.setattr(host_work, "_layers", lambda: crew)
     release = threading.Event()
     original: Any = vars(RoarGraphIndex)["make"].__func__
@@ -289,11 +289,11 @@ def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
 ) -> None:
     """A host slower than the device: when a layer takes memory all but one of the earlier ones have let theirs go."""
     original = kv_copy._append
-    paths = [HostPath(2, 64, 64, Format.BFLOAT16, layer=number) for number in range(6)]
+    paths = [SequenceKV(2, 64, 64, Format.BFLOAT16, layer=number) for number in range(6)]
     asked = {id(path): threading.Event() for path in paths}
     in_time: list[bool] = []
 
-    def slow(host: HostPath, *args: Any) -> None:
+    def slow(host: SequenceKV, *args: Any) -> None:
         in_time.append(asked[id(host)].wait(20))
         time.sleep(0.03)
         original(host, *args)

@@ -46,7 +46,7 @@ INSIDE = {
     "cpu.store",
     "engine.attention",
     "engine.decode",
-    "engine.graph_registry",
+    "engine.graph.registry",
     "engine.prefill",
     "gpu.attention.flash",
     "gpu.attention.merge",

@@ -17,7 +17,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, distinct
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.index.base import KeyIndex
@@ -155,7 +155,7 @@ class RetrievalCache(LayeredCache):
     def quiet(self) -> None:
         """Wait until nothing is under way in any layer; a captured step looks at the cache anew before it goes on."""
         for layer in self._own_layers():
-            layer.leave_graph()
+            layer.invalidate_graph()
             layer.finish_index()
 
     # -- what it holds and cost ----------------------------------------------------------------------
@@ -164,7 +164,7 @@ class RetrievalCache(LayeredCache):
         """Sum over layers of what happened since the cache (or its fork) was made."""
         total = LayerStats()
         for layer in self._own_layers():
-            layer.settle()
+            layer.sync_graph()
             layer.finish_index()
             total.add(layer.stats)
         return total
@@ -206,7 +206,7 @@ class RetrievalCache(LayeredCache):
         windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
         return windows + sum(index.device_nbytes for index in self.coded_indexes)
 
-    def _paths(self) -> list[HostPath]:
+    def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""
         for layer in self._own_layers():
             layer.finish_index()

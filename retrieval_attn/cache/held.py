@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.sequence import Batch, distinct, distinct_rows
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_device
@@ -38,7 +38,7 @@ class HeldTokens:
         self.window = self._new_window(key, value)
         self.tail_start = self.host_columns = 0
         self._sinks = [0] * key.shape[0]  # sink tokens per row
-        self._middle = [0] * key.shape[0]  # real tokens per row before tail_start
+        self._retrieve_stops = [0] * key.shape[0]  # real tokens per row before tail_start
 
     def _new_window(self, key: Tensor, value: Tensor) -> WindowCache:
         return WindowCache(key, value, self._config.window + self._config.spill, self._config.sink)
@@ -54,14 +54,14 @@ class HeldTokens:
         return self.window.buffers[0].device
 
     @property
-    def hosts(self) -> list[HostPath]:
+    def hosts(self) -> list[SequenceKV]:
         """The path of each row; rows that share one have the same object."""
         return self._batch.hosts(self._number)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Per row, the tokens of its host path that retrieval covers: those between sinks and tail."""
-        return list(zip(self._sinks, self._middle, strict=True))
+        return list(zip(self._sinks, self._retrieve_stops, strict=True))
 
     @property
     def retrieves(self) -> bool:
@@ -120,8 +120,8 @@ class HeldTokens:
         first: the pass that brought the sequences' first tokens. work: on its way to the host; waited for if needed.
         """
         rows = range(self.window.batch)
-        self._middle = [self._batch.real(row, self.tail_start) for row in rows]
-        counts = [min(self._config.sink, middle) for middle in self._middle]
+        self._retrieve_stops = [self._batch.real(row, self.tail_start) for row in rows]
+        counts = [min(self._config.sink, middle) for middle in self._retrieve_stops]
         if counts == self._sinks and max(counts) == self.window.sink_len:
             return
         self._sinks = counts
@@ -148,7 +148,7 @@ class HeldTokens:
         read = {id(host): self._from_host(host, 0, len(host)) for host in distinct(self.hosts)}
         return [(read[id(host)][0][None], read[id(host)][1][None]) for host in self.hosts]
 
-    def _from_host(self, host: HostPath, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _from_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""
         key, value = host.read(start, stop)
         tail_key, tail_value = self.window.tail()
@@ -164,7 +164,7 @@ class HeldTokens:
         """Keep the windows of these rows, in this order, repeats allowed."""
         self.window.select(torch.tensor(rows, dtype=torch.int64))
         self._sinks = [self._sinks[row] for row in rows]
-        self._middle = [self._middle[row] for row in rows]
+        self._retrieve_stops = [self._retrieve_stops[row] for row in rows]
 
     def fork(self, batch: Batch, stats: LayerStats, number: int | None = None) -> HeldTokens:
         """The same tokens for a fork of the batch: the host's are shared, the window is copied.
@@ -176,7 +176,7 @@ class HeldTokens:
         other._batch, other._stats = batch, stats
         other._number = self._number if number is None else number
         other.window = self.window.clone()
-        other._sinks, other._middle = list(self._sinks), list(self._middle)
+        other._sinks, other._retrieve_stops = list(self._sinks), list(self._retrieve_stops)
         return other
 
     def drop_newest(self, count: int) -> None:

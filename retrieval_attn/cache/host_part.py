@@ -1,6 +1,6 @@
 """The host's part of a decode step, run eagerly: every row's query over what lies between its sinks and its window.
 
-A captured step does the same through `engine/graph_host.py`.
+A captured step does the same through `engine/graph/host.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.sequence import distinct
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.host_attend import attend_paths, exact_lse
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries
@@ -35,7 +35,7 @@ class Scoring:
 class _Shared:
     """A path and the rows that share it: queries (q_heads, rows * new, head_dim) over tokens [start, stop)."""
 
-    host: HostPath
+    host: SequenceKV
     rows: list[int]
     queries: np.ndarray[Any, Any]
     start: int

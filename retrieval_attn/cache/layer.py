@@ -21,7 +21,7 @@ from retrieval_attn.offload.stats import LayerStats
 
 
 class GraphHook(Protocol):
-    """A layer's place in a captured decode step (`engine/graph_layer.py`), while a cache is bound to it."""
+    """A layer's place in a captured decode step (`engine/graph/layer.py`), while a cache is bound to it."""
 
     @property
     def recording(self) -> bool:
@@ -32,11 +32,11 @@ class GraphHook(Protocol):
     ) -> Tensor:
         """Record, in place of `CacheLayer.attend`, the attention of one new token per row."""
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Tell the cache's windows of the tokens that replays have appended behind their backs."""
 
-    def leave(self) -> None:
-        """`settle`, and look at the cache anew before the next replay: something else is about to change it."""
+    def invalidate(self) -> None:
+        """`sync`, and look at the cache anew before the next replay: something else is about to change it."""
 
 
 class CacheLayer(HandleLayer):
@@ -56,15 +56,15 @@ class CacheLayer(HandleLayer):
 
     # -- the captured step --------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def sync_graph(self) -> None:
         """Catch up with tokens that a captured graph has appended; `window` is then right."""
         if self.graph is not None:
-            self.graph.settle()
+            self.graph.sync()
 
-    def leave_graph(self) -> None:
-        """`settle` before a change that a captured graph does not know of."""
+    def invalidate_graph(self) -> None:
+        """`sync_graph` before a change that a captured graph does not know of."""
         if self.graph is not None and not self.graph.recording:
-            self.graph.leave()
+            self.graph.invalidate()
 
     # -- passes -------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class CacheLayer(HandleLayer):
 
     def reset(self) -> None:
         """Forget every token; the layer can then be filled again, by any batch."""
-        self.leave_graph()
+        self.invalidate_graph()
         self._stored, self._announced, self._pending = 0, None, None
 
     # -- attention ----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class CacheLayer(HandleLayer):
         Returns (batch, q_heads, new, value_dim) float32. Raises CacheMismatchError when the cache belongs to
         another model or has seen other tokens than the mask says.
         """
-        self.leave_graph()
+        self.invalidate_graph()
         key, value = self._take(module, query, spec)
         if self.graph is not None and self.graph.recording:
             return self.graph.attend(query, key, value, scale, softcap, sink_logits)

@@ -18,10 +18,9 @@ from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.window import WindowCache
-from retrieval_attn.gpu.codes.search import CodeShape
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.stats import LayerStats
@@ -53,7 +52,7 @@ class RetrievalLayer(CacheLayer):
         self.mass_heads = 0
         self.held: HeldTokens | None = None
         self._model = None if model is None else weakref.ref(model)
-        self._index = index
+        self.index = index
         self._work: HostWork | None = None
         self._reading: Reading | None = None
 
@@ -65,28 +64,17 @@ class RetrievalLayer(CacheLayer):
         return None if self.held is None else self.held.window
 
     @property
-    def hosts(self) -> list[HostPath]:
+    def hosts(self) -> list[SequenceKV]:
         """The path of each row; rows that share one have the same object. Empty before the first tokens."""
         return [] if self.held is None else self.held.hosts
 
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Per row, the tokens of its host path that retrieval covers: those between sinks and tail."""
-        return [] if self.held is None else self.held.ranges
-
-    def code_shape(self, head_dim: int) -> CodeShape | None:
-        """What a captured step searches codes on the device by; None where the index has none there."""
-        k = self.config.retrieve
-        shape = None if isinstance(k, float | str) else self._index.spec.code_shape(head_dim, k)
-        return None if shape is None else CodeShape(*shape)
-
-    def _new_host(self, key: Tensor, value_dim: int) -> HostPath:
-        return HostPath(
+    def _new_host(self, key: Tensor, value_dim: int) -> SequenceKV:
+        return SequenceKV(
             key.shape[1],
             key.shape[3],
             value_dim,
             host_format(self.config.host_dtype, key.dtype),
-            index=self._index.spec,
+            index=self.index.spec,
             threads=self.config.threads,
             layer=self.number,
         )
@@ -95,7 +83,7 @@ class RetrievalLayer(CacheLayer):
         """What is held; made for tokens like these if they are the first."""
         if self.held is None:
             self.batch.start(key.shape[0])
-            self._index.decide(self._announced or key.shape[2], key.shape[0])
+            self.index.decide(self._announced or key.shape[2], key.shape[0])
             self.batch.add_layer(self.number, lambda: self._new_host(key, value.shape[3]))
             self.held = HeldTokens(self.config, self.batch, self.number, self.stats, key, value)
         return self.held
@@ -114,7 +102,7 @@ class RetrievalLayer(CacheLayer):
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
             self.stats.wait_seconds += traffic(held.device).make_room()
-            self._reading = Reading(held, total, self._index.spec, self.config.train_queries)
+            self._reading = Reading(held, total, self.index.spec, self.config.train_queries)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._reading.step(query, key, value, valid, scale, softcap)
         if self._announced is None:
@@ -207,7 +195,7 @@ class RetrievalLayer(CacheLayer):
 
     def fork(self, batch: Batch) -> RetrievalLayer:
         """An independent continuation that shares all host memory and index with this layer."""
-        other = RetrievalLayer(self.config, self._index)
+        other = RetrievalLayer(self.config, self.index)
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.batch, other.stats = batch, LayerStats()

@@ -32,7 +32,7 @@ class Rollback:
         False where that cannot be done: for layers that keep another state than keys (linear attention).
         """
         for layer, _ in self._layers:
-            layer.leave_graph()
+            layer.invalidate_graph()
             layer.abandon()
         for layer, state in self._layers:
             try:

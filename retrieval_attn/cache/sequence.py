@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
 
@@ -33,7 +33,7 @@ class Sequence:
     def __init__(self) -> None:
         self.length = 0
         self.token_ids: list[int] = []
-        self.kv: dict[int, HostPath] = {}
+        self.kv: dict[int, SequenceKV] = {}
 
     def __len__(self) -> int:
         return self.length
@@ -141,7 +141,7 @@ class Batch:
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.sequences = [sequence.copy() for sequence in self.sequences]
-        copies: dict[int, HostPath] = {}
+        copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:
             for number, host in sequence.kv.items():
                 if id(host) not in copies:
@@ -151,16 +151,16 @@ class Batch:
 
     # -- the host's part of a layer -----------------------------------------------------------------
 
-    def add_layer(self, number: int, make: Callable[[], HostPath]) -> None:
+    def add_layer(self, number: int, make: Callable[[], SequenceKV]) -> None:
         """Give every sequence an empty path for layer `number`."""
         for sequence in self.sequences:
             sequence.kv[number] = make()
 
-    def hosts(self, number: int) -> list[HostPath]:
+    def hosts(self, number: int) -> list[SequenceKV]:
         """The paths of layer `number`, one per row, the same object for rows that share one; none for other layers."""
         return [sequence.kv[number] for sequence in self.sequences if number in sequence.kv]
 
-    def writable(self, number: int) -> list[HostPath]:
+    def writable(self, number: int) -> list[SequenceKV]:
         """The same, after rows that share a path got paths of their own: their next tokens differ."""
         hosts = self.hosts(number)
         taken: set[int] = set()
@@ -205,14 +205,14 @@ class Batch:
         return self.columns if tokens >= int(real.sum()) else int((real.cumsum(0) > tokens).nonzero()[0])
 
 
-def distinct(hosts: Iterable[HostPath]) -> list[HostPath]:
+def distinct(hosts: Iterable[SequenceKV]) -> list[SequenceKV]:
     """Each path once, in order."""
     return list({id(host): host for host in hosts}.values())
 
 
-def distinct_rows(hosts: Items[HostPath]) -> list[tuple[int, HostPath]]:
+def distinct_rows(hosts: Items[SequenceKV]) -> list[tuple[int, SequenceKV]]:
     """One representative row per distinct path."""
-    first: dict[int, tuple[int, HostPath]] = {}
+    first: dict[int, tuple[int, SequenceKV]] = {}
     for row, host in enumerate(hosts):
         first.setdefault(id(host), (row, host))
     return list(first.values())

@@ -16,9 +16,9 @@ from retrieval_attn.cpu.formats import Format, from_float32, to_float32
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, prepare
 from retrieval_attn.cpu.pool import JobError, Pool, default_pool, set_default_pool
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.step.piece import Piece
 from retrieval_attn.cpu.step.plan import LayerStep, StepCost
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.store import SequenceKV, held_bytes
 
 # The root also shows this folder as the link `cpu`: imported through it, every class would exist twice.
 if not __name__.startswith("retrieval_attn."):
@@ -27,13 +27,13 @@ if not __name__.startswith("retrieval_attn."):
 __all__ = [
     "Format",
     "HostPartial",
-    "HostPath",
     "JobError",
     "LayerStep",
     "Partial",
-    "Piece",
     "Pool",
+    "SearchRange",
     "Segment",
+    "SequenceKV",
     "StepCost",
     "attend_ids",
     "attend_ids_heads",

@@ -20,9 +20,9 @@ from retrieval_attn.cpu.attend import (
 )
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.segment import Hits, Segment
-from retrieval_attn.cpu.step.piece import Piece
 from retrieval_attn.cpu.step.plan import LayerStep
-from retrieval_attn.cpu.store import HostPath, PathPart
+from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.store import PathPart, SequenceKV
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_queries
@@ -50,7 +50,7 @@ class HostPartial(NamedTuple):
 
 
 def attend_path(
-    path: HostPath,
+    path: SequenceKV,
     queries: npt.NDArray[np.float32],
     start: int,
     stop: int,
@@ -71,7 +71,7 @@ def attend_path(
 
 
 def attend_paths(
-    paths: Sequence[HostPath],
+    paths: Sequence[SequenceKV],
     queries: Sequence[npt.NDArray[np.float32]],
     ranges: Sequence[tuple[int, int]],
     top_k: int | None,
@@ -106,7 +106,7 @@ def attend_paths(
 
 
 def _step_paths(
-    paths: Sequence[HostPath],
+    paths: Sequence[SequenceKV],
     queries: Sequence[npt.NDArray[np.float32]],
     ranges: Sequence[tuple[int, int]],
     top_k: int,
@@ -132,7 +132,7 @@ def _step_paths(
 
 def plan_paths(
     step: LayerStep,
-    paths: Sequence[HostPath],
+    paths: Sequence[SequenceKV],
     ranges: Sequence[tuple[int, int]],
     queries: tuple[int, int],
     top_k: int,
@@ -155,13 +155,13 @@ def plan_paths(
     return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads)
 
 
-def step_pieces(path: HostPath, start: int, stop: int) -> list[Piece]:
+def step_pieces(path: SequenceKV, start: int, stop: int) -> list[SearchRange]:
     """Tokens [start, stop) of a path as a step takes them. Raises ConfigError if outside the path."""
     parts = path.parts(start, stop)
     return [piece for part in parts for piece in part.segment.pieces(part.low, part.high, part.first, path.tail_tokens)]
 
 
-def _step_of(path: HostPath, rows: int) -> LayerStep:
+def _step_of(path: SequenceKV, rows: int) -> LayerStep:
     """The step for a path and rows - 1 others, on the pool it was given or the one that everything shares."""
     pool = default_pool() if path.pool is None else path.pool
     step = path.steps.get(rows)
@@ -170,7 +170,7 @@ def _step_of(path: HostPath, rows: int) -> LayerStep:
     return step
 
 
-def _grouped(path: HostPath, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _grouped(path: SequenceKV, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """(q_heads, n, head_dim) -> (kv_heads, group * n, head_dim), a view if queries is contiguous."""
     queries = check_queries("queries", queries, 3)
     q_heads, n, dim = queries.shape
@@ -181,7 +181,7 @@ def _grouped(path: HostPath, queries: npt.NDArray[np.float32]) -> npt.NDArray[np
 
 
 def attend_apart(
-    path: HostPath,
+    path: SequenceKV,
     queries: npt.NDArray[np.float32],
     start: int,
     stop: int,
@@ -268,7 +268,7 @@ def _best_of_all(
 
 
 def exact_lse(
-    path: HostPath,
+    path: SequenceKV,
     queries: npt.NDArray[np.float32],
     start: int,
     stop: int,
@@ -312,7 +312,7 @@ def prepare(fmt: Format, spec: IndexSpec | None = None, tokens: int | None = Non
     """
     began = time.perf_counter()
     spec = IndexSpec.of("flat") if spec is None else spec
-    path = HostPath(2, 1, 1, fmt).reserve(4)
+    path = SequenceKV(2, 1, 1, fmt).reserve(4)
     row = np.zeros((2, 2, fmt.width(1)), fmt.dtype)
     path.append(row, row)
     queries = np.zeros((2, 1, 1), np.float32)

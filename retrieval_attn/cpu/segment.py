@@ -1,4 +1,4 @@
-"""A span of tokens of one layer in host memory, and the index over it. `HostPath` chains segments into a
+"""A span of tokens of one layer in host memory, and the index over it. `SequenceKV` chains segments into a
 sequence.
 
 Memory is reserved as address space and taken page by page as tokens are written; large segments ask for 2
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.step.piece import Piece
+from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import search_exact
@@ -188,7 +188,7 @@ class Segment:
         coder: HeadCoders | None = None,
     ) -> None:
         """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) and lists (kv_heads,
-        group, m, kk) or None. each: as `map`, for the heads. coder: see `HostPath.build_index`.
+        group, m, kk) or None. each: as `map`, for the heads. coder: see `SequenceKV.build_index`.
         """
         keys, _ = self.read(start, stop)
 
@@ -205,12 +205,12 @@ class Segment:
         self._index = _SegmentIndex(start, tuple(heads))
         self._changes += 1
 
-    def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[Piece]:
+    def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
         """Tokens [low, high) as a step takes them, with ids from `first` + low on.
 
         Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first.
         """
-        whole = Piece(self.keys, self.values, low, high, first)
+        whole = SearchRange(self.keys, self.values, low, high, first)
         index = self._index
         if index is None or all(head.exact for head in index.heads):
             return [whole]

@@ -50,7 +50,7 @@ class _Span(NamedTuple):
     length: int
 
 
-class HostPath:
+class SequenceKV:
     """One layer's host keys and values of one sequence.
 
     Not for use by two threads at once; its forks may be.
@@ -131,7 +131,7 @@ class HostPath:
         notes = [index.note for span in self._spans for index in span.segment.indexes]
         return [note for note in dict.fromkeys(notes) if note]
 
-    def reserve(self, tokens: int) -> HostPath:
+    def reserve(self, tokens: int) -> SequenceKV:
         """Let the next new segment have room for at least `tokens` tokens; returns the path. ConfigError below 0.
 
         Address space; memory is taken as tokens come. Give the expected length: a path that outgrows it continues in
@@ -207,14 +207,14 @@ class HostPath:
         self._spans = kept
         self._length = length
 
-    def fork(self) -> HostPath:
+    def fork(self) -> SequenceKV:
         """A second path with the same tokens.
 
         No bulk copy: all segments and indexes are shared; both may go on.
         """
         for span in self._spans:  # a crop may go back into any of them, and write on from there
             span.segment.freeze()
-        other = HostPath(
+        other = SequenceKV(
             self.num_kv_heads,
             self.head_dim,
             self.value_dim,
@@ -300,7 +300,7 @@ class HostPath:
         self.index_seconds += time.perf_counter() - began
 
 
-def held_bytes(paths: Iterable[HostPath]) -> int:
+def held_bytes(paths: Iterable[SequenceKV]) -> int:
     """Bytes of the tokens and indexes that `paths` hold together, each shared segment counted once."""
     segments = {id(segment): segment for path in paths for segment in path.segments}
     return sum(segment.nbytes + segment.index_nbytes for segment in segments.values())

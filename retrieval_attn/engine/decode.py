@@ -2,7 +2,7 @@
 
 Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions
 explicitly, so that padded rows and rows whose padding lies in the middle continue where they stopped.
-On a GPU the forwards of generated tokens are replays of one graph (`engine/graph_launch.py`), where the model allows
+On a GPU the forwards of generated tokens are replays of one graph (`engine/graph/launch.py`), where the model allows
 it.
 """
 
@@ -24,8 +24,8 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
-from retrieval_attn.engine.graph_launch import Launcher
-from retrieval_attn.engine.graph_registry import bind, runtime_for, unbind
+from retrieval_attn.engine.graph.launch import Launcher
+from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.engine.lookahead import Lookahead, TokenCopy
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device

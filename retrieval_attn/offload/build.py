@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.threads import kernel_threads, single_blas
 from retrieval_attn.offload.codes import DeviceCoder
-from retrieval_attn.offload.staging import Piece, staging
-from retrieval_attn.offload.threads import Crew
+from retrieval_attn.offload.staging import CopyChunk, staging
+from retrieval_attn.offload.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Job:
     these tokens where they still lie on the device, for a kind that has them coded there.
     """
 
-    host: HostPath
+    host: SequenceKV
     start: int
     stop: int
     extend: bool
@@ -68,13 +68,13 @@ class IndexBuild:
         """Whether anything is to be built."""
         return bool(self._jobs)
 
-    def extend(self, host: HostPath, stop: int) -> None:
+    def extend(self, host: SequenceKV, stop: int) -> None:
         """The index of `host` takes in the tokens up to `stop`."""
         self._jobs.append(_Job(host, 0, stop, True))
 
     def add(
         self,
-        host: HostPath,
+        host: SequenceKV,
         span: tuple[int, int],
         queries: Tensor | None,
         keys: Callable[[], Tensor],
@@ -97,7 +97,7 @@ class IndexBuild:
         self._jobs.append(job)
 
     def _lists(
-        self, host: HostPath, queries: Tensor, keys: Callable[[], Tensor], start: int, stop: int
+        self, host: SequenceKV, queries: Tensor, keys: Callable[[], Tensor], start: int, stop: int
     ) -> Tensor | None:
         kk = host.spec.list_length(stop - start)
         if not kk or not self._overlaps:
@@ -140,7 +140,7 @@ class IndexBuild:
         ring = staging(self._device)
         step = ring.size // tensor.element_size()
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[CopyChunk]:
             for start in range(0, len(flat), step):
                 yield [flat[start : start + step]], functools.partial(_fill, out[start : start + step])
 
@@ -166,7 +166,7 @@ class IndexBuild:
             with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready):
                 job.host.build_index(job.start, job.stop, job.queries, job.lists, each, coder)
 
-    def _each(self, crew: Crew, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
+    def _each(self, crew: ThreadPool, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
         """build(head) for all heads by the crew, each with the threads that are left to it."""
 
         def one(head: int) -> Any:
@@ -188,16 +188,16 @@ def event_now(device: torch.device, timing: bool = False) -> torch.cuda.Event | 
 
 
 @functools.cache
-def _coders() -> Crew:
+def _coders() -> ThreadPool:
     """Few: coding is the device's work, and each thread more holds the one up that drives the device."""
-    return Crew(CODERS, "retrieval_attn-code")
+    return ThreadPool(CODERS, "retrieval_attn-code")
 
 
 @functools.cache
-def _heads(threads: int | None) -> Crew:
+def _heads(threads: int | None) -> ThreadPool:
     """Builders of heads: one core is left to the thread that drives the device."""
     most = min(vars(numba.config)["NUMBA_NUM_THREADS"], len(usable_cores()))  # of several ranks on a machine: its share
-    return Crew(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
+    return ThreadPool(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
 
 
 def _fill(out: np.ndarray, part: np.ndarray) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
-from retrieval_attn.cpu.store import HostPath
-from retrieval_attn.offload.staging import Piece, staging
-from retrieval_attn.offload.threads import Crew
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.offload.staging import CopyChunk, staging
+from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import pack, to_host
 
 FILLERS = 4
@@ -33,16 +33,16 @@ class KVCopy:
         self.device = key.device
         self._fmt, self._stop = fmt, stop
         self._kv = [(key.detach(), value.detach())]  # empty once they are copied
-        self._rows: list[tuple[int, HostPath, np.ndarray | None]] = []
+        self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
 
-    def append(self, row: int, host: HostPath, real: np.ndarray | None) -> None:
+    def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
         """Row `row` goes to the end of `host`; real: (new,) bool, the columns that are tokens, None = all."""
         self._rows.append((row, host, real))
         if real is None and len(host) == 0:
             self._whole.add(id(host))
 
-    def is_whole(self, host: HostPath) -> bool:
+    def is_whole(self, host: SequenceKV) -> bool:
         """Whether `host` holds nothing but this pass: its keys then lie on the device as they are."""
         return id(host) in self._whole
 
@@ -60,7 +60,7 @@ class KVCopy:
                 _append(host, real, key, value)
         self._kv.clear()
 
-    def _pieces(self, key: Tensor, value: Tensor) -> Iterator[Piece]:
+    def _pieces(self, key: Tensor, value: Tensor) -> Iterator[CopyChunk]:
         """As many tokens of a row as fit a buffer, keys and values together."""
         heads, count = key.shape[1:3]
         bytes_of = heads * (self._fmt.row_bytes(key.shape[3]) + self._fmt.row_bytes(value.shape[3]))
@@ -75,11 +75,11 @@ class KVCopy:
 
 
 @functools.cache
-def _fillers() -> Crew:
-    return Crew(FILLERS, "retrieval_attn-fill")
+def _fillers() -> ThreadPool:
+    return ThreadPool(FILLERS, "retrieval_attn-fill")
 
 
-def _append(host: HostPath, real: np.ndarray | None, keys: np.ndarray, values: np.ndarray) -> None:
+def _append(host: SequenceKV, real: np.ndarray | None, keys: np.ndarray, values: np.ndarray) -> None:
     """By several threads where there is much: memory that is written for the first time is slow to be had."""
     if real is not None:
         keys, values = keys[:, real], values[:, real]

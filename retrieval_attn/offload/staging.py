@@ -24,7 +24,7 @@ BUFFER_BYTES = 32 << 20
 BUFFERS = 3
 _ALIGNED = 64
 
-Piece = tuple[Sequence[Tensor], Callable[..., None]]
+CopyChunk = tuple[Sequence[Tensor], Callable[..., None]]
 """Tensors that fit a buffer together, and who takes them as NumPy arrays (16-bit floats as their bits, uint16)."""
 
 
@@ -42,7 +42,7 @@ class Staging:
         self._turn = threading.Lock()
         self._buffers = [pinned(size) for _ in range(count)]
 
-    def bring(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None) -> None:
+    def bring(self, pieces: Iterable[CopyChunk], ready: torch.cuda.Event | None) -> None:
         """Copy each piece to the host and hand it to its taker, in order; returns when the last was taken.
 
         ready: what the device must have done before (None: nothing is pending). The tensors must stay as they are

@@ -15,7 +15,7 @@ IDLE_SECONDS = 0.25
 """How long a thread waits for more. Threads are joined when Python ends, so this is what an end waits at most."""
 
 
-class Crew:
+class ThreadPool:
     """At most `most` threads that do what they are given in the order it came.
 
     Unlike those of an executor they do not stay: after an interruption, once nothing is waiting, none is left.

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.offload.build import IndexBuild, event_now
 from retrieval_attn.offload.copy import KVCopy
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.threads import Crew
+from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import traffic
 
 LAYERS_AT_ONCE = 3
@@ -53,15 +53,17 @@ class HostWork:
         """Where the keys come from."""
         return self._copy.device
 
-    def append(self, row: int, host: HostPath, real: np.ndarray | None) -> None:
+    def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
         """See `KVCopy.append`."""
         self._copy.append(row, host, real)
 
-    def extend(self, host: HostPath, stop: int) -> None:
+    def extend(self, host: SequenceKV, stop: int) -> None:
         """See `IndexBuild.extend`."""
         self._build.extend(host, stop)
 
-    def index(self, host: HostPath, span: tuple[int, int], queries: Tensor | None, keys: Callable[[], Tensor]) -> None:
+    def index(
+        self, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, keys: Callable[[], Tensor]
+    ) -> None:
         """See `IndexBuild.add`."""
         self._build.add(host, span, queries, keys, self._copy.is_whole(host))
 
@@ -177,10 +179,10 @@ def overlaps(device: torch.device) -> bool:
 
 
 @functools.cache
-def _copier() -> Crew:
-    return Crew(1, "retrieval_attn-copy")
+def _copier() -> ThreadPool:
+    return ThreadPool(1, "retrieval_attn-copy")
 
 
 @functools.cache
-def _layers() -> Crew:
-    return Crew(LAYERS_AT_ONCE, "retrieval_attn-layer")
+def _layers() -> ThreadPool:
+    return ThreadPool(LAYERS_AT_ONCE, "retrieval_attn-layer")

@@ -16,9 +16,9 @@ from retrieval_attn.cpu import host_attend
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, step_pieces
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
-from retrieval_attn.cpu.step.piece import Piece
 from retrieval_attn.cpu.step.plan import LayerStep
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index import flat_task
 from retrieval_attn.index.flat import FlatIndex
@@ -41,10 +41,10 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-def filled(pool: Pool, heads: int, count: int, dim: int, fmt: Format, seed: int = 0, reserve: int = 4096) -> HostPath:
+def filled(pool: Pool, heads: int, count: int, dim: int, fmt: Format, seed: int = 0, reserve: int = 4096) -> SequenceKV:
     """A path of normal keys and values."""
     rng = np.random.default_rng(seed)
-    path = HostPath(heads, dim, dim + 3, fmt, pool=pool).reserve(reserve)
+    path = SequenceKV(heads, dim, dim + 3, fmt, pool=pool).reserve(reserve)
     path.append(normal(rng, (heads, count, dim), fmt), normal(rng, (heads, count, dim + 3), fmt))
     return path
 
@@ -113,21 +113,21 @@ def heads() -> list[SyntheticHead]:
     return [synthetic_head(TOKENS, head_dim=DIM, group=GROUP, train=512, decode=6, seed=seed) for seed in (0, 1)]
 
 
-def trained_path(pool: Pool, heads: list[SyntheticHead], kind: str, options: dict[str, Any]) -> HostPath:
+def trained_path(pool: Pool, heads: list[SyntheticHead], kind: str, options: dict[str, Any]) -> SequenceKV:
     """Tokens of `heads`, an index over all but the sinks and the last 500."""
-    path = HostPath(2, DIM, DIM, BF16, index=IndexSpec.of(kind, options), pool=pool)
+    path = SequenceKV(2, DIM, DIM, BF16, index=IndexSpec.of(kind, options), pool=pool)
     keys = from_float32(np.stack([head.keys for head in heads]), BF16)
     path.append(keys, normal(np.random.default_rng(5), keys.shape, BF16))
     path.build_index(SINKS, TOKENS - 500, np.concatenate([head.train_rotated for head in heads]))
     return path
 
 
-def graph_path(pool: Pool, heads: list[SyntheticHead], **options: Any) -> HostPath:
+def graph_path(pool: Pool, heads: list[SyntheticHead], **options: Any) -> SequenceKV:
     """See `trained_path`, of a graph."""
     return trained_path(pool, heads, "roargraph", {"exact_below": 0, "beam": 48, **options})
 
 
-def apart(path: HostPath, queries: npt.NDArray[np.float32], stop: int, top_k: int) -> HostPartial:
+def apart(path: SequenceKV, queries: npt.NDArray[np.float32], stop: int, top_k: int) -> HostPartial:
     """The way of kinds that have no compiled search."""
     return host_attend.attend_apart(path, queries, SINKS, stop, top_k, SCALE, None, None)
 
@@ -267,7 +267,7 @@ def test_notes_and_extension(pool: Pool, heads: list[SyntheticHead]) -> None:
     before = path.index_seconds
     path.extend_index(TOKENS - 100)
     assert path.indexed_tokens == TOKENS - 100 - SINKS and path.index_seconds > before
-    empty = HostPath(1, 4, 4, F32)
+    empty = SequenceKV(1, 4, 4, F32)
     empty.extend_index(0)
     assert empty.index_notes == [] and empty.index_kinds == {} and empty.indexed_tokens == 0
 
@@ -288,7 +288,7 @@ def test_captured_mass(pool: Pool) -> None:
         exact_lse(path, queries, 5, 1400, [4], scale=0.3)
 
 
-def step_of(path: HostPath, pool: Pool, top_k: int = 20, **options: Any) -> tuple[LayerStep, list[Piece]]:
+def step_of(path: SequenceKV, pool: Pool, top_k: int = 20, **options: Any) -> tuple[LayerStep, list[SearchRange]]:
     pieces = step_pieces(path, SINKS, len(path) - 10)
     assert pieces is not None
     step = LayerStep(pool, path.fmt, **options)
@@ -347,7 +347,7 @@ def test_bad_plans_are_named(pool: Pool) -> None:
     """Shapes, layouts, ranges and numbers, before anything is compiled against them."""
     keys, values = np.zeros((2, 50, 16), np.float32), np.zeros((2, 50, 8), np.float32)
     step = LayerStep(pool, F32)
-    good = Piece(keys, values, 0, 50, 0)
+    good = SearchRange(keys, values, 0, 50, 0)
     assert step.plan([[good]], 4, 1, 5, scale=1.0)
     wrong = [
         good._replace(values=values[:, :40]),

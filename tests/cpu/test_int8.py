@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index import FlatIndex
 from retrieval_attn.index.file import load_index, save_index
@@ -54,7 +54,7 @@ def test_any_sequence_of_operations(
     Breaks if a copy between segments loses the step behind a row, or a row's width is taken for its dim.
     """
     rng = np.random.default_rng(0)
-    made = HostPath(HEADS, DIM, VALUE_DIM, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(6)
+    made = SequenceKV(HEADS, DIM, VALUE_DIM, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(6)
     paths = [(made, Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
@@ -140,7 +140,7 @@ def test_attention_is_within_half_a_step(n: int, dim: int, value_dim: int, kind:
         keys += (np.arange(dim) % 5 == 0) * np.float32(8)
     stored = from_float32(keys, INT8), from_float32(values, INT8)
     ids = np.tile(rng.permutation(n).astype(np.int32), (1, 4, 1))
-    path = HostPath(1, dim, value_dim, INT8).reserve(n)
+    path = SequenceKV(1, dim, value_dim, INT8).reserve(n)
     path.append(*stored)
     bounds = error_bounds(queries[0], keys[0], values[0], scale)
     plain = to_float32(stored[0], INT8)[0].astype(np.float64), to_float32(stored[1], INT8)[0].astype(np.float64)
@@ -178,7 +178,8 @@ def test_stored_keys_are_their_own_codes() -> None:
     n = 18_000
     keys, values, _, asked = layer(n)
     paths = [
-        HostPath(2, 64, 64, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(n) for codes in ("none", "int8")
+        SequenceKV(2, 64, 64, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(n)
+        for codes in ("none", "int8")
     ]
     for path in paths:
         path.append(keys[:, :15_000], values[:, :15_000])
@@ -199,10 +200,10 @@ def test_a_graph_over_int8_keys() -> None:
     """Its search in a step equals its own search, and finds what a scan of the stored keys finds."""
     n = 9000
     keys, values, train, asked = layer(n)
-    path = HostPath(2, 64, 64, INT8, index=IndexSpec.of("roargraph")).reserve(n)
+    path = SequenceKV(2, 64, 64, INT8, index=IndexSpec.of("roargraph")).reserve(n)
     path.append(keys, values)
     path.build_index(4, n - 500, train)
-    scan = HostPath(2, 64, 64, INT8).reserve(n)
+    scan = SequenceKV(2, 64, 64, INT8).reserve(n)
     scan.append(keys, values)
     found, exact = (attend_path(one, asked, 4, n, 50, scale=0.125) for one in (path, scan))
     apart = attend_apart(path, asked, 4, n - 500, 50, 0.125, None, None)
@@ -225,7 +226,7 @@ def test_numbers_that_are_not_finite() -> None:
     index = FlatIndex.build(stored[0], INT8, None)
     queries = rng.standard_normal((1, 2, 16), dtype=np.float32)
     assert not {7, 90} & set(index.search(queries[0], 2998).ids.ravel().tolist())
-    path = HostPath(1, 16, 16, INT8).reserve(3000)
+    path = SequenceKV(1, 16, 16, INT8).reserve(3000)
     path.append(stored, stored)
     assert np.isfinite(attend_path(path, queries, 0, 3000, 50, scale=0.25).out).all()
     assert np.isnan(attend_path(path, queries, 0, 3000, None, scale=0.25).out).all()

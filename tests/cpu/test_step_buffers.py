@@ -12,7 +12,7 @@ import pytest
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.task import descriptor as words
@@ -27,9 +27,9 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-def path_of(pool: Pool, tokens: int, seed: int) -> HostPath:
+def path_of(pool: Pool, tokens: int, seed: int) -> SequenceKV:
     rng = np.random.default_rng(seed)
-    path = HostPath(HEADS, DIM, VALUE_DIM, Format.FLOAT32, pool=pool)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, Format.FLOAT32, pool=pool)
     path.append(
         normal(rng, (HEADS, tokens, DIM), Format.FLOAT32), normal(rng, (HEADS, tokens, VALUE_DIM), Format.FLOAT32)
     )

@@ -19,7 +19,7 @@ from retrieval_attn.cpu import attend
 from retrieval_attn.cpu import segment as segment_module
 from retrieval_attn.cpu import store as store_module
 from retrieval_attn.cpu.host_attend import attend_path, prepare
-from retrieval_attn.cpu.store import HostPath, held_bytes
+from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register
 from retrieval_attn.index.formats import Format, to_float32
@@ -78,7 +78,7 @@ def tokens(rng: np.random.Generator, count: int) -> tuple[npt.NDArray[np.float32
 
 
 def assert_attend(
-    path: HostPath,
+    path: SequenceKV,
     keys: npt.NDArray[np.float32],
     values: npt.NDArray[np.float32],
     queries: npt.NDArray[np.float32],
@@ -143,7 +143,7 @@ def test_any_sequence_of_operations(
     if results of segments are merged in the wrong order, or if positions shift at a segment's border.
     """
     rng = np.random.default_rng(0)
-    paths = [(HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind)).reserve(6), Model())]
+    paths = [(SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind)).reserve(6), Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
         length = len(path)
@@ -181,7 +181,7 @@ def test_any_sequence_of_operations(
 def test_a_crop_into_an_earlier_segment_leaves_forks_alone(small_segments: None) -> None:
     """Breaks if a fork freezes the last segment only: the other path crops past it and writes on in a shared one."""
     rng = np.random.default_rng(0)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(6), Model()
+    path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32).reserve(6), Model()
     for count in (6, 1):
         new = tokens(rng, count)
         path.append(*new)
@@ -200,7 +200,7 @@ def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
     keys = whole_numbers(rng, (2, 5000, 64))
     values = normal(rng, (2, 5000, 64), fmt)
     stored = keys if fmt is F32 else (keys.view(np.uint32) >> 16).astype(np.uint16)
-    path = HostPath(2, 64, 64, fmt).reserve(4100)
+    path = SequenceKV(2, 64, 64, fmt).reserve(4100)
     path.append(stored[:, :3000], values[:, :3000])
     path.build_index(4, 2900)
     path.append(stored[:, 3000:], values[:, 3000:])
@@ -218,7 +218,7 @@ def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
 def test_forks_hold_memory_once() -> None:
     """A second continuation of 2,000 tokens costs its own tokens only; reads are views."""
     rng = np.random.default_rng(2)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(3000)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32).reserve(3000)
     path.append(*tokens(rng, 2000))
     token_bytes = HEADS * (DIM + VALUE_DIM) * 4
     forks = [path.fork() for _ in range(3)]
@@ -233,7 +233,7 @@ def test_forks_hold_memory_once() -> None:
 def test_many_forks_leave_no_chain() -> None:
     """Beam search forks at every step: 600 steps of one token must not become 600 segments to search."""
     rng = np.random.default_rng(3)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32), Model()
+    path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32), Model()
     for _ in range(600):
         path = path.fork()
         new = tokens(rng, 1)
@@ -246,7 +246,7 @@ def test_many_forks_leave_no_chain() -> None:
 def test_crop_and_ask_again_stays_in_place() -> None:
     """An unshared path with a flat index reuses its segment after a crop into the indexed part."""
     rng = np.random.default_rng(4)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32), Model()
+    path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32), Model()
     for _ in range(5):
         path.truncate(min(len(path), 50))
         model.truncate(50)
@@ -260,7 +260,7 @@ def test_crop_and_ask_again_stays_in_place() -> None:
 def test_an_index_that_cannot_forget_is_left_behind() -> None:
     """After a crop into what a copying index covers, other tokens go to a new segment: no stale keys."""
     rng = np.random.default_rng(11)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("test-copying")), Model()
+    path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("test-copying")), Model()
     for crop in (0, 350, 300):
         path.truncate(crop)
         model.truncate(crop)
@@ -275,7 +275,7 @@ def test_an_index_that_cannot_forget_is_left_behind() -> None:
 def test_crop_of_a_fork_leaves_the_other_alone() -> None:
     """Both paths share the segment; one crops and goes on, the other keeps all its tokens and its index."""
     rng = np.random.default_rng(12)
-    path, model = HostPath(HEADS, DIM, VALUE_DIM, F32), Model()
+    path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32), Model()
     new = tokens(rng, 1000)
     path.append(*new)
     model.append(*new)
@@ -294,7 +294,7 @@ def test_crop_of_a_fork_leaves_the_other_alone() -> None:
 def test_nan_is_not_lost_between_segments(small_segments: None) -> None:
     """With room for all keys a NaN key takes part, as in full attention: it must not rank below padding."""
     rng = np.random.default_rng(13)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(20)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32).reserve(20)
     keys, values = tokens(rng, 40)
     keys[0, 5] = np.nan
     path.append(keys[:, :20], values[:, :20])
@@ -306,7 +306,9 @@ def test_nan_is_not_lost_between_segments(small_segments: None) -> None:
         assert np.isfinite(got.out[1]).all() and np.isfinite(got.lse[1]).all()
 
 
-def attend_often(path: HostPath, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]) -> None:
+def attend_often(
+    path: SequenceKV, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]
+) -> None:
     try:
         for stop in range(150, 400, 50):
             assert_attend(path, model.keys, model.values, queries, 0, stop, 9)
@@ -318,7 +320,7 @@ def test_forks_in_two_threads_extend_one_index() -> None:
     """Both insert the same tokens lazily: breaks if they are inserted twice, which shifts later ids."""
     rng = np.random.default_rng(5)
     for _ in range(3):
-        path, model = HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("test-slow")), Model()
+        path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("test-slow")), Model()
         new = tokens(rng, 400)
         path.append(*new)
         model.append(*new)
@@ -337,7 +339,7 @@ def test_forks_in_two_threads_extend_one_index() -> None:
 def test_thread_count_is_used_and_restored() -> None:
     """The same answer, and the caller's count afterwards, also when the call fails."""
     rng = np.random.default_rng(6)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32, threads=1)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32, threads=1)
     path.append(*tokens(rng, 3000))
     before = numba.get_num_threads()
     queries = rng.standard_normal((4, 2, DIM), dtype=np.float32)
@@ -356,7 +358,7 @@ def test_prepare_compiles_what_attend_runs() -> None:
     """After it, the first token must not wait for a compiler."""
     prepare(F32)
     before = task_address.cache_info().misses, len(attend._attend_range_heads.overloads)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32)
     path.append(*tokens(np.random.default_rng(10), 100))
     for top_k in (3, None):
         attend_path(path, np.ones((4, 1, DIM), np.float32), 0, 90, top_k, scale=1.0)
@@ -368,7 +370,7 @@ def test_prepare_compiles_what_attend_runs() -> None:
 
 def test_empty_paths_and_ranges() -> None:
     """Nothing to attend to is an empty partial, not an error; n of 0 too."""
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32)
     queries = np.ones((4, 3, DIM), np.float32)
     path.build_index(0, 0)
     keys, values = path.read(0, 0)
@@ -386,7 +388,7 @@ def test_empty_paths_and_ranges() -> None:
 
 def test_costs_are_counted() -> None:
     """bytes_read: keys once per group, then the values of the winners; without a search everything."""
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32)
     path.append(*tokens(np.random.default_rng(8), 500))
     queries = np.ones((6, 1, DIM), np.float32)
     got = attend_path(path, queries, 0, 400, 10, scale=1.0)
@@ -425,7 +427,7 @@ def test_huge_pages_are_asked_for_and_their_absence_is_said_once(
 def test_bad_input_is_named() -> None:
     """And leaves the path as it was."""
     rng = np.random.default_rng(9)
-    path = HostPath(HEADS, DIM, VALUE_DIM, F32)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, F32)
     keys, values = tokens(rng, 6)
     path.append(keys, values)
     for bad_keys, bad_values in (
@@ -458,18 +460,18 @@ def test_bad_input_is_named() -> None:
             path.truncate(length)
     np.testing.assert_array_equal(path.read(0, 6)[0], keys)
     with pytest.raises(ConfigError, match="num_kv_heads=0"):
-        HostPath(0, DIM, VALUE_DIM, F32)
+        SequenceKV(0, DIM, VALUE_DIM, F32)
     with pytest.raises(ConfigError, match="'flatt'"):
-        HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flatt"))
+        SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flatt"))
     with pytest.raises(ConfigError, match="no option m"):
-        HostPath(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flat", {"m": 3}))
+        SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of("flat", {"m": 3}))
     with pytest.raises(ConfigError, match="reserve_tokens=-1"):
-        HostPath(HEADS, DIM, VALUE_DIM, F32).reserve(-1)
+        SequenceKV(HEADS, DIM, VALUE_DIM, F32).reserve(-1)
 
 
 def test_memory_that_cannot_be_had_is_named() -> None:
     """A clear error before anything is written; the path stays usable."""
-    path = HostPath(HEADS, 2**20, VALUE_DIM, F32).reserve(2**31 - 1)
+    path = SequenceKV(HEADS, 2**20, VALUE_DIM, F32).reserve(2**31 - 1)
     keys, values = np.zeros((HEADS, 1, 2**20), np.float32), np.zeros((HEADS, 1, VALUE_DIM), np.float32)
     with pytest.raises(MemoryPlanError, match="cannot be had"):
         path.append(keys, values)

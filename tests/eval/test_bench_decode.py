@@ -13,8 +13,8 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cli import main
-from retrieval_attn.cpu.store import HostPath
-from retrieval_attn.engine.graph_emulation import emulated
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
 from retrieval_attn.eval.bench import decode as bench_decode
 from retrieval_attn.eval.bench import keys as bench_keys
@@ -93,7 +93,7 @@ def test_a_context_of_sinks_and_window_retrieves_nothing(bench: Bench) -> None:
     assert row.status == "ok" and row.recall is None and "nothing to retrieve" in row.note
 
 
-def louder(path: HostPath, keys: Any, values: Any, append: Any = HostPath.append) -> None:
+def louder(path: SequenceKV, keys: Any, values: Any, append: Any = SequenceKV.append) -> None:
     append(path, keys, np.asarray(1.1, values.dtype) * values)
 
 
@@ -105,7 +105,7 @@ def test_wrong_answers_have_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Host values off by a tenth, and a baseline that forgets new tokens: status 1, no times but for the right one."""
-    monkeypatch.setattr(HostPath, "append", louder)
+    monkeypatch.setattr(SequenceKV, "append", louder)
     monkeypatch.setattr(ResidentLayer, "attend", forgetful)
     assert bench_decode.run(arguments(tmp_path / "out", "--methods", "flat,full-resident,full-eager")) == 1
     flat, resident, eager = json.loads((tmp_path / "out" / "decode.json").read_text())["rows"]

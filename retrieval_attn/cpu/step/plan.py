@@ -18,8 +18,8 @@ import numpy.typing as npt
 from retrieval_attn.cpu.attend import check_score_options
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
-from retrieval_attn.cpu.step.piece import Piece
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
+from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.step.tables import StepRequest, make_tables
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
@@ -89,7 +89,7 @@ class LayerStep:
         self._set(task=run_task_address(), attend=attend_task(fmt), pool=pool.address, width=pool.threads)
         self._plan: tuple[Any, ...] = ()
         self._kept: list[Any] = []
-        self.rows: list[list[Piece]] = []
+        self.rows: list[list[SearchRange]] = []
         compile_step()
 
     def _set(self, **values: Any) -> None:
@@ -129,7 +129,7 @@ class LayerStep:
 
     def plan(
         self,
-        rows: Sequence[Sequence[Piece]],
+        rows: Sequence[Sequence[SearchRange]],
         q_heads: int,
         positions: int,
         top_k: int,
@@ -164,7 +164,7 @@ class LayerStep:
         self.extend([row[-1].high if row else 0 for row in rows])
         return True
 
-    def _build(self, rows: Sequence[Sequence[Piece]], request: StepRequest) -> bool:
+    def _build(self, rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> bool:
         first = next((piece for row in rows for piece in row), None)
         if first is None:
             raise ShapeError("a step needs at least one piece of one row")
@@ -304,7 +304,7 @@ class LayerStep:
         raise BackendError(f"{where}: {_MESSAGES.get(code, f'unknown error {code}')}")
 
 
-def _rounded_top_k(rows: Sequence[Sequence[Piece]], top_k: int) -> int:
+def _rounded_top_k(rows: Sequence[Sequence[SearchRange]], top_k: int) -> int:
     """top_k, but no more than there are tokens: rounded up, for they come one by one and each number is a plan."""
     tokens = max((sum(piece.high - piece.low for piece in row) for row in rows), default=0)
     return int(min(top_k, max(1, -(-tokens // 256)) * 256))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.step.piece import Piece
+from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.memory import aligned_empty
@@ -27,11 +27,11 @@ class StepRequest(NamedTuple):
     softcap: float
     parts: int
 
-    def parts_of(self, piece: Piece, tokens: int = SCAN_TOKENS) -> int:
+    def parts_of(self, piece: SearchRange, tokens: int = SCAN_TOKENS) -> int:
         """Tasks that a scanned piece is cut into. The more, the more candidates are joined; results are the same."""
         return max(1, min(self.parts, -(-(piece.high - piece.low) // max(tokens, 4 * self.top_k))))
 
-    def signature(self, piece: Piece, last: bool) -> tuple[int, ...]:
+    def signature(self, piece: SearchRange, last: bool) -> tuple[int, ...]:
         """What a plan depends on of a piece, which the plan keeps alive (so ids stay taken)."""
         parts = self.parts_of(piece)
         fixed = id(piece.keys), id(piece.values), piece.low, piece.first, parts, 0 if last else piece.high
@@ -61,7 +61,7 @@ class Tables:
 
 
 def make_tables(
-    rows: Sequence[Sequence[Piece]],
+    rows: Sequence[Sequence[SearchRange]],
     request: StepRequest,
     fmt: Format,
     sizes: tuple[int, int, int],

@@ -27,7 +27,7 @@ import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf a
 from retrieval_attn.cpu.gather import attend_ids_once, attend_rows
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.pool import SPIN_MICROSECONDS, Pool, run_job
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.eval.flags import parse_lengths
 from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.memory import aligned_empty
@@ -280,11 +280,11 @@ def _median_step(args: argparse.Namespace, attend: Callable[[npt.NDArray[Any]], 
     return result
 
 
-def _apart(path: HostPath, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
+def _apart(path: SequenceKV, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
     return lambda queries: attend_apart(path, queries, 4, tokens, retrieve, SCALE, None, None)
 
 
-def _in_step(path: HostPath, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
+def _in_step(path: SequenceKV, tokens: int, retrieve: int) -> Callable[[npt.NDArray[Any]], Any]:
     return lambda queries: attend_path(path, queries, 4, tokens, retrieve, scale=SCALE)
 
 
@@ -296,7 +296,7 @@ def measure_steps(
     lses, rows = {}, []
     for kind in args.kinds.split(","):
         with Pool(max(threads), spin_microseconds=args.spin) as pool:
-            path = HostPath(
+            path = SequenceKV(
                 args.kv_heads,
                 args.head_dim,
                 args.head_dim,

@@ -16,7 +16,7 @@ import torch
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.cpu.host_attend import attend_path
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.eval.bench.method import Retrieval, forward_logits
 from retrieval_attn.eval.bench.source import Source
@@ -88,7 +88,7 @@ def _noting(attend: Any, taken: list[torch.Tensor]) -> Any:
 
 
 def _judge_layer(
-    path: HostPath, queries: FloatArray, span: tuple[int, int], k: int, tokens: int, scale: float, found: Quality
+    path: SequenceKV, queries: FloatArray, span: tuple[int, int], k: int, tokens: int, scale: float, found: Quality
 ) -> None:
     start, stop = span
     q_heads, steps, dim = queries.shape
@@ -134,7 +134,7 @@ def _judge_query(
 
 
 def _attended(
-    path: HostPath, logits: npt.NDArray[np.float64], values: npt.NDArray[Any], chosen: npt.NDArray[np.int64]
+    path: SequenceKV, logits: npt.NDArray[np.float64], values: npt.NDArray[Any], chosen: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Attention over the chosen keys, by definition."""
     weights = np.exp(logits[chosen] - logits[chosen].max())
@@ -143,11 +143,11 @@ def _attended(
     return result
 
 
-def _plain(path: HostPath, rows: npt.NDArray[Any]) -> FloatArray:
+def _plain(path: SequenceKV, rows: npt.NDArray[Any]) -> FloatArray:
     return np.ascontiguousarray(to_float32(rows, path.fmt))
 
 
-def _search(path: HostPath, queries: FloatArray, span: tuple[int, int], k: int) -> tuple[npt.NDArray[np.int64], int]:
+def _search(path: SequenceKV, queries: FloatArray, span: tuple[int, int], k: int) -> tuple[npt.NDArray[np.int64], int]:
     """Ids (q_heads, steps, k) that the path's indexes find, -1 where there are fewer, and scores computed."""
     heads, (q_heads, steps, dim) = path.num_kv_heads, queries.shape
     grouped = queries.reshape(heads, q_heads // heads * steps, dim)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.graph_registry import forget
+from retrieval_attn.engine.graph.registry import forget
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.eval.bench.busy import Busy, Recorder
 from retrieval_attn.eval.bench.host import host_peak, start_host_peak

@@ -19,11 +19,11 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import plan_paths
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
-from retrieval_attn.cpu.store import HostPath
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, Scratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, CodeShape, Scratch, shared_scratch, size_class
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
 MAX_MICROBATCHES = 2
@@ -48,9 +48,16 @@ class HeadShape(NamedTuple):
     value_dim: int
 
 
+def code_shape(layer: RetrievalLayer, head_dim: int) -> CodeShape | None:
+    """What a captured step searches codes on the device by; None where the layer's index has none there."""
+    k = layer.config.retrieve
+    shape = None if isinstance(k, float | str) else layer.index.spec.code_shape(head_dim, k)
+    return None if shape is None else CodeShape(*shape)
+
+
 def split_microbatches(layer: RetrievalLayer, batch: int, head_dim: int) -> list[slice]:
     """The rows of each part, in order: one part, or two where the device has codes to search meanwhile."""
-    if batch < MAX_MICROBATCHES or layer.code_shape(head_dim) is None:
+    if batch < MAX_MICROBATCHES or code_shape(layer, head_dim) is None:
         return [slice(0, batch)]
     return [slice(0, batch // 2), slice(batch // 2, batch)]
 
@@ -78,7 +85,7 @@ class HostRows:
         batch, runtime = rows.stop - rows.start, resources.runtime
         count = batch * self._q_heads
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
-        codes = layer.code_shape(dim)
+        codes = code_shape(layer, dim)
         room = 0 if codes is None else codes.room
         queries, results = runtime.queries(count * (dim + room)), runtime.results(lse_at + count)
         places = None if batch == 1 else torch.arange(count, device=device)
@@ -92,7 +99,7 @@ class HostRows:
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
-        self._step = LayerStep(resources.pool, _held(layer).fmt, layer=number, buffers=self._buffers)
+        self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
 
     @property
@@ -102,7 +109,7 @@ class HostRows:
 
     def plan(self, layer: RetrievalLayer, retrieve: int) -> None:
         """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
-        hosts, ranges = layer.hosts[self.rows], layer.ranges[self.rows]
+        hosts, ranges = layer.hosts[self.rows], held_by(layer).ranges[self.rows]
         scale, softcap = self.scoring.scale, self.scoring.softcap
         if not any(stop > start for start, stop in ranges):
             self._answer_nothing()
@@ -150,7 +157,7 @@ class HostRows:
             self._search.forget()
 
 
-def _layouts(hosts: list[HostPath]) -> list[list[list[int]]]:
+def _layouts(hosts: list[SequenceKV]) -> list[list[list[int]]]:
     """Ways to put a batch's rows into a step, best first: rows that share a path together, then each on its own.
 
     Each is a list of the step's rows, which are lists of the batch's rows, all equally long.
@@ -182,7 +189,7 @@ def _code_ranges(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> li
     return ranges
 
 
-def _held(layer: RetrievalLayer) -> HeldTokens:
+def held_by(layer: RetrievalLayer) -> HeldTokens:
     if layer.held is None:
         raise CaptureError("the cache holds no tokens yet")
     return layer.held

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from retrieval_attn.engine.graph_binding import Binding
-from retrieval_attn.engine.graph_capture import capture
-from retrieval_attn.engine.graph_decoder import CapturedStep, GraphDecoder
-from retrieval_attn.engine.graph_memory import ordinary_tensors
+from retrieval_attn.engine.graph.binding import Binding
+from retrieval_attn.engine.graph.capture import capture
+from retrieval_attn.engine.graph.decoder import CapturedStep, GraphDecoder
+from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.gpu.capture.exchange import Replay
 

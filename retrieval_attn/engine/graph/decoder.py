@@ -15,10 +15,10 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.engine.graph_host import HostResources
-from retrieval_attn.engine.graph_memory import StepMemory, ordinary_tensors
-from retrieval_attn.engine.graph_slot import LayerSlot
-from retrieval_attn.engine.graph_support import hooks_of
+from retrieval_attn.engine.graph.host import HostResources, code_shape
+from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
+from retrieval_attn.engine.graph.slot import LayerSlot
+from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 
@@ -76,7 +76,7 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
         fmt = codes = None
         if isinstance(layer, RetrievalLayer):
             fmt = None if layer.held is None else layer.held.fmt
-            codes = layer.code_shape(key.shape[3])
+            codes = code_shape(layer, key.shape[3])
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
     weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.engine.graph_host import MAX_MICROBATCHES
+from retrieval_attn.engine.graph.host import MAX_MICROBATCHES
 from retrieval_attn.gpu.decode.kernels import advance
 from retrieval_attn.index.task import descriptor as words
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine.graph_decoder import GraphDecoder, StepKind, signature
-from retrieval_attn.engine.graph_layer import GraphLayer
-from retrieval_attn.engine.graph_memory import ordinary_tensors
+from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, signature
+from retrieval_attn.engine.graph.layer import GraphLayer
+from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.index.task import descriptor as words
@@ -129,7 +129,7 @@ class Binding:
         self.room = min(bound.window.room for bound in self.layers)
         padded = any(bound.window.valid is not None for bound in self.layers)
         retrieving = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
-        retrieves = any(stop > start for layer in retrieving for start, stop in layer.ranges)
+        retrieves = any(layer.held is not None and layer.held.retrieves for layer in retrieving)
         self.kind = StepKind(retrieves, padded, 0)
         for bound in changed:
             if padded:

@@ -10,8 +10,9 @@ from torch import Tensor
 from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
-from retrieval_attn.engine.graph_decoder import StepKind
-from retrieval_attn.engine.graph_slot import LayerSlot, window_of
+from retrieval_attn.engine.graph.decoder import StepKind
+from retrieval_attn.engine.graph.host import held_by
+from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -52,11 +53,11 @@ class GraphLayer:
         """The layer's window."""
         return window_of(self.layer)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """See `GraphHook`."""
         self._owner.sync()
 
-    def leave(self) -> None:
+    def invalidate(self) -> None:
         """See `GraphHook`."""
         self._owner.invalidate()
 
@@ -83,7 +84,7 @@ class GraphLayer:
         layer = self.layer
         if not self.slot.hosts or not isinstance(layer, RetrievalLayer):
             return
-        counts = {layer.config.retrieve_count(stop - start) for start, stop in layer.ranges if stop > start}
+        counts = {layer.config.retrieve_count(stop - start) for start, stop in held_by(layer).ranges if stop > start}
         if len(counts) > 1 or None in counts:
             raise CaptureError(f"the rows retrieve different numbers of keys ({counts}), or all of them")
         retrieve = next((number for number in counts if number is not None), None)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cpu.serve import Server
-from retrieval_attn.engine.graph_binding import Binding
-from retrieval_attn.engine.graph_decoder import GraphDecoder, signature
-from retrieval_attn.engine.graph_emulation import emulated_runtime
-from retrieval_attn.engine.graph_launch import Launcher
-from retrieval_attn.engine.graph_support import refusal
+from retrieval_attn.engine.graph.binding import Binding
+from retrieval_attn.engine.graph.decoder import GraphDecoder, signature
+from retrieval_attn.engine.graph.emulation import emulated_runtime
+from retrieval_attn.engine.graph.launch import Launcher
+from retrieval_attn.engine.graph.support import refusal
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.cuda import cuda_runtime
 from retrieval_attn.gpu.capture.exchange import requested_host_callback

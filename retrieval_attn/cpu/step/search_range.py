@@ -11,7 +11,7 @@ from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.formats import Format
 
 
-class Piece(NamedTuple):
+class SearchRange(NamedTuple):
     """Tokens [low, high) of arrays of one sequence, which are its tokens first + low, ... .
 
     keys (kv_heads, tokens, head_dim) and values (kv_heads, tokens, value_dim) as stored in one format, C-contiguous.

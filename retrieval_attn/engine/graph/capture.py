@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrieval_attn.engine.graph_binding import Binding
-from retrieval_attn.engine.graph_decoder import CapturedStep
+from retrieval_attn.engine.graph.binding import Binding
+from retrieval_attn.engine.graph.decoder import CapturedStep
 from retrieval_attn.errors import CaptureError, RetrievalAttentionError
 
 

@@ -50,7 +50,7 @@ LOOKS = 32
 """Pauses between two readings of the clock."""
 WOKEN_AT_ONCE = 2
 """Sleepers that the poster wakes, and that each of them wakes in turn: waking all would keep the poster busy."""
-MOST_TASKS = 2**31 - 1
+MAX_TASKS = 2**31 - 1
 
 # Byte offsets into the control block. Each group of words that is written together has a cache line of its own, two
 # lines apart: processors fetch them in pairs.
@@ -287,9 +287,9 @@ class Pool:
         Returns None, or the error of the lowest task that failed. tasks may be 0. Raises ConfigError for numbers out of
         range, BackendError if the pool is closed or belongs to the process that this one was forked from.
         """
-        if not 0 <= tasks <= MOST_TASKS or not function:
+        if not 0 <= tasks <= MAX_TASKS or not function:
             raise ConfigError(
-                f"a job needs a function and 0 .. {MOST_TASKS} tasks, got tasks={tasks}, address {function:#x}"
+                f"a job needs a function and 0 .. {MAX_TASKS} tasks, got tasks={tasks}, address {function:#x}"
             )
         width = self._threads if threads is None else threads
         if width < 1:

@@ -43,7 +43,7 @@ HEAD_WORDS = 16
 REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER, ASKED, ANSWERED = range(9)
 ROW_WORDS = 16
 
-MOST_CALLS = 512
+MAX_CALLS = 512
 NOT_READY = 600
 """CUDA's code for work that is still under way."""
 NEVER_ASKED, ENDED = -1, -2
@@ -166,8 +166,8 @@ class Server:
 
     def __init__(self, functions: tuple[int, int, int, int], answers_by: int, limit_seconds: float) -> None:
         """functions: addresses of COPY, WRITE, QUERY_STREAM, QUERY_EVENT; answers_by: the stream of both."""
-        self._words = np.zeros(HEAD_WORDS + MOST_CALLS * ROW_WORDS, np.int64)
-        self.head, self.rows = self._words[:HEAD_WORDS], self._words[HEAD_WORDS:].reshape(MOST_CALLS, ROW_WORDS)
+        self._words = np.zeros(HEAD_WORDS + MAX_CALLS * ROW_WORDS, np.int64)
+        self.head, self.rows = self._words[:HEAD_WORDS], self._words[HEAD_WORDS:].reshape(MAX_CALLS, ROW_WORDS)
         self.head[COPY : QUERY_EVENT + 1] = functions
         self.head[ANSWERS_BY], self.head[LIMIT] = answers_by, int(limit_seconds * 1e9)
         self.table = int(self._words.ctypes.data)

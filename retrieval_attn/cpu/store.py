@@ -128,7 +128,7 @@ class HostPath:
     @property
     def index_notes(self) -> list[str]:
         """What the indexes say about themselves (their `note`, if they have one), each once, in order."""
-        notes = [getattr(index, "note", "") for span in self._spans for index in span.segment.indexes]
+        notes = [index.note for span in self._spans for index in span.segment.indexes]
         return [note for note in dict.fromkeys(notes) if note]
 
     def reserve(self, tokens: int) -> HostPath:
@@ -142,12 +142,7 @@ class HostPath:
         self._reserved = tokens
         return self
 
-    def append(
-        self,
-        keys: npt.NDArray[Any],
-        values: npt.NDArray[Any],
-        each: Each = map,
-    ) -> None:
+    def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any], each: Each = map) -> None:
         """Add n tokens at the end, copying them: keys (kv_heads, n, head_dim), values (kv_heads, n,
         value_dim), as stored.
 

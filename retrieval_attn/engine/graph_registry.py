@@ -17,8 +17,9 @@ from retrieval_attn.engine.graph_emulation import emulated_runtime
 from retrieval_attn.engine.graph_launch import Launcher
 from retrieval_attn.engine.graph_support import refusal
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.capture.cuda import cuda_runtime
 from retrieval_attn.gpu.capture.exchange import requested_host_callback
-from retrieval_attn.gpu.capture.runtime import Runtime, cuda_runtime
+from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.placement import input_device
 
 KEPT_DECODERS = 2

@@ -31,7 +31,7 @@ SCAN_BELOW = 262_144
 """Fewer keys are scanned: the scan of a sketch is faster than a graph. Both were timed on the machines at hand: the
 times were equal at 94,477 to 298,518 keys on two cores, and at some 281,000 on the 16 cores beside an H100
 (docs/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster. `scan_below` overrides it."""
-SKETCH_LEAST = 0.95
+MIN_SKETCH_RECALL = 0.95
 """Least recall of a sketch that is scanned in place of codes of all elements."""
 HELD_OUT = 16
 """Queries of each query head that the graph is judged by; they are not trained on."""
@@ -131,15 +131,15 @@ class _HeldOut:
         """queries: (query heads, m, head_dim), m at least HELD_OUT."""
         self.places = np.linspace(0, queries.shape[1] - 1, HELD_OUT).astype(np.int64)
         self.others = np.delete(queries, self.places, axis=1)
-        self._asked = np.ascontiguousarray(queries[:, self.places].reshape(-1, queries.shape[-1]))
+        self._queries = np.ascontiguousarray(queries[:, self.places].reshape(-1, queries.shape[-1]))
         self._k = min(JUDGED_K, len(keys))
-        self._exact = search_exact(keys[None], self._asked[None], self._k, fmt).ids[0]
+        self._exact = search_exact(keys[None], self._queries[None], self._k, fmt).ids[0]
 
     def judge(self, index: KeyIndex) -> tuple[float, float]:
         """Recall of the index for the held-out queries, and the share of keys that it scored."""
-        found = index.search(self._asked, self._k)
+        found = index.search(self._queries, self._k)
         hits = sum(len(np.intersect1d(a, b)) for a, b in zip(found.ids, self._exact, strict=True))
-        return hits / self._exact.size, found.keys_scanned / (len(self._asked) * len(index))
+        return hits / self._exact.size, found.keys_scanned / (len(self._queries) * len(index))
 
 
 def _scan(keys: npt.NDArray[Any], fmt: Format, held: _HeldOut, why: str) -> KeyIndex:
@@ -148,7 +148,7 @@ def _scan(keys: npt.NDArray[Any], fmt: Format, held: _HeldOut, why: str) -> KeyI
         return _flat(keys, fmt, why)
     sketch = SketchIndex.build(keys, fmt, held.others)
     recall, _ = held.judge(sketch)
-    if recall < SKETCH_LEAST:
+    if recall < MIN_SKETCH_RECALL:
         return _flat(keys, fmt, f"{why}; a sketch finds {recall:.2f} of the best {JUDGED_K}")
     sketch.note = f"sketch: {why}; held-out recall@{JUDGED_K} {recall:.2f}"
     return sketch

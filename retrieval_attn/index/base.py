@@ -89,6 +89,8 @@ class KeyIndex(ABC):
     """A kind that finds more in long contexts the more queries it saw asks for so many there."""
     note: str = ""
     """Why this kind was chosen, where something chose it."""
+    exact: bool = False
+    """Whether the answer is that of a scan of all stored keys, which a step may run in its place."""
 
     @classmethod
     def training_queries(cls, tokens: int, requested: int | None = None) -> int:
@@ -218,11 +220,6 @@ class KeyIndex(ABC):
             np.stack([one.scores for one in found]),
             sum(one.keys_scanned for one in found),
         )
-
-    @property
-    def exact(self) -> bool:
-        """Whether the answer is that of a scan of all stored keys, which a step may run in its place."""
-        return False
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
         """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller

@@ -17,12 +17,12 @@ import numpy.typing as npt
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, check_search, check_training
 from retrieval_attn.index.device_task import candidate_search, prepare_candidates
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space, split_bytes
 from retrieval_attn.index.kernels.packed import EMPTY
-from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
+from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.index import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
@@ -113,7 +113,7 @@ class DeviceOptions:
 
 
 @register
-class DeviceIndex(PiecesIndex):
+class DeviceIndex(RunsIndex):
     """See the module. A query that is not finite gets the exact answer, and so does a search for a large part."""
 
     kind: ClassVar[str] = "device"
@@ -121,7 +121,7 @@ class DeviceIndex(PiecesIndex):
     keeps_device_keys: ClassVar[bool] = True
     Options = DeviceOptions
 
-    def __init__(self, keys: KeyPieces, codes: KeyCodes, space: CodeSpace, rescore: int) -> None:
+    def __init__(self, keys: KeyRuns, codes: KeyCodes, space: CodeSpace, rescore: int) -> None:
         """Callers use `build`."""
         self._keys, self._rescore = keys, rescore
         self.codes, self.space = codes, space
@@ -155,7 +155,7 @@ class DeviceIndex(PiecesIndex):
 
         Raises ShapeError for keys that are not finite.
         """
-        pieces = KeyPieces(keys, fmt)
+        runs = KeyRuns(keys, fmt)
         dim = fmt.dim_of(keys)
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -169,7 +169,7 @@ class DeviceIndex(PiecesIndex):
         space = learn_space(sides, known, options.bytes_for(dim))
         codes = (coder or HostCodes)(space, fmt, len(keys))
         codes.add(keys)
-        return cls(pieces, codes, space, int(options.rescore))
+        return cls(runs, codes, space, int(options.rescore))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""
@@ -214,7 +214,7 @@ class DeviceIndex(PiecesIndex):
         queries, k = check_search(queries, self.head_dim, k, limit)
         stop = len(self) if limit is None else min(int(limit), len(self))
         if not self.serves(k, stop) or not len(queries):
-            return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
+            return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
         wanted = self.rescore_count(k)
         found = self.codes.find(queries, wanted, stop).astype(np.int64)
         ids, scores = self._keys.best(np.where(found < 0, EMPTY, 0xFFFFFFFF - found), queries, k)

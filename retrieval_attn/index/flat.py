@@ -37,7 +37,7 @@ from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.kernels.scan import TILE_KEYS, scan_exact
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.pieces import KeyPieces, PiecesIndex, stacked, unpack
+from retrieval_attn.index.runs import KeyRuns, RunsIndex, stacked, unpack
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 from retrieval_attn.index.threads import kernel_threads
@@ -149,7 +149,7 @@ class FlatOptions:
 
 
 @register
-class FlatIndex(PiecesIndex):
+class FlatIndex(RunsIndex):
     """Search of all keys, over views of the caller's.
 
     A NaN score ranks below -inf; infinities rank as numbers do. A query that is not finite gets the exact answer
@@ -163,8 +163,9 @@ class FlatIndex(PiecesIndex):
         """keys (n, head_dim) of dtype fmt.dtype, rows contiguous; n may be 0. codes: of these keys, or None for an
         exact scan. Raises ShapeError.
         """
-        self._keys = KeyPieces(keys, fmt)
+        self._keys = KeyRuns(keys, fmt)
         self._codes = codes
+        self.exact = codes is None
         self._rescore = rescore
         self._measured = len(keys)  # how many keys the range of the codes was taken from
 
@@ -186,10 +187,10 @@ class FlatIndex(PiecesIndex):
         coder: Any,
     ) -> FlatIndex:
         """See KeyIndex.make; nothing is trained. Raises ShapeError for codes="int8" and keys that are not finite."""
-        index = cls(keys, fmt, None, int(options.rescore))
+        codes = None
         if options.codes == "int8":
-            index._codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
-        return index
+            codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
+        return cls(keys, fmt, codes, int(options.rescore))
 
     @property
     def codes(self) -> Codes | None:
@@ -204,11 +205,6 @@ class FlatIndex(PiecesIndex):
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
         return rescore_count(self._rescore, k)
-
-    @property
-    def exact(self) -> bool:
-        """See KeyIndex.exact."""
-        return self._codes is None
 
     @classmethod
     def prepare(cls, options: FlatOptions, fmt: Format, tokens: int | None = None) -> bool:
@@ -297,9 +293,9 @@ class FlatIndex(PiecesIndex):
         if limit is not None and limit < 0:
             raise ConfigError(f"limit={limit} must be >= 0, or None for all keys")
         if all(flat._codes is None for flat in flats):
-            pieces = [flat._keys.within(len(flat) if limit is None else int(limit)) for flat in flats]
+            runs = [flat._keys.within(len(flat) if limit is None else int(limit)) for flat in flats]
             with kernel_threads(None):
-                together = stacked(pieces) if all(flat._keys.fmt is flats[0]._keys.fmt for flat in flats) else None
+                together = stacked(runs) if all(flat._keys.fmt is flats[0]._keys.fmt for flat in flats) else None
                 if together is not None:
                     return search_exact(together, queries, int(k), flats[0]._keys.fmt)
         found = [flat._search(queries[i], int(k), limit) for i, flat in enumerate(flats)]
@@ -315,7 +311,7 @@ class FlatIndex(PiecesIndex):
         stop = len(self) if limit is None else min(int(limit), len(self))
         kept = self.rescore_count(k)
         if codes is None or stop < SCAN_SHARE * kept:
-            return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
+            return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
         coded = encode_query(queries, codes)
         found = self._best_stored(coded.planes, stop, kept) if self.scans_stored else None
         found = best_codes(codes.codes, stop, coded.planes, kept) if found is None else found
@@ -363,7 +359,7 @@ def rescore_count(rescore: int, k: int) -> int:
 
 
 def answer_lost(
-    keys: KeyPieces,
+    keys: KeyRuns,
     stop: int,
     queries: npt.NDArray[np.float32],
     k: int,
@@ -374,20 +370,18 @@ def answer_lost(
     """Write exact answers over keys [0, stop) in place of those of the lost queries; returns the scores computed."""
     if not lost.any():
         return 0
-    exact = search_pieces(keys.within(stop), queries[lost], k, keys.fmt)
+    exact = search_runs(keys.within(stop), queries[lost], k, keys.fmt)
     ids[lost], scores[lost] = exact.ids, exact.scores
     return exact.keys_scanned
 
 
-def search_pieces(
-    pieces: list[npt.NDArray[Any]], queries: npt.NDArray[np.float32], k: int, fmt: Format
-) -> SearchResult:
+def search_runs(runs: list[npt.NDArray[Any]], queries: npt.NDArray[np.float32], k: int, fmt: Format) -> SearchResult:
     """Exact best k over keys that lie in several arrays, ids counted through."""
-    found = [search_exact(piece[None], queries[None], k, fmt) for piece in pieces]
+    found = [search_exact(run[None], queries[None], k, fmt) for run in runs]
     if not found:
         empty = np.full((len(queries), k), -1, np.int32)
         return SearchResult(empty, np.full(empty.shape, -np.inf, np.float32), 0)
-    bases = np.cumsum([0] + [len(piece) for piece in pieces])
+    bases = np.cumsum([0] + [len(run) for run in runs])
     ids = np.concatenate(
         [np.where(one.ids[0] < 0, -1, one.ids[0] + base) for one, base in zip(found, bases, strict=False)],
         axis=1,

@@ -26,13 +26,13 @@ from retrieval_attn.errors import ConfigError, ShapeError
 
 SCALE_BYTES = 4
 """Of the float32 behind each row of int8."""
-MOST_STEPS = 127
+MAX_STEPS = 127
 """Largest absolute number of a row of int8."""
-STEP_SHARE = np.float32(1 / MOST_STEPS)
+STEP_SHARE = np.float32(1 / MAX_STEPS)
 """A row's step as a share of its largest absolute number. Multiplied, not divided: the same bits on every device."""
-LEAST_STEP = np.finfo(np.float32).tiny
+MIN_STEP = np.finfo(np.float32).tiny
 """Smallest step but 0 (a row of zeros): what is below half of it becomes 0."""
-MOST_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(MOST_STEPS), np.float32(0))
+MAX_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(MAX_STEPS), np.float32(0))
 """Largest step: 127 of them are finite."""
 
 
@@ -124,10 +124,10 @@ def _in_steps(array: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
     dim = array.shape[-1]
     most = np.abs(array).max(axis=-1, keepdims=True)
     finite = np.isfinite(most)
-    step = np.where(most > 0, np.clip(most * STEP_SHARE, LEAST_STEP, MOST_STEP), np.float32(0))
+    step = np.where(most > 0, np.clip(most * STEP_SHARE, MIN_STEP, MAX_STEP), np.float32(0))
     numbers = np.where(finite, array, np.float32(0)) / np.where(finite & (most > 0), step, np.float32(1))
     rows = np.empty((*array.shape[:-1], Format.INT8.width(dim)), np.int8)
-    rows[..., :dim] = np.clip(np.rint(numbers), -MOST_STEPS, MOST_STEPS)
+    rows[..., :dim] = np.clip(np.rint(numbers), -MAX_STEPS, MAX_STEPS)
     rows[..., dim:] = np.where(finite, step, np.float32(np.nan)).astype(np.float32).view(np.int8)
     return rows
 

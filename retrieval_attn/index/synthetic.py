@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,63 +80,56 @@ class SyntheticHead(NamedTuple):
     theta: float
 
 
-def synthetic_head(
-    n: int,
-    *,
-    head_dim: int = 128,
-    group: int = 4,
-    level: str = "mid",
-    train: int = 8192,
-    decode: int = 64,
-    seed: int = 0,
-    theta: float = 5e5,
-) -> SyntheticHead:
-    """A head of n keys (n may be 0) with `train` training and `decode` decode queries per query head.
+@dataclass(frozen=True)
+class HeadOptions:
+    """What a head is like. level: "mid" or "hard" (LEVELS). train, decode: queries per query head.
 
-    level: "mid" or "hard" (LEVELS). train is cut to n: a token asks once. Raises ConfigError for an odd or
-    too small head_dim, an unknown level or a negative count.
+    Raises ConfigError for an odd or too small head_dim, an unknown level or a negative count.
     """
-    _check(n, head_dim, group, level, train, decode)
-    head = _Head(LEVELS[level], head_dim, group, theta, seed)
-    return _made(_Text(n + decode, head_dim, seed), head, n, train, decode, seed, theta)
+
+    head_dim: int = 128
+    group: int = 4
+    level: str = "mid"
+    train: int = 8192
+    decode: int = 64
+    seed: int = 0
+    theta: float = 5e5
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ConfigError(f"level={self.level!r} is not known; use one of {', '.join(LEVELS)}")
+        if self.head_dim < 16 or self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even and at least 16")
+        if min(self.train, self.decode) < 0 or self.group < 1:
+            raise ConfigError(f"train={self.train} and decode={self.decode} must be >= 0 and group={self.group} >= 1")
 
 
-def synthetic_heads(
-    n: int,
-    count: int,
-    *,
-    head_dim: int = 128,
-    group: int = 4,
-    level: str = "mid",
-    train: int = 8192,
-    decode: int = 64,
-    seed: int = 0,
-    theta: float = 5e5,
-    threads: int = 1,
-) -> Iterator[SyntheticHead]:
+def synthetic_head(n: int, **options: Any) -> SyntheticHead:
+    """A head of n keys (n may be 0); options: fields of HeadOptions.
+
+    `train` is cut to n: a token asks once. Raises ConfigError for options out of range or n < 0.
+    """
+    return next(synthetic_heads(n, 1, **options))
+
+
+def synthetic_heads(n: int, count: int, *, threads: int = 1, **options: Any) -> Iterator[SyntheticHead]:
     """`count` heads of one text, as the heads of a model read one: `synthetic_head` otherwise, and its errors.
 
     Each has a spectrum, means and wishes of its own. The text is made once, which for long contexts is what takes
     the time; heads are made by up to `threads` threads. All ask at the same training positions.
     """
-    _check(n, head_dim, group, level, train, decode)
-    text = _Text(n + decode, head_dim, seed)
+    if n < 0:
+        raise ConfigError(f"n={n} must be >= 0")
+    chosen = HeadOptions(**options)
+    text = _Text(n + chosen.decode, chosen.head_dim, chosen.seed)
 
     def make(number: int) -> SyntheticHead:
-        head = _Head(LEVELS[level], head_dim, group, theta, seed + number, first=number * group)
-        return _made(text, head, n, train, decode, seed, theta)
+        seed, first = chosen.seed + number, number * chosen.group
+        head = _Head(LEVELS[chosen.level], chosen.head_dim, chosen.group, chosen.theta, seed, first=first)
+        return _made(text, head, n, chosen.train, chosen.decode, chosen.seed, chosen.theta)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         yield from pool.map(make, range(count))
-
-
-def _check(n: int, head_dim: int, group: int, level: str, train: int, decode: int) -> None:
-    if level not in LEVELS:
-        raise ConfigError(f"level={level!r} is not known; use one of {', '.join(LEVELS)}")
-    if head_dim < 16 or head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} must be even and at least 16")
-    if min(n, train, decode) < 0 or group < 1:
-        raise ConfigError(f"n={n}, train={train} and decode={decode} must be >= 0 and group={group} >= 1")
 
 
 def _made(text: _Text, head: _Head, n: int, train: int, decode: int, seed: int, theta: float) -> SyntheticHead:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.formats import Format
-from retrieval_attn.index.formats import LEAST_STEP, MOST_STEP, MOST_STEPS, SCALE_BYTES, STEP_SHARE
+from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE
 
 _TORCH_DTYPE = {
     Format.FLOAT32: torch.float32,
@@ -76,9 +76,9 @@ def _in_steps(rows: Tensor) -> Tensor:
     """float32 rows as int8 rows, number for number as `formats.from_float32` does it."""
     most = rows.abs().amax(dim=-1, keepdim=True)
     finite = most.isfinite()
-    step = torch.where(most > 0, (most * float(STEP_SHARE)).clamp(float(LEAST_STEP), float(MOST_STEP)), 0.0)
+    step = torch.where(most > 0, (most * float(STEP_SHARE)).clamp(float(MIN_STEP), float(MAX_STEP)), 0.0)
     numbers = torch.where(finite, rows, 0.0) / torch.where(finite & (most > 0), step, 1.0)
-    steps = numbers.round().clamp(-MOST_STEPS, MOST_STEPS).to(torch.int8)
+    steps = numbers.round().clamp(-MAX_STEPS, MAX_STEPS).to(torch.int8)
     behind = torch.where(finite, step, torch.nan).reshape(-1).view(torch.int8).view(-1, SCALE_BYTES)
     return torch.cat([steps, behind], dim=-1)
 

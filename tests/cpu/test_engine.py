@@ -184,7 +184,7 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(sketch_task, "CODED_TOKENS", 300)
-            patch.setattr(sketch_module, "LEAST_LEAVES", 32)
+            patch.setattr(sketch_module, "MIN_LEAVES", 32)
             path = trained_path(pool, heads, "sketch", {"key_bytes": 16, "share": 0.06})
             results.append(attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE))
             expected = apart(path, queries, TOKENS - 500, 20)

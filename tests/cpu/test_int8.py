@@ -17,7 +17,7 @@ from retrieval_attn.cpu.store import HostPath, held_bytes
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index import FlatIndex
 from retrieval_attn.index.file import load_index, save_index
-from retrieval_attn.index.formats import LEAST_STEP, Format, from_float32, row_steps, to_float32
+from retrieval_attn.index.formats import MIN_STEP, Format, from_float32, row_steps, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import synthetic_head
 from tests.cpu.reference import EPS, attention, strided, whole_numbers
@@ -99,7 +99,7 @@ def error_bounds(
     what `assert_attention` grants it.
     """
     wide = queries.astype(np.float64), keys.astype(np.float64), values.astype(np.float64)
-    key_step, value_step = (max(np.abs(array).max(initial=0.0) / 127, float(LEAST_STEP)) for array in wide[1:])
+    key_step, value_step = (max(np.abs(array).max(initial=0.0) / 127, float(MIN_STEP)) for array in wide[1:])
     off = scale * np.abs(wide[0]).sum(axis=1) * key_step / 2
     everything = np.ones((len(queries), len(keys)), bool)
     right, _ = attention(*wide, everything, scale)

@@ -14,9 +14,10 @@ from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention import libraries
 from retrieval_attn.gpu.attention.libraries import host_function_launcher
+from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import HostCall, HostCallback
-from retrieval_attn.gpu.capture.runtime import CudaRuntime, Runtime, cuda_runtime
+from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
 
 AnyRuntime = EmulatedRuntime | CudaRuntime

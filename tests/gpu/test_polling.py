@@ -15,9 +15,10 @@ from retrieval_attn.cpu import serve
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError, ConfigError
 from retrieval_attn.gpu.capture import polling as polling
+from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import VARIABLE, Replay, requested_host_callback
-from retrieval_attn.gpu.capture.runtime import CudaRuntime, Runtime, cuda_runtime
+from retrieval_attn.gpu.capture.runtime import Runtime
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_graph import Doubling, device_of
 

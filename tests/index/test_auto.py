@@ -54,7 +54,7 @@ def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch
     ):
         index = built(head, **options)
         assert index.kind == "sketch" and why in index.note and "held-out recall@100" in index.note
-    monkeypatch.setattr(auto, "SKETCH_LEAST", 1.01)
+    monkeypatch.setattr(auto, "MIN_SKETCH_RECALL", 1.01)
     index = built(head, scan_below=KEYS + 1)
     assert index.kind == "flat" and "a sketch finds" in index.note
 

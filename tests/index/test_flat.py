@@ -14,7 +14,7 @@ from retrieval_attn.index import FlatIndex, Format
 from retrieval_attn.index import flat as flat_module
 from retrieval_attn.index.formats import from_float32, to_float32
 from retrieval_attn.index.kernels.coded import best_codes
-from retrieval_attn.index.pieces import stacked
+from retrieval_attn.index.runs import stacked
 from retrieval_attn.index.threads import kernel_threads
 from tests.cpu.reference import EPS, best_ids, normal, strided, whole_numbers
 

@@ -12,7 +12,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.codes import CodedQueries, Codes, encode_keys, encode_query
 from retrieval_attn.index.roargraph.search import (
     CELL_KEYS,
-    MOST_OUTSIDE,
+    MAX_OUTSIDE,
     RANGE_BEAM,
     Graph,
     fill_pool,
@@ -166,7 +166,7 @@ def test_keys_outside_come_with_the_landmarks_that_are_found() -> None:
         case.graph = plain._replace(cell_starts=starts, cell_keys=rest)
         nodes, _, _ = beam_search(case, query, -1, 60, 40, -1)
         looked_at = [rest[starts[node] : starts[node + 1]][:CELL_KEYS] for node in nodes if node < 40]
-        outside = np.concatenate([rest[:0], *looked_at])[:MOST_OUTSIDE]
+        outside = np.concatenate([rest[:0], *looked_at])[:MAX_OUTSIDE]
         exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
         every = np.concatenate([case.graph.ids[nodes[:18]], outside])
         ids, scores, found = search(case, query, 10)

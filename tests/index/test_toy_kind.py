@@ -19,7 +19,7 @@ from retrieval_attn.index.device_task import candidate_search
 from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.formats import from_float32, to_float32
 from retrieval_attn.index.kernels.packed import EMPTY
-from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
+from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 
 
@@ -35,13 +35,13 @@ class LastOptions:
 
 
 @register
-class LastKeys(PiecesIndex):
+class LastKeys(RunsIndex):
     """The last k keys, whatever the query."""
 
     kind: ClassVar[str] = "test-last"
     Options = LastOptions
 
-    def __init__(self, keys: KeyPieces, options: LastOptions) -> None:
+    def __init__(self, keys: KeyRuns, options: LastOptions) -> None:
         self._keys, self._options = keys, options
 
     @classmethod
@@ -54,7 +54,7 @@ class LastKeys(PiecesIndex):
         lists: npt.NDArray[np.int32] | None,
         coder: Any,
     ) -> LastKeys:
-        return cls(KeyPieces(keys, fmt), options)
+        return cls(KeyRuns(keys, fmt), options)
 
     def _last(self, k: int, visible: int) -> npt.NDArray[np.int32]:
         stop = visible - self._options.skip if visible >= self._options.skip + k else visible
@@ -84,7 +84,7 @@ class LastKeys(PiecesIndex):
 
     @classmethod
     def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> LastKeys:
-        return cls(KeyPieces(keys, fmt), LastOptions(int(str(state["skip"]))))
+        return cls(KeyRuns(keys, fmt), LastOptions(int(str(state["skip"]))))
 
     @property
     def nbytes(self) -> int:

@@ -239,11 +239,11 @@ class LayerStep:
             self._queries, self._out = _floats(*shape, dim), _floats(*shape, value_dim)
             self._lse, self._meters = _floats(*shape), _zeros(*meters)
             return
-        given, float32 = self._buffers, np.dtype(np.float32)
-        self._queries = _view("queries", given.queries, (*shape, dim), float32)
-        self._out = _view("out", given.out, (*shape, value_dim), float32)
-        self._lse = _view("lse", given.lse, shape, float32)
-        self._meters = _view("meters", given.meters, meters, np.dtype(np.int64))
+        buffers, float32 = self._buffers, np.dtype(np.float32)
+        self._queries = _view("queries", buffers.queries, (*shape, dim), float32)
+        self._out = _view("out", buffers.out, (*shape, value_dim), float32)
+        self._lse = _view("lse", buffers.lse, shape, float32)
+        self._meters = _view("meters", buffers.meters, meters, np.dtype(np.int64))
 
     def forget(self) -> None:
         """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address.

@@ -82,13 +82,13 @@ def make_tables(
             entry = row * heads + head
             lists = count = 0
             first_range = len(ranges)
-            named = None if candidates is None else candidates[entry * queries : (entry + 1) * queries]
+            own_candidates = None if candidates is None else candidates[entry * queries : (entry + 1) * queries]
             for piece in own:
                 search: CompiledSearch | None = exact_search(fmt)
                 if piece.indexes is not None and piece.low == piece.index_first:
                     visible = piece.high - piece.index_first
                     search = piece.indexes[head].compiled_search(
-                        SearchRequest(fmt, queries, padded, request.top_k, piece.index_first, visible, named)
+                        SearchRequest(fmt, queries, padded, request.top_k, piece.index_first, visible, own_candidates)
                     )
                 if search is None:
                     return None

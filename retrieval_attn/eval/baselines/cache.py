@@ -135,9 +135,9 @@ class ContextCache(RetrievalCache):
         """The context of the acting policies is complete; seconds they took to prepare."""
         began = time.perf_counter()
         for layer in self.own:
-            assert layer.acting is not None
-            layer.acting.meter = Meter()  # what is measured is answering, not reading
-            layer.acting.start()
+            if layer.acting is not None:
+                layer.acting.meter = Meter()  # what is measured is answering, not reading
+                layer.acting.start()
             layer.started = True
         if layer.tokens.key.is_cuda:
             torch.cuda.synchronize(layer.tokens.key.device)

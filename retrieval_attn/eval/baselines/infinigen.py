@@ -36,7 +36,7 @@ class Speculation(Policy):
         super().__init__(options, layer, layers)
         self._inputs = inputs
         self._module: Any = None
-        self._gram: Tensor | None = None  # (q_heads, head_dim, head_dim) float32, sum of q q^T; replaced, never changed
+        self._gram = torch.zeros(())  # (q_heads, head_dim, head_dim) float32, sum of q q^T; replaced, never changed
         self._sample: tuple[Tensor, ...] = ()  # (q_heads, some, head_dim) each
 
     def bind(self, module: nn.Module) -> None:
@@ -45,12 +45,11 @@ class Speculation(Policy):
     def observe(self, query: Tensor, start: int, scale: float) -> None:
         rows = query[0].float()
         gram = rows.transpose(1, 2) @ rows
-        self._gram = gram if self._gram is None else self._gram + gram
+        self._gram = self._gram + gram
         step = -(-rows.shape[1] // SAMPLE)
         self._sample = (*self._sample, query[0, :, ::step].clone())
 
     def start(self) -> None:
-        assert self._gram is not None
         key = self.tokens.key
         kv_heads, dim = key.shape[1], key.shape[3]
         # right singular vectors of the queries, largest first, as eigenvectors of their Gram matrix

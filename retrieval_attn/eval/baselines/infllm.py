@@ -124,7 +124,7 @@ class Blocks(Policy):
         past = self.past(query, position)
         end = position + query.shape[2]
         if self._rotation is not None and end > self.options.window:
-            return self._attend_unified(query, position, past, scale)
+            return self._attend_unified(query, position, past, scale, self._rotation)
         self.meter.add(query.shape[2], len(past) + (query.shape[2] + 1) / 2)
         key, value = self.tokens.key, self.tokens.value
         own = slice(position, end)
@@ -133,7 +133,7 @@ class Blocks(Policy):
             parts.append(attend(query, key[:, :, past], value[:, :, past], scale=scale))
         return merge(parts)
 
-    def _attend_unified(self, query: Tensor, position: int, past: Tensor, scale: float) -> Partial:
+    def _attend_unified(self, query: Tensor, position: int, past: Tensor, scale: float, rotation: Rotation) -> Partial:
         """Tokens closer than the window at their distance, all others at the window's length."""
         window, count = self.options.window, query.shape[2]
         key, value = self.tokens.key, self.tokens.value
@@ -147,8 +147,7 @@ class Blocks(Policy):
         mask = None if count == 1 else seen[None, None]
         parts = [attend(query, key[:, :, span], value[:, :, span], scale=scale, mask=mask)]
         if len(far):
-            assert self._rotation is not None
-            moved = self._rotation.move(key[0][:, far].float(), far, 0)[None].to(query.dtype)
+            moved = rotation.move(key[0][:, far].float(), far, 0)[None].to(query.dtype)
             mask = None if bool(out_of_window.all()) else out_of_window[None, None]
             distant = self._distant(query, position)
             parts.append(attend(distant, moved, value[:, :, far], scale=scale, mask=mask))

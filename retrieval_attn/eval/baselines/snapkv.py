@@ -24,16 +24,14 @@ class Snap(Policy):
 
     def __init__(self, options: object, layer: int, layers: int) -> None:
         super().__init__(options, layer, layers)
-        self._last: Tensor | None = None  # the context's last queries so far; replaced, never changed
+        self._last: tuple[Tensor, ...] = ()  # the context's last queries so far; replaced, never changed
         self._scale = 1.0
         self.kept: Tensor | None = None  # (kv_heads, capacity) positions, ascending; None: all
 
     def observe(self, query: Tensor, start: int, scale: float) -> None:
         self._scale = scale
         recent = query[:, :, -self.options.observe :]
-        if self._last is not None and recent.shape[2] < self.options.observe:
-            recent = torch.cat([self._last[:, :, recent.shape[2] - self.options.observe :], recent], dim=2)
-        self._last = recent.clone()
+        self._last = (torch.cat([*self._last, recent], dim=2)[:, :, -self.options.observe :].clone(),)
 
     def start(self) -> None:
         whole, kept = self.tokens, TokenBuffer()
@@ -42,7 +40,6 @@ class Snap(Policy):
             # nothing to evict; still a copy, since answers grow it
             kept.append(whole.key, whole.value)
         else:
-            assert self._last is not None
             self.kept = self._choose(whole.key, capacity)
             kept.append(pick(whole.key, self.kept), pick(whole.value, self.kept))
         self.tokens = kept
@@ -55,12 +52,12 @@ class Snap(Policy):
 
     def _choose(self, key: Tensor, capacity: int) -> Tensor:
         """Positions to keep, (kv_heads, capacity) ascending."""
-        assert self._last is not None
-        scores = votes(self._last, key, self._scale)  # (kv_heads, tokens before the window)
+        (last,) = self._last
+        scores = votes(last, key, self._scale)  # (kv_heads, tokens before the window)
         kernel = self.options.kernel
         pool = functional.avg_pool1d if self.options.pooling == "avg" else functional.max_pool1d
         pooled = pool(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
-        observed = self._last.shape[2]
+        observed = last.shape[2]
         # pooled votes tie with their neighbours': the earlier token first, on every machine
         best = pooled.sort(dim=1, descending=True, stable=True).indices[:, : capacity - observed]
         window = torch.arange(key.shape[2] - observed, key.shape[2], device=key.device)

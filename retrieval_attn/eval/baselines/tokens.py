@@ -11,35 +11,31 @@ class TokenBuffer:
 
     def __init__(self) -> None:
         self.length = 0
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
+        self._key, self._value = torch.empty(1, 0, 0, 0), torch.empty(1, 0, 0, 0)
 
     @property
     def key(self) -> Tensor:
         """View of all keys, (1, kv_heads, length, head_dim)."""
-        assert self._key is not None
         return self._key[:, :, : self.length]
 
     @property
     def value(self) -> Tensor:
         """View of all values, (1, kv_heads, length, value_dim)."""
-        assert self._value is not None
         return self._value[:, :, : self.length]
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved on the device."""
-        return 0 if self._key is None or self._value is None else self._key.nbytes + self._value.nbytes
+        return self._key.nbytes + self._value.nbytes
 
     def append(self, key: Tensor, value: Tensor, room: int = 0) -> None:
         """Add tokens (1, kv_heads, new, dim).  room: how many more are expected soon; memory grows in steps."""
         end = self.length + key.shape[2]
-        held = 0 if self._key is None else self._key.shape[2]
+        held = self._key.shape[2]
         if end > held:
             capacity = max(end + room, held + held // 8) + 256
             self._key = self._grown(self._key, key, capacity)
             self._value = self._grown(self._value, value, capacity)
-        assert self._key is not None and self._value is not None
         self._key[:, :, self.length : end] = key
         self._value[:, :, self.length : end] = value
         self.length = end
@@ -49,9 +45,9 @@ class TokenBuffer:
         assert 0 <= length <= self.length, (length, self.length)
         self.length = length
 
-    def _grown(self, old: Tensor | None, like: Tensor, capacity: int) -> Tensor:
+    def _grown(self, old: Tensor, like: Tensor, capacity: int) -> Tensor:
         new = torch.empty(1, like.shape[1], capacity, like.shape[3], dtype=like.dtype, device=like.device)
-        if old is not None:
+        if self.length:
             new[:, :, : self.length] = old[:, :, : self.length]
         return new
 

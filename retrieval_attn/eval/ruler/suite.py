@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,19 @@ __all__ = ["GENERATOR", "RulerSuite"]
 
 GENERATOR = "ruler/1"  # part of every row: raise it when the same settings give other rows
 _BATCH_TOKENS = 1 << 19  # samples counted together hold about so many tokens
+
+
+class _Stock:
+    """What is made once for a tokenizer: its counter, and texts that many samples share."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.counter = tokenizer, TokenCounter(tokenizer)
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class RulerSuite:
@@ -68,9 +81,7 @@ class RulerSuite:
             self._files["qa_2"] = read_hotpotqa(hotpotqa)
         self.titles = {name: spec.title for name, spec in SPECS.items()}
         self.notes = self.notes_for(self.tasks())
-        self._counter: TokenCounter | None = None
-        self._tokenizer: Any = None
-        self._cache: dict[tuple[Any, ...], Any] = {}
+        self._stock: _Stock | None = None
 
     def tasks(self) -> tuple[str, ...]:
         """The 13 tasks in the paper's order, stand-ins in the place of what they stand in for."""
@@ -137,14 +148,14 @@ class RulerSuite:
         spec = self._available(task)
         if length is None or length < 1:
             raise ConfigError(f"task {task} needs a length in tokens, got {length}; give a positive number")
-        if tokenizer is not self._tokenizer:
-            self._tokenizer, self._counter, self._cache = tokenizer, TokenCounter(tokenizer), {}
-        assert self._counter is not None
+        if self._stock is None or self._stock.tokenizer is not tokenizer:
+            self._stock = _Stock(tokenizer)
+        stock = self._stock
         remaining = iter(indices)
         while batch := list(islice(remaining, max(1, min(16, _BATCH_TOKENS // length)))):
-            drafts = [self._draft(spec, length, seed, i) for i in batch]
-            around = self._around(drafts, spec)
-            fitted = fit(drafts, self._counter, length, around, task)
+            drafts = [self._draft(stock, spec, length, seed, i) for i in batch]
+            around = self._around(stock, drafts, spec)
+            fitted = fit(drafts, stock.counter, length, around, task)
             for i, draft, used, sized in zip(batch, drafts, around, fitted, strict=True):
                 yield self._row(spec, length, seed, i, draft, used, sized)
 
@@ -157,48 +168,41 @@ class RulerSuite:
             )
         return spec
 
-    def _draft(self, spec: TaskSpec, length: int, seed: int, i: int) -> Draft:
-        assert self._counter is not None
-        counter = self._counter
+    def _draft(self, stock: _Stock, spec: TaskSpec, length: int, seed: int, i: int) -> Draft:
+        counter = stock.counter
 
         def stream(what: str) -> random.Random:
             return random.Random(f"{GENERATOR}/{spec.name}/{length}/{seed}/{i}/{what}")
 
         if spec.family == "niah":
-            return make_needles(spec, stream("needles"), stream("lines"), counter, lambda: self._essay(length, seed))
+            return make_needles(
+                spec, stream("needles"), stream("lines"), counter, lambda: self._essay(stock, length, seed)
+            )
         if spec.family == "vt":
             hops = int(spec.options["hops"])
-            example = self._cached(("vt", seed), lambda: Example(counter, seed, hops, self._typo))
+            example = stock.cached(("vt", seed), lambda: Example(counter, seed, hops, self._typo))
             return Chains(spec, stream("chains"), counter, example, typo=self._typo)
         if spec.family == "cwe":
-            vocabulary = self._cached(("cwe", length), lambda: Vocabulary(counter, self._lexicon, length))
+            vocabulary = stock.cached(("cwe", length), lambda: Vocabulary(counter, self._lexicon, length))
             return CommonWords(spec, stream("words"), counter, vocabulary, length)
         if spec.family == "fwe":
             return CodedText(spec, stream("words"), counter, length)
-        source = self._files.get(spec.name) or self._cached(
+        source = self._files.get(spec.name) or stock.cached(
             (spec.name, seed), lambda: SyntheticSource(int(spec.options["hops"]), seed)
         )
         return Documents(source, i, stream("documents"), counter, length)
 
-    def _essay(self, length: int, seed: int) -> Essay:
+    def _essay(self, stock: _Stock, length: int, seed: int) -> Essay:
         source = self._essays or EssaySource.shipped(seed)
         key = ("essay", length) if self._essays else ("essay", length, seed)
-        assert self._counter is not None
-        counter = self._counter
-        return self._cached(key, lambda: Essay(source, counter, length))
+        return stock.cached(key, lambda: Essay(source, stock.counter, length))
 
-    def _cached(self, key: tuple[Any, ...], make: Any) -> Any:
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
-
-    def _around(self, drafts: Sequence[Draft], spec: TaskSpec) -> list[int]:
+    def _around(self, stock: _Stock, drafts: Sequence[Draft], spec: TaskSpec) -> list[int]:
         """Tokens of each sample beside its context."""
-        assert self._counter is not None
-        form = self.form or PromptFormat.of(self._tokenizer, "never")
+        form = self.form or PromptFormat.of(stock.tokenizer, "never")
         texts = [draft.question + form.tail + draft.prefix for draft in drafts]
         fixed = len(form.head) + spec.max_new_tokens + self._reserve
-        return [fixed + count for count in self._counter.counts(texts)]
+        return [fixed + count for count in stock.counter.counts(texts)]
 
     def _row(self, spec: TaskSpec, length: int, seed: int, i: int, draft: Draft, around: int, sized: Fitted) -> Row:
         used = sized.tokens + around

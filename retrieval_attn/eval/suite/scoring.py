@@ -49,14 +49,13 @@ def load_parts(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list
     parts = [folder] if (folder / CONFIG).is_file() else sorted(p.parent for p in folder.glob(f"shard-*/{CONFIG}"))
     if not parts:
         raise InputDataError(f"{folder}: needed a results folder or shard-* folders, found neither; give one of a run")
-    settings: dict[str, Any] | None = None
+    settings: dict[str, Any] = load_run(parts[0])[0]["settings"]
     rows: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     for part in parts:
         config, found = load_run(part)
-        if settings is not None and config["settings"] != settings:
+        if config["settings"] != settings:
             raise RunFolderError(f"{part} was run with other settings than {parts[0]}; score them one by one")
-        settings = config["settings"]
         for row in found:
             if row["id"] not in rows or rows[row["id"]].get("error"):
                 rows[row["id"]] = row
@@ -66,5 +65,4 @@ def load_parts(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list
                 notes += [note for note in start.get("notes", ()) if note not in notes]
     if not rows:
         raise InputDataError(f"{folder}: needed at least one row in predictions.jsonl, found none; run it first")
-    assert settings is not None
     return settings, list(rows.values()), notes

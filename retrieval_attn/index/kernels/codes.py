@@ -29,11 +29,11 @@ STEP = 64
 """Codes of a row that are taken per step: a row is padded to a multiple."""
 ZERO_CODE = 128
 """The code of a channel's mean, and of padding."""
-MOST_CODE = 127
+MAX_CODE = 127
 """Largest absolute value of a query number of one plane, and of code - 128 when keys are first encoded."""
 PLANE_BASE = 128
 """A query number of two planes is PLANE_BASE * first + second."""
-MOST_DIM = 65536
+MAX_DIM = 65536
 """Above it a sum of one plane could: 127 * 255 * 65536 < 2**31."""
 
 _LANES = 16
@@ -105,12 +105,12 @@ def encode_keys(keys: npt.NDArray[Any], fmt: Format, capacity: int | None = None
     check_rows("keys", keys, fmt, 2)
     stored = one_layout(kernel_view(keys, fmt)[None])
     length, dim = len(keys), fmt.dim_of(keys)
-    if dim > MOST_DIM:
-        raise ShapeError(f"keys of at most {MOST_DIM} elements can be coded, got {dim}; use index='flat' without codes")
+    if dim > MAX_DIM:
+        raise ShapeError(f"keys of at most {MAX_DIM} elements can be coded, got {dim}; use index='flat' without codes")
     mean, largest, bad = _channel_statistics(stored, length)
     check_finite(bad, 0)
     codes = Codes(
-        aligned_empty((max(length, capacity or 0), code_width(dim)), np.uint8), mean, (largest / MOST_CODE).astype("f4")
+        aligned_empty((max(length, capacity or 0), code_width(dim)), np.uint8), mean, (largest / MAX_CODE).astype("f4")
     )
     _encode_rows(stored, length, codes.codes, 0, codes.mean, codes.scale)
     return codes
@@ -157,7 +157,7 @@ def extend_codes(
     mean, largest, bad = _channel_statistics(stored, len(keys))
     check_finite(bad, start)
     distance = np.abs(mean.astype(np.float64) - codes.mean) + largest
-    far = len(keys) and bool((distance > 2 * MOST_CODE * codes.scale.astype(np.float64)).any())
+    far = len(keys) and bool((distance > 2 * MAX_CODE * codes.scale.astype(np.float64)).any())
     if len(keys) and (far or total >= 2 * measured):
         return encode_keys(np.concatenate([*before(), keys]), fmt, capacity=total + total // 4), total
     return encode_more(codes, keys, fmt, start), measured
@@ -273,7 +273,7 @@ def encode_query_rows(queries, mean, scale, planes, step, offset):
     What `encode_query` does, for callers that bring the arrays: allocates nothing.
     """
     dim = queries.shape[1]
-    most = np.float64(MOST_CODE)
+    most = np.float64(MAX_CODE)
     for i in range(len(queries)):
         largest = 0.0
         constant = 0.0

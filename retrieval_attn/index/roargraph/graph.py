@@ -16,7 +16,7 @@ from retrieval_attn.index.roargraph import build as graph_build
 from retrieval_attn.index.roargraph import landmarks
 from retrieval_attn.index.roargraph.insert import distance_terms, link_nodes
 from retrieval_attn.index.roargraph.options import GraphOptions
-from retrieval_attn.index.roargraph.search import Cells, Graph, make_scratch
+from retrieval_attn.index.roargraph.search import CELL_KEYS, Cells, Graph, make_scratch
 
 StateValue = Any
 
@@ -188,6 +188,25 @@ def without_keys_from(head: HeadGraph, length: int) -> HeadGraph:
         *cells,
     )
     return HeadGraph(graph, head.coded._replace(codes=codes), head.minus[:0])
+
+
+def graph_stats(heads: list[HeadGraph], num_keys: int) -> dict[str, int]:
+    """keys; graphs; nodes (of all graphs); linked; landmarks; left_out: keys in no graph, which a search finds by the
+    landmarks nearest to them; unreached: those of them that none scores, 16 others being farther from the same
+    landmark; edges (of all graphs); graph_bytes; code_bytes.
+    """
+    return {
+        "keys": num_keys,
+        "graphs": len(heads),
+        "nodes": sum(head.nodes for head in heads),
+        "linked": sum(head.linked for head in heads),
+        "landmarks": sum(len(head.graph.cells.starts) - 1 for head in heads),
+        "left_out": sum(num_keys - head.nodes for head in heads),
+        "unreached": sum(int(np.maximum(0, np.diff(head.graph.cell_starts) - CELL_KEYS).sum()) for head in heads),
+        "edges": sum(int((head.graph.adjacency[: head.linked] >= 0).sum()) for head in heads),
+        "graph_bytes": sum(head.graph_nbytes for head in heads),
+        "code_bytes": sum(head.code_nbytes for head in heads),
+    }
 
 
 def graph_state(head: HeadGraph) -> dict[str, StateValue]:

@@ -21,7 +21,6 @@ from retrieval_attn.index.base import (
     MAX_KEYS,
     HeadShape,
     HeldBytes,
-    KeyIndex,
     SearchResult,
     check_search,
     check_training,
@@ -31,13 +30,13 @@ from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
 from retrieval_attn.index.kernels.codes import code_width, encode_keys, encode_query
 from retrieval_attn.index.kernels.knn import training_lists
-from retrieval_attn.index.memory import aligned_empty, one_layout
-from retrieval_attn.index.pieces import joined
+from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.roargraph import graph as graph_head
 from retrieval_attn.index.roargraph.graph import HeadGraph
 from retrieval_attn.index.roargraph.options import GraphOptions
-from retrieval_attn.index.roargraph.search import CELL_KEYS, make_scratch, search_rows
+from retrieval_attn.index.roargraph.search import make_scratch, search_rows
 from retrieval_attn.index.roargraph.task import SearchArguments, graph_search, prepare_graph, room_for
+from retrieval_attn.index.runs import JoinedKeys, RunsIndex
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 from retrieval_attn.index.threads import kernel_threads
@@ -50,7 +49,7 @@ more than this take memory and time that are not there beside a model which read
 
 
 @register
-class RoarGraphIndex(KeyIndex):
+class RoarGraphIndex(RunsIndex):
     """Approximate best keys from a query-aware graph. Options: see GraphOptions.
 
     Without training lists they are computed from the training queries.
@@ -64,11 +63,8 @@ class RoarGraphIndex(KeyIndex):
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, heads: list[HeadGraph]) -> None:
         """Over keys that `heads` were built from; no heads: every search scans. Callers use `build`."""
-        self._keys = keys
-        self._room = keys[:0]  # keys that had to be copied, with room for more
-        self._fmt = fmt
+        self._keys: JoinedKeys = JoinedKeys(keys, fmt)
         self._heads = heads
-        self._length = len(keys)
         self.options = options
 
     @classmethod
@@ -115,17 +111,10 @@ class RoarGraphIndex(KeyIndex):
                 f"{options.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
                 "index='flat'"
             )
-        lists = cls._lists(keys, fmt, queries, options) if lists is None else lists
+        lists = _training_lists(keys, fmt, queries, options) if lists is None else lists
         heads, each, length = lists.shape
         groups = lists if options.per_query_head else lists.reshape(1, heads * each, length)
         return cls(keys, fmt, options, [graph_head.build_graph(keys, fmt, one, options) for one in groups])
-
-    @staticmethod
-    def _lists(
-        keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, options: GraphOptions
-    ) -> npt.NDArray[np.int32]:
-        assert queries is not None
-        return training_lists(queries, keys, fmt, encode_keys(keys, fmt), options.list_k)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k keys that the graph leads to; see KeyIndex.search.
@@ -134,7 +123,7 @@ class RoarGraphIndex(KeyIndex):
         too far below the best are -1. A query with NaN or infinity is answered by a scan, as `flat` answers it.
         """
         queries, k = check_search(queries, self.head_dim, k, limit)
-        num, length = len(queries), self._length
+        num, length = len(queries), len(self)
         visible = length if limit is None else min(int(limit), length)
         ids = np.full((num, k), -1, np.int32)
         scores = np.full((num, k), -np.inf, np.float32)
@@ -147,7 +136,7 @@ class RoarGraphIndex(KeyIndex):
             short = ids[:, min(k, visible) - 1] < 0 if beta is None else ids[:, 0] < 0
             scan = short | ~finite
         if visible and scan.any():
-            exact = search_exact(self._keys[None, :visible], queries[None, scan], k, self._fmt)
+            exact = search_exact(self._keys.whole[None, :visible], queries[None, scan], k, self._keys.fmt)
             ids[scan], scores[scan] = exact.ids[0], exact.scores[0]
             scanned += exact.keys_scanned
             if beta is not None:
@@ -172,11 +161,11 @@ class RoarGraphIndex(KeyIndex):
             )
         each = num // len(heads)
         scored = 0
-        keys = one_layout(kernel_view(self._keys, self._fmt)[None])
+        keys = one_layout(kernel_view(self._keys.whole, self._keys.fmt)[None])
         beta = np.float32(-1.0 if self.options.beta is None else self.options.beta)
         # keys beyond the limit take places in the pool: it gets longer by their share
-        beam = -(-self.options.beam * self._length // visible)
-        room = -(-room_for(k, self.options.beam) * self._length // visible)
+        beam = -(-self.options.beam * len(self) // visible)
+        room = -(-room_for(k, self.options.beam) * len(self) // visible)
         with kernel_threads(None):
             workers = min(each, numba.get_num_threads())
             for i, head in enumerate(heads):
@@ -198,36 +187,17 @@ class RoarGraphIndex(KeyIndex):
         Keys that do not follow the earlier ones in memory are copied. Raises ShapeError for another shape or dtype,
         keys that are not finite, or more than 2**31 - 1. An index that was built without a graph stays without.
         """
-        check_rows("keys", keys, self._fmt, 2)
-        if self._fmt.dim_of(keys) != self.head_dim:
-            raise ShapeError(
-                f"keys must be (n, {self.head_dim}) as the index is, got {(len(keys), self._fmt.dim_of(keys))}"
-            )
-        if self._length + len(keys) > MAX_KEYS:
-            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self._length + len(keys)}; use two")
+        self._keys.check(keys)
         if not len(keys):
             return
-        start, stop = self._length, self._length + len(keys)
-        _check_finite(keys, self._fmt, start)
-        rows = self._extended(keys)
+        start, stop, fmt = len(self), len(self) + len(keys), self._keys.fmt
+        _check_finite(keys, fmt, start)
         ids = np.arange(start, stop, dtype=np.int32)
-        heads = [graph_head.append_nodes(head, keys, self._fmt, ids, stop) for head in self._heads]
+        heads = [graph_head.append_nodes(head, keys, fmt, ids, stop) for head in self._heads]
         if heads and heads[0].nodes - heads[0].linked > self.options.tail:
             heads = [graph_head.link_tail(head, self.options) for head in heads]
-        self._keys, self._heads, self._length = rows, heads, stop
-
-    def _extended(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        start, stop = self._length, self._length + len(keys)
-        if not len(self._room):
-            whole = keys if not start else joined(self._keys, keys)
-            if whole is not None:
-                return whole
-        if len(self._room) < stop:
-            room = aligned_empty((stop + stop // 4, keys.shape[1]), self._fmt.dtype)
-            room[:start] = self._keys
-            self._room = room
-        self._room[start:stop] = keys
-        return self._room[:stop]
+        self._keys.add(keys)
+        self._heads = heads
 
     def link(self) -> None:
         """Link all inserted keys now, however few."""
@@ -238,19 +208,19 @@ class RoarGraphIndex(KeyIndex):
 
         Does nothing where there is no graph. Raises ShapeError for other shapes, ConfigError for nothing to train on.
         """
-        queries, lists = check_training(queries, lists, self.head_dim, self._length)
+        queries, lists = check_training(queries, lists, self.head_dim, len(self))
         if queries is None and lists is None:
             raise ConfigError("add_queries needs queries or lists, got neither")
         if not self._heads:
             return
         if lists is None:
-            lists = self._lists(self._keys, self._fmt, queries, self.options)
+            lists = _training_lists(self._keys.whole, self._keys.fmt, queries, self.options)
         heads, each, length = lists.shape
         groups = lists if self.options.per_query_head else lists.reshape(1, heads * each, length)
         if len(groups) != len(self._heads):
             raise ShapeError(f"training for {len(self._heads)} query heads needed, got {len(groups)}")
         self._heads = [
-            graph_head.add_lists(head, self._keys, self._fmt, one, self.options)
+            graph_head.add_lists(head, self._keys.whole, self._keys.fmt, one, self.options)
             for head, one in zip(self._heads, groups, strict=True)
         ]
 
@@ -258,10 +228,9 @@ class RoarGraphIndex(KeyIndex):
         """Forget all ids >= length. Always possible; costs a pass over the graph."""
         if length < 0:
             raise ConfigError(f"length={length} must be >= 0")
-        if length < self._length:
+        if length < len(self):
             self._heads = [graph_head.without_keys_from(head, length) for head in self._heads]
-            self._keys = self._keys[:length]
-            self._length = length
+            self._keys.cut(length)
         return True
 
     def state(self) -> dict[str, Any]:
@@ -291,7 +260,7 @@ class RoarGraphIndex(KeyIndex):
                 head.graph,
                 head.coded.mean,
                 head.coded.scale,
-                kernel_view(self._keys, self._fmt),
+                kernel_view(self._keys.whole, self._keys.fmt),
                 options.beam,
                 -1.0 if options.beta is None else float(options.beta),
             )
@@ -315,48 +284,28 @@ class RoarGraphIndex(KeyIndex):
         served = self._serves(request.k, request.visible) and request.queries % len(arguments) == 0
         if not served:
             return exact_search(request.fmt)
-        return graph_search(request, arguments, self._length, self._fmt.row_bytes(self.head_dim))
+        return graph_search(request, arguments, len(self), self._keys.fmt.row_bytes(self.head_dim))
 
     def _serves(self, k: int, visible: int) -> bool:
         """Whether the graph, not a scan, answers for the best k of `visible` keys."""
-        return bool(self._heads) and 2 * visible > self._length and visible >= SCAN_SHARE * k
+        return bool(self._heads) and 2 * visible > len(self) and visible >= SCAN_SHARE * k
 
     @property
-    def stats(self) -> dict[str, int | float]:
-        """keys; graphs; nodes (of all graphs); linked; landmarks; left_out: keys in no graph, which a search finds by
-        the landmarks nearest to them; unreached: those of them that none scores, 16 others being farther from the same
-        landmark; edges (of all graphs); graph_bytes; code_bytes.
-        """
-        return {
-            "keys": self._length,
-            "graphs": len(self._heads),
-            "nodes": sum(head.nodes for head in self._heads),
-            "linked": sum(head.linked for head in self._heads),
-            "landmarks": sum(len(head.graph.cells.starts) - 1 for head in self._heads),
-            "left_out": sum(self._length - head.nodes for head in self._heads),
-            "unreached": sum(_unreached(head.graph.cell_starts) for head in self._heads),
-            "edges": sum(int((head.graph.adjacency[: head.linked] >= 0).sum()) for head in self._heads),
-            "graph_bytes": sum(head.graph_nbytes for head in self._heads),
-            "code_bytes": sum(head.code_nbytes for head in self._heads),
-        }
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key."""
-        return self._fmt.dim_of(self._keys)
+    def stats(self) -> dict[str, int]:
+        """Numbers of the graphs, see `graph.graph_stats`."""
+        return graph_head.graph_stats(self._heads, len(self))
 
     @property
     def nbytes(self) -> int:
         """Graphs, codes, and keys that had to be copied."""
-        return int(self._room.nbytes) + sum(head.graph_nbytes + head.code_nbytes for head in self._heads)
+        return self._keys.nbytes + sum(head.graph_nbytes + head.code_nbytes for head in self._heads)
 
 
-def _unreached(cell_starts: npt.NDArray[np.int32]) -> int:
-    """Keys of cells behind the first that a search scores."""
-    return int(np.maximum(0, np.diff(cell_starts) - CELL_KEYS).sum())
+def _training_lists(
+    keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, options: GraphOptions
+) -> npt.NDArray[np.int32]:
+    assert queries is not None
+    return training_lists(queries, keys, fmt, encode_keys(keys, fmt), options.list_k)
 
 
 def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:

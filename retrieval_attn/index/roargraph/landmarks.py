@@ -25,7 +25,7 @@ from retrieval_attn.index.roargraph.insert import distance_terms, key_as_query
 from retrieval_attn.index.roargraph.search import Cells
 from retrieval_attn.index.threads import kernel_threads
 
-LEAST_KEYS = 32
+MIN_KEYS = 32
 """Keys per landmark at least, over all."""
 AT_ONCE = 16
 """Landmarks that one pass over the keys measures distances to."""
@@ -54,10 +54,10 @@ class Landmarks(NamedTuple):
 def choose_landmarks(codes: npt.NDArray[np.uint8], ratios: npt.NDArray[np.float32], count: int) -> Landmarks:
     """At most `count` keys far from each other, of code rows (n, width) whose channels count by ratios (width,).
 
-    Fewer where there are no more different ones, or fewer than LEAST_KEYS keys for each. The same at any thread count.
+    Fewer where there are no more different ones, or fewer than MIN_KEYS keys for each. The same at any thread count.
     """
     num = len(codes)
-    count = min(count, -(-num // LEAST_KEYS))
+    count = min(count, -(-num // MIN_KEYS))
     ids = np.empty(count, np.int32)
     homes, gaps = np.full(num, -1, np.int32), np.full(num, np.iinfo(np.int64).max, np.int64)
     terms = np.empty(num, np.int32)

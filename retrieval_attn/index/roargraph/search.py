@@ -252,7 +252,7 @@ SPARE = 4
 """A quarter more than k are scored exactly, so that keys misplaced by their codes come back."""
 CELL_KEYS = 16
 """Keys of one cell that a search scores at most."""
-MOST_OUTSIDE = 64
+MAX_OUTSIDE = 64
 """Keys of all cells that a search scores at most: as many places as every pool has behind its last."""
 
 
@@ -298,7 +298,7 @@ def gather_outside(graph, count, scratch):
         node = (pool[i] & 0xFFFFFFFF) >> 1
         if node < landmarks:
             for j in range(starts[node], min(starts[node + 1], starts[node] + CELL_KEYS)):
-                if found == MOST_OUTSIDE:
+                if found == MAX_OUTSIDE:
                     return found
                 pool[count + found] = keys[j]
                 found += 1

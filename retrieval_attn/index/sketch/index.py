@@ -21,19 +21,17 @@ from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, StateValue, check_search, check_training
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_pieces
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
-from retrieval_attn.index.memory import aligned_empty, one_layout
-from retrieval_attn.index.pieces import KeyPieces, PiecesIndex
+from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.blocks import (
     BLOCK,
-    KeyBlocks,
     allocate,
     decoded,
     empty_blocks,
-    key_bytes,
     out_of_reach,
     with_room,
     write_blocks,
@@ -48,6 +46,7 @@ from retrieval_attn.index.sketch.leaves import (
     needed_share,
 )
 from retrieval_attn.index.sketch.search import SketchArguments, best_of_blocks
+from retrieval_attn.index.sketch.state import restored_arguments, saved_arguments
 from retrieval_attn.index.sketch.task import prepare_sketch, sketch_search
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
@@ -61,7 +60,7 @@ FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
 TILE = 64
 PROJECTED_AT_ONCE = 8192
-LEAST_LEAVES = 512
+MIN_LEAVES = 512
 """With fewer leaves all are looked at."""
 HELD_OUT, HELD_K = 64, 100
 """Training queries, and best keys of each, that tell how many leaves have to be looked at."""
@@ -128,7 +127,7 @@ class SketchOptions:
 
 
 @register
-class SketchIndex(PiecesIndex):
+class SketchIndex(RunsIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 
     A query that is not finite gets the exact answer, and so does a search for more than one key in four (after
@@ -139,7 +138,7 @@ class SketchIndex(PiecesIndex):
     trains: ClassVar[bool] = True
     Options = SketchOptions
 
-    def __init__(self, keys: KeyPieces, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
+    def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
         """key_side (rank, head_dim): B. Callers use `build`."""
         self._keys = keys
         self._search = arguments
@@ -167,7 +166,7 @@ class SketchIndex(PiecesIndex):
 
         Raises ConfigError without finite training queries, ShapeError for keys that are not finite.
         """
-        pieces = KeyPieces(keys, fmt)
+        runs = KeyRuns(keys, fmt)
         dim, share = fmt.dim_of(keys), options.share
         queries, _ = check_training(queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -185,8 +184,8 @@ class SketchIndex(PiecesIndex):
         nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
         none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
         empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
-        index = cls(pieces, empty, key_side, int(options.rescore))
-        index._encode_all(pieces.within(len(keys)), len(keys), share is None or share < 1)
+        index = cls(runs, empty, key_side, int(options.rescore))
+        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1)
         if share is None and index._search.leaves.ordered:
             index._fit_share(rows if queries is None else queries)
         return index
@@ -199,7 +198,7 @@ class SketchIndex(PiecesIndex):
         numbers = np.concatenate(sample) if sample else np.empty((0, rank), np.float32)
         _check_finite(numbers, 0, every)
         leaves = self._search.leaves
-        leafy = leafy and total >= LEAST_LEAVES * BLOCK
+        leafy = leafy and total >= MIN_LEAVES * BLOCK
         if leafy:
             first = [_projected(array, fmt, self._key_side[:TREE_NUMBERS]) for array in arrays]
             order = leaf_order(np.concatenate(first))
@@ -230,7 +229,7 @@ class SketchIndex(PiecesIndex):
         held = np.ascontiguousarray(few.transpose(1, 0, 2).reshape(-1, few.shape[2]))
         if not len(held):
             return
-        found = search_pieces(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
+        found = search_runs(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
         places = np.empty(len(self), np.int64)
         ids = self._search.ids[: self._search.total * BLOCK]
         places[ids[ids >= 0]] = np.flatnonzero(ids >= 0)
@@ -313,7 +312,7 @@ class SketchIndex(PiecesIndex):
         stop = len(self) if limit is None else min(int(limit), len(self))
         kept = self.rescore_count(k)
         if stop < SCAN_SHARE * kept:
-            return search_pieces(self._keys.within(stop), queries, k, self._keys.fmt)
+            return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
         found, scanned, lost = best_of_blocks(self._search, stop, queries, kept)
         ids, scores = self._keys.best(found, queries, k)
         answer_lost(self._keys, stop, queries, k, lost, ids, scores)
@@ -326,73 +325,15 @@ class SketchIndex(PiecesIndex):
 
     def state(self) -> dict[str, StateValue]:
         """See KeyIndex.state."""
-        search = self._search
-        blocks, means = search.keys, search.leaves.means
-        return {
-            "rescore": self._rescore,
-            "wide": blocks.wide,
-            "ordered": search.leaves.ordered,
-            "share": search.leaves.share,
-            "blocks": blocks.blocks[: search.total],
-            "ids": search.ids[: search.total * BLOCK],
-            "mean": blocks.mean,
-            "step": blocks.step,
-            "reach": blocks.reach,
-            "query_side": search.query_side,
-            "key_side": self._key_side,
-            "leaf_blocks": means.blocks,
-            "leaf_mean": means.mean,
-            "leaf_step": means.step,
-            "leaf_reach": means.reach,
-        }
+        return {"rescore": self._rescore, **saved_arguments(self._search, self._key_side)}
 
     @classmethod
     def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> SketchIndex:
         """See KeyIndex.from_state."""
-        rescore, wide, ordered, share = (state.get(name) for name in ("rescore", "wide", "ordered", "share"))
-        rank, total, coded = (_rows_of(state.get(name)) for name in ("step", "blocks", "leaf_blocks"))
-        if (
-            not isinstance(rescore, int)
-            or not isinstance(wide, int)
-            or not 0 <= wide <= rank
-            or not isinstance(ordered, int)
-            or not 0 <= ordered <= min(total, coded * BLOCK)
-            or not isinstance(share, float)
-            or not 0 < share <= 1
-        ):
+        rescore = state.get("rescore")
+        if not isinstance(rescore, int):
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
-        width, numbers = key_bytes(wide, rank - wide) * BLOCK, _rows_of(state.get("leaf_step"))
-        expected: dict[str, tuple[type, tuple[int, ...]]] = {
-            "blocks": (np.uint8, (total, width)),
-            "ids": (np.int32, (total * BLOCK,)),
-            "leaf_blocks": (np.uint8, (coded, key_bytes(numbers, 0) * BLOCK)),
-        }
-        expected |= {name: (np.float32, (rank,)) for name in ("mean", "step", "reach")}
-        expected |= {f"leaf_{name}": (np.float32, (numbers,)) for name in ("mean", "step", "reach")}
-        expected |= {name: (np.float32, (rank, fmt.dim_of(keys))) for name in ("query_side", "key_side")}
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, (dtype, shape) in expected.items():
-            array = state.get(name)
-            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
-                given = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else "nothing"
-                raise InputDataError(
-                    f"{name} of the sketch must be {np.dtype(dtype)} {shape}, got {given}; build the index again"
-                )
-            if not np.isfinite(array).all():
-                raise InputDataError(f"{name} of the sketch must be finite; build the index again")
-            arrays[name] = array
-        known = np.sort(arrays["ids"][arrays["ids"] >= 0])
-        if not np.array_equal(known, np.arange(len(keys))):
-            raise InputDataError(f"the ids of the sketch are not those of {len(keys)} keys; build the index again")
-        blocks = _aligned(arrays["blocks"])
-        ids = np.full(len(blocks) * BLOCK, -1, np.int32)
-        ids[: len(arrays["ids"])] = arrays["ids"]
-        mean, step, reach = (np.array(arrays[name]) for name in ("mean", "step", "reach"))
-        coded_keys = KeyBlocks(blocks, mean, step, reach, wide)
-        mean, step, reach = (np.array(arrays[f"leaf_{name}"]) for name in ("mean", "step", "reach"))
-        leaves = Leaves(KeyBlocks(_aligned(arrays["leaf_blocks"]), mean, step, reach, numbers), ordered, share)
-        search = SketchArguments(coded_keys, ids, total, np.array(arrays["query_side"]), leaves)
-        return cls(KeyPieces(keys, fmt), search, np.array(arrays["key_side"]), rescore)
+        return cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys)), rescore)
 
     @property
     def nbytes(self) -> int:
@@ -408,17 +349,6 @@ def check_key_bytes(given: object) -> None:
         return
     if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < MIN_BYTES:
         raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {MIN_BYTES}")
-
-
-def _rows_of(array: StateValue | None) -> int:
-    return len(array) if isinstance(array, np.ndarray) and array.ndim else 0
-
-
-def _aligned(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """A copy of blocks where kernels want them, an even number."""
-    blocks = aligned_empty((len(rows) + len(rows) % 2, rows.shape[1]), np.uint8)
-    blocks[: len(rows)] = rows
-    return blocks
 
 
 def _taken(arrays: list[npt.NDArray[Any]], ids: npt.NDArray[np.int32]) -> npt.NDArray[Any]:

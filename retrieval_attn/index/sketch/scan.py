@@ -32,7 +32,7 @@ AHEAD = 6
 SAMPLED = 2048
 """About so many keys are scanned first, for a bound that few other keys pass."""
 HALVINGS = 12
-MOST_NUMBER = 127
+MAX_NUMBER = 127
 
 _INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES = ir.VectorType(_INT8, VECTOR)
@@ -297,9 +297,9 @@ def encode_block_queries(projected, count, step, wide, planes, steps, numbers):
             for j in range(low, high):
                 finite += numbers[j] * 0.0
                 largest = max(largest, abs(numbers[j]))
-            usable = finite == finite and 0.0 < largest < np.float64(3e38) * MOST_NUMBER
+            usable = finite == finite and 0.0 < largest < np.float64(3e38) * MAX_NUMBER
             for j in range(low, high):
-                planes[i, j] = np.int8(np.rint(numbers[j] / largest * MOST_NUMBER)) if usable else np.int8(0)
-            steps[part, i] = largest / MOST_NUMBER if usable else (np.nan if finite != finite or largest else 0.0)
+                planes[i, j] = np.int8(np.rint(numbers[j] / largest * MAX_NUMBER)) if usable else np.int8(0)
+            steps[part, i] = largest / MAX_NUMBER if usable else (np.nan if finite != finite or largest else 0.0)
         if steps[0, i] != steps[0, i] or steps[1, i] != steps[1, i]:
             steps[0, i] = steps[1, i] = np.nan

@@ -19,10 +19,10 @@ from retrieval_attn.index.base import MAX_KEYS, KeyIndex
 from retrieval_attn.index.formats import Format, check_rows, kernel_view
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.kernels.scan import rescore
-from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.memory import aligned_empty, one_layout
 
 
-class KeyPieces:
+class KeyRuns:
     """Keys (n, head_dim) of dtype fmt.dtype in one or more arrays, ids counted through. Never copies a key."""
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format) -> None:
@@ -93,10 +93,49 @@ class KeyPieces:
         return ids, scores
 
 
-class PiecesIndex(KeyIndex):
-    """An index that sees its keys as `KeyPieces`."""
+class JoinedKeys(KeyRuns):
+    """Keys in one array: those that do not follow the earlier ones in memory are copied, with room for more."""
 
-    _keys: KeyPieces
+    def __init__(self, keys: npt.NDArray[Any], fmt: Format) -> None:
+        """keys (n, head_dim), rows contiguous; n may be 0. Raises ShapeError."""
+        self._room = keys[:0]
+        super().__init__(keys, fmt)
+
+    @property
+    def whole(self) -> npt.NDArray[Any]:
+        """All keys (n, head_dim)."""
+        return self.arrays[0] if self.arrays else self._room[:0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys that had to be copied, and of room for more."""
+        return int(self._room.nbytes)
+
+    def add(self, keys: npt.NDArray[Any]) -> None:
+        """Append keys (n, head_dim). Raises ShapeError as `check` does."""
+        self.check(keys)
+        if not len(keys):
+            return
+        self.arrays, self.length = [self._extended(keys)], self.length + len(keys)
+
+    def _extended(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        start, stop = self.length, self.length + len(keys)
+        if not len(self._room):
+            whole = keys if not start else joined(self.whole, keys)
+            if whole is not None:
+                return whole
+        if len(self._room) < stop:
+            room = aligned_empty((stop + stop // 4, keys.shape[1]), self.fmt.dtype)
+            room[:start] = self.whole
+            self._room = room
+        self._room[start:stop] = keys
+        return self._room[:stop]
+
+
+class RunsIndex(KeyIndex):
+    """An index that sees its keys as `KeyRuns`."""
+
+    _keys: KeyRuns
 
     def __len__(self) -> int:
         return self._keys.length
@@ -150,11 +189,11 @@ def joined(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[Any
     return _view(root, first, (len(first) + len(second), first.shape[1]), (stride, first.strides[1]))
 
 
-def stacked(pieces: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
-    """(heads, n, d) view over single-piece heads that lie at even distances in one array; else None."""
-    if any(len(head) != 1 for head in pieces):
+def stacked(runs: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any] | None:
+    """(heads, n, d) view over single-run heads that lie at even distances in one array; else None."""
+    if any(len(head) != 1 for head in runs):
         return None
-    views = [head[0] for head in pieces]
+    views = [head[0] for head in runs]
     first = views[0]
     if len(views) == 1:
         return first[None]

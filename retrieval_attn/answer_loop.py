@@ -204,11 +204,7 @@ class _TextPieces:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        eos: set[int],
-        stop: tuple[str, ...],
-        on_text: Callable[[str], None],
+        self, tokenizer: PreTrainedTokenizerBase, eos: set[int], stop: tuple[str, ...], on_text: Callable[[str], None]
     ) -> None:
         self._tokenizer, self._eos, self._stop, self._on_text = tokenizer, eos, stop, on_text
         self._tokens: list[int] = []

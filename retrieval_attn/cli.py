@@ -14,14 +14,8 @@ from retrieval_attn.errors import RetrievalAttentionError
 COMMANDS = {
     "ask": ("retrieval_attn.commands.ask", "read a text file and answer a question about it"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
-    "plan": (
-        "retrieval_attn.commands.plan",
-        "what fits in how much GPU and host memory, before anything is loaded",
-    ),
-    "verify": (
-        "retrieval_attn.commands.verify",
-        "compare a model's retrieval attention with its eager attention",
-    ),
+    "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),
+    "verify": ("retrieval_attn.commands.verify", "compare a model's retrieval attention with its eager attention"),
     "ruler": ("retrieval_attn.eval.ruler.command", "the 13 RULER tasks at any length, full attention and others"),
     "infinitebench": (
         "retrieval_attn.eval.infinitebench.command",
@@ -37,8 +31,7 @@ COMMANDS = {
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Importing and building it loads neither torch nor transformers."""
     parser = argparse.ArgumentParser(
-        prog="retrieval-attn",
-        description="Long contexts on one ordinary GPU: keys in host memory, retrieved.",
+        prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():

@@ -38,11 +38,7 @@ class Context:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: Config | None = None,
-        **overrides: Any,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config | None = None, **overrides: Any
     ) -> None:
         """An empty context of `model`. Raises UnsupportedModelError, ConfigError or InputDataError (chat template)."""
         self.model = model

@@ -130,12 +130,7 @@ class LLM:
         return Context(self.model, self.tokenizer, self.config).read(text, progress=progress)
 
     def generate(
-        self,
-        prompts: str | Sequence[str],
-        sampling: Sampling | None = None,
-        *,
-        progress: bool = True,
-        **options: Any,
+        self, prompts: str | Sequence[str], sampling: Sampling | None = None, *, progress: bool = True, **options: Any
     ) -> list[Answer]:
         """Continue each prompt; the prompt is taken as it is (apply a chat template yourself).
 

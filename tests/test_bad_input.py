@@ -115,20 +115,10 @@ def test_a_forward_that_failed_leaves_a_cache_that_says_so(model: Any) -> None:
 
 def test_tokens_that_disagree_with_the_cache(model: Any) -> None:
     ids = random_ids(1, 60)
-    options: dict[str, Any] = {
-        "max_new_tokens": 3,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)
     out = model.generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=ra.generate,
-        retrieval=CONFIG,
-        return_dict_in_generate=True,
-        **options,
+        ids, attention_mask=mask, custom_generate=ra.generate, retrieval=CONFIG, return_dict_in_generate=True, **options
     )
     changed = torch.cat([out.sequences, random_ids(1, 5, seed=3)], dim=1)
     changed[0, 17] = (changed[0, 17] + 1) % VOCABULARY
@@ -159,10 +149,7 @@ def test_our_cache_needs_our_attention(model: Any) -> None:
     """sdpa or eager with this cache must not give wrong text."""
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        with (
-            pytest.raises(UnsupportedModelError, match='attn_implementation is not "retrieval"'),
-            torch.no_grad(),
-        ):
+        with pytest.raises(UnsupportedModelError, match='attn_implementation is not "retrieval"'), torch.no_grad():
             model(input_ids=random_ids(1, 60), past_key_values=ra.RetrievalCache(model, CONFIG))
 
 

@@ -103,11 +103,7 @@ def test_ask_equals_full_attention_and_leaves_the_context(
 
 def test_ask_many_equals_asking_one_by_one(context: ra.Context) -> None:
     """Questions of different lengths in one batch: padding lies between the context and the shorter ones."""
-    questions = [
-        QUESTION,
-        "What is the special magic Bergen number mentioned in the text above?",
-        "Which number?",
-    ]
+    questions = [QUESTION, "What is the special magic Bergen number mentioned in the text above?", "Which number?"]
     together = context.ask_many(questions, max_new_tokens=12)
     alone = [context.ask(question, max_new_tokens=12) for question in questions]
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
@@ -377,9 +373,7 @@ def test_importing_the_package_is_enough_to_load_a_model_with_it(tmp_path: Any) 
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_chat_templates_are_split_around_context_and_question(
-    loaded: tuple[Any, PreTrainedTokenizerBase],
-) -> None:
+def test_chat_templates_are_split_around_context_and_question(loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
     """Opening, middle and closing join to what apply_chat_template gives; one begin-of-sequence token."""
     import copy
 

@@ -20,17 +20,7 @@ from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.engine.graph import slot as graph_slot
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
-from tests.graph_cases import (
-    CONFIG,
-    DEVICE_CASES,
-    NEW,
-    PROMPT,
-    ROARGRAPH,
-    Decoded,
-    broken_search,
-    enabled,
-    greedily,
-)
+from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, PROMPT, ROARGRAPH, Decoded, broken_search, enabled, greedily
 from tests.tiny_models import random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("emulated_graphs")

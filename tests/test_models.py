@@ -165,10 +165,7 @@ def test_generate_gives_the_same_tokens(model: Any, options: dict[str, Any]) -> 
 def test_custom_generate_gives_the_same_tokens(model: Any) -> None:
     """The own loop inside transformers' generate, greedy with processors and sampled with a seed."""
     ids = random_ids(1, 120, seed=5)
-    choices: list[dict[str, Any]] = [
-        {"repetition_penalty": 1.2},
-        {"do_sample": True, "top_p": 0.9, "temperature": 0.8},
-    ]
+    choices: list[dict[str, Any]] = [{"repetition_penalty": 1.2}, {"do_sample": True, "top_p": 0.9, "temperature": 0.8}]
     for options in choices:
         torch.manual_seed(7)
         expected = generated(model, ids, **options)
@@ -182,12 +179,7 @@ def test_custom_generate_gives_the_same_tokens(model: Any) -> None:
 def test_samples_share_one_prefill_and_one_host_copy(model: Any) -> None:
     """num_return_sequences=3, seeded: same tokens as transformers, host memory held once."""
     ids = random_ids(1, 120, seed=6)
-    options = {
-        "do_sample": True,
-        "num_return_sequences": 3,
-        "max_new_tokens": 6,
-        "return_dict_in_generate": True,
-    }
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6, "return_dict_in_generate": True}
     torch.manual_seed(8)
     expected = generated(model, ids, **options)
     torch.manual_seed(8)

@@ -12,12 +12,7 @@ def test_a_model_reads_and_generates_what_full_attention_does() -> None:
     """Greedy tokens of retrieval over all keys equal those of transformers' own attention."""
     model = tiny_model("llama")
     ids = random_ids(1, 80)
-    options = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, **options)
     ra.enable(model, sink=4, window=16, spill=4, retrieve="all")
     try:

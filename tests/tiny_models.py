@@ -64,17 +64,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": (
         "gemma2",
-        {
-            "sliding_window": 24,
-            "attn_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 16,
-            "layer_types": _ALTERNATING,
-        },
+        {"sliding_window": 24, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
     ),
-    "gemma3": (
-        "gemma3_text",
-        {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
-    ),
+    "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING}),
     "gpt_oss": (
         "gpt_oss",
         {

@@ -446,13 +446,7 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
                 for kind, ask in zip(kinds, asks, strict=True)
             ]
             ids, positions, weights, ends = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
-            yield {
-                "ids": ids,
-                "positions": positions,
-                "weights": weights,
-                "ends": ends,
-                "kinds": torch.tensor(kinds),
-            }
+            yield {"ids": ids, "positions": positions, "weights": weights, "ends": ends, "kinds": torch.tensor(kinds)}
 
 
 __all__ = ["KINDS", "MIXTURES", "Batches", "Encoder", "Source", "number", "uuid4"]

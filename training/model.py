@@ -158,11 +158,7 @@ class TinyLlama(nn.Module):
         x = self.model.embed_tokens(ids.to(device))
         cos, sin = (t.to(x.dtype) for t in self.angles(torch.arange(longest, device=device)[None].expand(batch, -1)))
         caches: list[tuple[Tensor, Tensor]] = []
-        heads, kv_heads, dim = (
-            self.shape.num_attention_heads,
-            self.shape.num_key_value_heads,
-            self.shape.head_dim,
-        )
+        heads, kv_heads, dim = (self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim)
         blocks: list[Any] = list(self.model.layers)
         for layer in blocks:
             attn = layer.self_attn

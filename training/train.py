@@ -195,9 +195,7 @@ def micro_loss(model: TinyLlama, batch: dict[str, Tensor], tally: Tally, cool: f
         tally.add(per_answer, batch["kinds"][rows[ends.bool()]], wrong)
     flat = torch.randint(0, targets.numel(), (4096,), device=ids.device)
     text = F.cross_entropy(
-        model.logits(states.reshape(-1, states.shape[-1])[flat]).float(),
-        targets.reshape(-1)[flat],
-        ignore_index=2,
+        model.logits(states.reshape(-1, states.shape[-1])[flat]).float(), targets.reshape(-1)[flat], ignore_index=2
     )
     return answer + 0.1 * text
 

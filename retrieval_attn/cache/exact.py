@@ -36,13 +36,7 @@ class ExactPass:
         return self._new
 
     def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        scale: float,
-        softcap: float | None,
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
     ) -> Partial:
         """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
         batch, count = key.shape[0], key.shape[2]
@@ -109,11 +103,7 @@ class ExactPass:
 
 
 def _causal(
-    query: Tensor,
-    earlier: list[tuple[Tensor, Tensor]],
-    own: tuple[Tensor, Tensor],
-    scale: float,
-    softcap: float | None,
+    query: Tensor, earlier: list[tuple[Tensor, Tensor]], own: tuple[Tensor, Tensor], scale: float, softcap: float | None
 ) -> Partial:
     """Queries over earlier keys (all visible) and over keys whose last are their own (causal), merged."""
     parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]

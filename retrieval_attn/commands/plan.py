@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
     parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)",
+        "--dtype", default="auto", help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)"
     )
     for name, text in (
         ("prefill_chunk", "prompt tokens that go through a layer at once"),
@@ -45,10 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(
-            flag,
-            default=str(getattr(usual, name)),
-            metavar="TOKENS",
-            help=f"{text} (default: %(default)s)",
+            flag, default=str(getattr(usual, name)), metavar="TOKENS", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument(
         "--host-dtype",

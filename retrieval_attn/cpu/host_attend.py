@@ -11,13 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.attend import (
-    Partial,
-    attend_ids_heads,
-    attend_range_heads,
-    check_score_options,
-    merge_partials,
-)
+from retrieval_attn.cpu.attend import Partial, attend_ids_heads, attend_range_heads, check_score_options, merge_partials
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.segment import Hits, Segment
 from retrieval_attn.cpu.step.plan import LayerStep
@@ -216,11 +210,7 @@ def attend_apart(
 
 
 def _attend_all(
-    fmt: Format,
-    queries: npt.NDArray[np.float32],
-    parts: list[PathPart],
-    scale: float,
-    softcap: float | None,
+    fmt: Format, queries: npt.NDArray[np.float32], parts: list[PathPart], scale: float, softcap: float | None
 ) -> Partial:
     return merge_partials(
         [

@@ -134,12 +134,7 @@ class Segment:
         if self._index is not None:
             self._extended(self._index.first, stop)
 
-    def append(
-        self,
-        keys: npt.NDArray[Any],
-        values: npt.NDArray[Any],
-        each: Each = map,
-    ) -> None:
+    def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any], each: Each = map) -> None:
         """Write n tokens at the end: (kv_heads, n, head_dim), (kv_heads, n, value_dim); the caller checks
         the room. each: as `map`, for the heads.
         """

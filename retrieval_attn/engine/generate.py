@@ -53,11 +53,7 @@ def generate(
     started = time.perf_counter()
     with using_retrieval(model, cache.config.prefill_chunk):
         logits, mask, last = _prefill(
-            model,
-            cache,
-            prompt,
-            None if mask is None else mask[::step],
-            None if embeds is None else embeds[::step],
+            model, cache, prompt, None if mask is None else mask[::step], None if embeds is None else embeds[::step]
         )
         if step > 1:
             cache.batch_repeat_interleave(step)
@@ -117,12 +113,7 @@ def _prefill(
         valid = mask.bool()
     place = positions(valid)
     logits = forward(
-        model,
-        cache,
-        new_ids,
-        mask=None if mask is None else valid,
-        position_ids=place[:, past:],
-        inputs_embeds=embeds,
+        model, cache, new_ids, mask=None if mask is None else valid, position_ids=place[:, past:], inputs_embeds=embeds
     )
     return logits, None if mask is None else valid, place[:, -1]
 

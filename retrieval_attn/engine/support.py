@@ -17,19 +17,7 @@ from retrieval_attn.model.placement import tensor_ranks
 log = logging.getLogger(__name__)
 
 # Compared with eager full attention in tests/test_models.py: same logits to 1e-5 with retrieve="all".
-TESTED = frozenset(
-    {
-        "gemma2",
-        "gemma3_text",
-        "gpt_oss",
-        "llama",
-        "mistral",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    }
-)
+TESTED = frozenset({"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"})
 
 _LATENT = "its cache holds latents that are expanded after the cache (multi-head latent attention)"
 _SPARSE = "it was trained with its own sparse attention, which selects keys itself"

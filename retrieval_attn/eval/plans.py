@@ -179,13 +179,7 @@ def plan_vt(rng: random.Random, asks: int, *, chains: int = 1, hops: int = 4, ex
     questions = [ask_for(values[i], groups[i]) for i in range(asks)]
     style = rng.choice([("\n", ""), ("\n", ""), ("\n ", ""), ("\n", ".")])
     return Plan(
-        instruction,
-        needles,
-        questions,
-        "noise",
-        ordered=True,
-        needle_style=style,
-        answer_tokens=8 * (hops + 1) + 8,
+        instruction, needles, questions, "noise", ordered=True, needle_style=style, answer_tokens=8 * (hops + 1) + 8
     )
 
 

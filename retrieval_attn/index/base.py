@@ -202,12 +202,7 @@ class KeyIndex(ABC):
 
     @classmethod
     def search_heads(
-        cls,
-        indexes: Sequence[KeyIndex],
-        queries: npt.NDArray[np.float32],
-        k: int,
-        *,
-        limit: int | None = None,
+        cls, indexes: Sequence[KeyIndex], queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None
     ) -> SearchResult:
         """Search the indexes of several heads at once: queries (heads, n, head_dim) -> ids, scores (heads,
         n, k).

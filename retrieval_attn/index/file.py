@@ -105,11 +105,7 @@ def save_index(
 
 
 def load_index(
-    path: Path | str,
-    *,
-    keys: npt.NDArray[Any] | None = None,
-    identity: str | None = None,
-    verify: bool = True,
+    path: Path | str, *, keys: npt.NDArray[Any] | None = None, identity: str | None = None, verify: bool = True
 ) -> SavedIndex:
     """Read the index in `path`; its arrays are maps of the file, so that the system reads and drops pages.
 

@@ -102,12 +102,7 @@ def search_exact(keys: npt.NDArray[Any], queries: npt.NDArray[np.float32], k: in
 
 
 def _best(
-    keys: npt.NDArray[Any],
-    queries: npt.NDArray[np.float32],
-    k: int,
-    fmt: Format,
-    splits: int,
-    capacity: int,
+    keys: npt.NDArray[Any], queries: npt.NDArray[np.float32], k: int, fmt: Format, splits: int, capacity: int
 ) -> npt.NDArray[np.int64]:
     """Packed candidates (heads, queries, k), best first; k <= keys.shape[1]."""
     heads, num_queries, dim = queries.shape
@@ -271,12 +266,7 @@ class FlatIndex(RunsIndex):
 
     @classmethod
     def search_heads(
-        cls,
-        indexes: Sequence[KeyIndex],
-        queries: npt.NDArray[np.float32],
-        k: int,
-        *,
-        limit: int | None = None,
+        cls, indexes: Sequence[KeyIndex], queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None
     ) -> SearchResult:
         """All heads in one kernel call where their keys lie evenly in one array, else one call per head."""
         flats = [index for index in indexes if isinstance(index, FlatIndex)]
@@ -383,8 +373,7 @@ def search_runs(runs: list[npt.NDArray[Any]], queries: npt.NDArray[np.float32], 
         return SearchResult(empty, np.full(empty.shape, -np.inf, np.float32), 0)
     bases = np.cumsum([0] + [len(run) for run in runs])
     ids = np.concatenate(
-        [np.where(one.ids[0] < 0, -1, one.ids[0] + base) for one, base in zip(found, bases, strict=False)],
-        axis=1,
+        [np.where(one.ids[0] < 0, -1, one.ids[0] + base) for one, base in zip(found, bases, strict=False)], axis=1
     )
     scores = np.concatenate([one.scores[0] for one in found], axis=1)
     order = np.argsort(-order_codes(scores, ids), axis=1, kind="stable")[:, :k]

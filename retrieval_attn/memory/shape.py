@@ -270,10 +270,7 @@ def _quantized_bytes(model: PreTrainedModel, quantization: Any, width: int, stor
         return stored, f"{method}, as stored in the folder"
     bits = _bits_of(method, options)
     parameters = sum(weight.numel() for weight in model.parameters())
-    whole = {
-        id(model.get_input_embeddings().weight),
-        id(getattr(model.get_output_embeddings(), "weight", None)),
-    }
+    whole = {id(model.get_input_embeddings().weight), id(getattr(model.get_output_embeddings(), "weight", None))}
     # By shape and not by module class: experts are three-axis parameters, not nn.Linear.
     linear = sum(weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole)
     size = round(linear * (bits + _SCALE_BITS) / 8) + (parameters - linear) * width

@@ -73,12 +73,7 @@ class IndexBuild:
         self._jobs.append(_Job(host, 0, stop, True))
 
     def add(
-        self,
-        host: SequenceKV,
-        span: tuple[int, int],
-        queries: Tensor | None,
-        keys: Callable[[], Tensor],
-        whole: bool,
+        self, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, keys: Callable[[], Tensor], whole: bool
     ) -> None:
         """Tokens [span[0], span[1]) of `host` get an index.
 

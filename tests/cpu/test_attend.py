@@ -11,13 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.cpu import gather
-from retrieval_attn.cpu.attend import (
-    attend_ids,
-    attend_ids_heads,
-    attend_range,
-    attend_range_heads,
-    merge_partials,
-)
+from retrieval_attn.cpu.attend import attend_ids, attend_ids_heads, attend_range, attend_range_heads, merge_partials
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.threads import kernel_threads

@@ -86,10 +86,7 @@ def test_any_sequence_of_operations(
 
 
 def error_bounds(
-    queries: npt.NDArray[np.float32],
-    keys: npt.NDArray[np.float32],
-    values: npt.NDArray[np.float32],
-    scale: float,
+    queries: npt.NDArray[np.float32], keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32], scale: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """How far attention over stored rows may be from that over the rows given: out (n, dv), lse (n,), float64.
 

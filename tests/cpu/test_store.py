@@ -127,12 +127,7 @@ operations = st.lists(
 
 
 @pytest.mark.parametrize("kind", ["flat", "test-copying"])
-@settings(
-    max_examples=35,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(operations=operations)
 def test_any_sequence_of_operations(
     kind: str, small_segments: None, operations: list[tuple[str, int, int, int]]
@@ -205,12 +200,7 @@ def test_real_sizes(fmt: Format, compiled: None, nan_empty: None) -> None:
     path.build_index(4, 2900)
     path.append(stored[:, 3000:], values[:, 3000:])
     assert len(path.segments) == 2 and path.nbytes == 2 * 5000 * 128 * fmt.bytes
-    for q_heads, n, top_k, softcap in (
-        (2, 1, 100, None),
-        (8, 3, 100, 5.0),
-        (16, 1, 6000, None),
-        (8, 1, None, 5.0),
-    ):
+    for q_heads, n, top_k, softcap in ((2, 1, 100, None), (8, 3, 100, 5.0), (16, 1, 6000, None), (8, 1, None, 5.0)):
         queries = whole_numbers(rng, (q_heads, n, 64), 1)
         assert_attend(path, keys, to_float32(values, fmt), queries, 4, 4990, top_k, softcap)
 

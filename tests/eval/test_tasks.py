@@ -104,13 +104,7 @@ def test_uuids_are_aligned_pairs_and_digits_are_single(tokenizer: Any) -> None:
 
 
 def test_model_folder_is_small_and_complete(needle_model_path: Path) -> None:
-    names = {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     files = [path for path in needle_model_path.iterdir() if path.is_file()]
     assert names | {"README.md"} <= {path.name for path in files}
     assert sum(path.stat().st_size for path in files) <= 12 * 10**6

@@ -34,12 +34,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         for module in (code_search, device_codes):
             monkeypatch.setattr(module, "kernels_for", lambda tensor, name: None)
     elif INTERPRETED:
-        from retrieval_attn.gpu.codes import (
-            codes_triton as device_codes_triton,
-        )
-        from retrieval_attn.gpu.codes import (
-            search_triton as code_search_triton,
-        )
+        from retrieval_attn.gpu.codes import codes_triton as device_codes_triton
+        from retrieval_attn.gpu.codes import search_triton as code_search_triton
 
         monkeypatch.setattr(code_search, "kernels_for", lambda tensor, name: code_search_triton)
         monkeypatch.setattr(device_codes, "kernels_for", lambda tensor, name: device_codes_triton)

@@ -104,13 +104,7 @@ def test_each_backend_equals_the_reference(device: str, name: str, dtype: torch.
         for case in CASES:
             inputs = tensors(device, dtype, group, head_dim, case.queries, case.keys)
             try:
-                got = attend(
-                    *inputs,
-                    scale=SCALE,
-                    causal=case.causal,
-                    softcap=case.softcap,
-                    backends=[name],
-                )
+                got = attend(*inputs, scale=SCALE, causal=case.causal, softcap=case.softcap, backends=[name])
             except BackendError as error:
                 refusal = str(error)
                 continue

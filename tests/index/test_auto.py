@@ -48,10 +48,7 @@ def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead) -> None
 def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a graph is slower or finds too little; codes of all elements where the sketch finds too little as well."""
     monkeypatch.setattr(auto, "SKETCH_FROM", KEYS)
-    for options, why in (
-        ({"scan_below": KEYS + 1}, "up to 8,193"),
-        ({"scan_below": 0, "recall": 1.0}, "below 1.0"),
-    ):
+    for options, why in (({"scan_below": KEYS + 1}, "up to 8,193"), ({"scan_below": 0, "recall": 1.0}, "below 1.0")):
         index = built(head, **options)
         assert index.kind == "sketch" and why in index.note and "held-out recall@100" in index.note
     monkeypatch.setattr(auto, "MIN_SKETCH_RECALL", 1.01)

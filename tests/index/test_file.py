@@ -196,10 +196,7 @@ def rewrite(saved: Path, name: str, **changes: Any) -> Path:
         ({"arrays": [{}]}, "arrays.name"),
         ({"plain": {}}, "centroids"),
         ({"data_bytes": 5}, "bytes"),
-        (
-            {"arrays": [{"name": "keys", "dtype": "<u2", "shape": [10**9, 16], "offset": 0, "crc32": 0}]},
-            "outside",
-        ),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [10**9, 16], "offset": 0, "crc32": 0}]}, "outside"),
         ({"arrays": [{"name": "keys", "dtype": "O", "shape": [1], "offset": 0, "crc32": 0}]}, "dtype"),
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [-1], "offset": 0, "crc32": 0}]}, "outside"),
     ],

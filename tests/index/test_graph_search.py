@@ -86,17 +86,7 @@ def filled(case: Case, query: int, start: int, room: int, beam: int, reach: int)
     scratch = make_scratch(room, case.graph.adjacency.shape[1], len(case.graph.ids))
     for array in scratch:
         array[:] = 77  # what an earlier search left must not matter
-    count, scored, hops = fill_pool(
-        case.graph,
-        None,
-        case.coded.planes,
-        query,
-        start,
-        room,
-        beam,
-        reach,
-        scratch,
-    )
+    count, scored, hops = fill_pool(case.graph, None, case.coded.planes, query, start, room, beam, reach, scratch)
     return ((scratch.pool[:count] & 0xFFFFFFFF) >> 1).tolist(), scored, hops
 
 

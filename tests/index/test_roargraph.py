@@ -319,10 +319,7 @@ def test_formats_and_strides(fmt: Format) -> None:
 
 def test_options_survive_saving() -> None:
     """Every option comes back as it was, those that are None and flags included."""
-    for options in (
-        GraphOptions(),
-        GraphOptions(beta=2.5, degree=12, per_query_head=True),
-    ):
+    for options in (GraphOptions(), GraphOptions(beta=2.5, degree=12, per_query_head=True)):
         assert GraphOptions.from_plain(options.plain()) == options
     with pytest.raises(ConfigError, match="not known here"):
         GraphOptions.from_plain({"breadth": 3})

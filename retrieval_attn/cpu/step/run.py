@@ -21,16 +21,7 @@ from numba import carray, njit
 from retrieval_attn.cpu.pool import run_job
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.task.atomics import at_address, atomic_add, atomic_load, call_search, nanoseconds
-from retrieval_attn.index.task.descriptor import (
-    ENTRY,
-    METER,
-    METER_WORDS,
-    RANGE,
-    TASK,
-    step_at,
-    wait_for,
-    words_at,
-)
+from retrieval_attn.index.task.descriptor import ENTRY, METER, METER_WORDS, RANGE, TASK, step_at, wait_for, words_at
 from retrieval_attn.index.task.tasks import address_for_c
 
 BAD_ID = 1

@@ -20,15 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import (
-    MAX_KEYS,
-    HeadShape,
-    HeldBytes,
-    KeyIndex,
-    SearchResult,
-    StateValue,
-    check_search,
-)
+from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, KeyIndex, SearchResult, StateValue, check_search
 from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_rows, to_float32
 from retrieval_attn.index.spec import register

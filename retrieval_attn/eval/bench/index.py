@@ -52,13 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", default="8192,32768", metavar="N,N", help="tokens of context (default: %(default)s)")
     add("--kinds", default="all", metavar="NAME,NAME", help="what to compare (default: %(default)s)")
-    add(
-        "--tokens",
-        type=as_tokens,
-        default=8,
-        metavar="N",
-        help="decoded tokens that are timed (default: %(default)s)",
-    )
+    add("--tokens", type=as_tokens, default=8, metavar="N", help="decoded tokens that are timed (default: %(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="threads of search and build (default: %(default)s)")
     add_source_arguments(parser)
 

@@ -32,13 +32,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
     )
     add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB; what needs more does not run")
     add("--sink", type=as_tokens, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
-    add(
-        "--window",
-        type=as_tokens,
-        default=512,
-        metavar="N",
-        help="last tokens always attended (default: %(default)s)",
-    )
+    add("--window", type=as_tokens, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
     add(
         "--retrieve",
         default="100",

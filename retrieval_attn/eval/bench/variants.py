@@ -62,12 +62,7 @@ class Variant:
         if self.kind == "hnswlib":
             return HnswlibIndex.build(head.keys, head.fmt, None, **options)
         return create(
-            self.kind,
-            head.keys,
-            fmt=head.fmt,
-            queries=head.train,
-            lists=lists if self.takes_lists else None,
-            **options,
+            self.kind, head.keys, fmt=head.fmt, queries=head.train, lists=lists if self.takes_lists else None, **options
         )
 
     @property
@@ -172,10 +167,7 @@ class HnswlibIndex(KeyIndex):
         dim = keys.shape[1]
         graph = hnswlib.Index(space="l2", dim=dim)
         graph.init_index(
-            max_elements=max(1, len(keys)),
-            M=options.m,
-            ef_construction=options.ef_construction,
-            random_seed=0,
+            max_elements=max(1, len(keys)), M=options.m, ef_construction=options.ef_construction, random_seed=0
         )
         graph.add_items(to_float32(keys, fmt), num_threads=1)
         searched = hnswlib.Index(space="ip", dim=dim)

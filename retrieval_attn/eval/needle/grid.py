@@ -28,10 +28,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     add_flag(group, "--document-depth-percent-max", type=float, metavar="P", help="last")
     add_flag(group, "--document-depth-percent-intervals", type=int, metavar="N", help="how many (default: 35)")
     add_flag(
-        group,
-        "--document-depth-percent-interval-type",
-        choices=["linear", "sigmoid"],
-        help="spacing of the range",
+        group, "--document-depth-percent-interval-type", choices=["linear", "sigmoid"], help="spacing of the range"
     )
 
 

@@ -25,11 +25,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "figure5": Preset(
-        "section 4.2, Figure 5: retrieval from 4K to 128K",
-        "4k,8k,16k,32k,64k,128k",
-        _DEPTHS,
-        "full,retrieval",
-        3,
+        "section 4.2, Figure 5: retrieval from 4K to 128K", "4k,8k,16k,32k,64k,128k", _DEPTHS, "full,retrieval", 3
     ),
     # "2K" for streaming_llm and snapkv, 640 + 2K for infllm, 640 + top-100 for the indexes (their defaults)
     "figure7": Preset(
@@ -41,11 +37,7 @@ PRESETS: dict[str, Preset] = {
         ("streaming_llm.budget=2048", "snapkv.budget=2048", "infllm.budget=2688"),
     ),
     "figure8": Preset(
-        "appendix A.3, Figure 8: retrieval from 250K to 1M",
-        "256000,512000,768000,1024000",
-        _DEPTHS,
-        "retrieval",
-        1,
+        "appendix A.3, Figure 8: retrieval from 250K to 1M", "256000,512000,768000,1024000", _DEPTHS, "retrieval", 1
     ),
 }
 

@@ -74,10 +74,7 @@ class Example:
 
 def _ask(value: str, count: int, typo: bool) -> tuple[str, str]:
     assigned = "assgined" if typo else "assigned"
-    return (
-        specs.VT_QUESTION.format(query=value),
-        specs.VT_PREFIX.format(query=value, num_v=count, assigned=assigned),
-    )
+    return (specs.VT_QUESTION.format(query=value), specs.VT_PREFIX.format(query=value, num_v=count, assigned=assigned))
 
 
 class Chains(Draft):

@@ -282,8 +282,4 @@ def _counts(cells: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> li
         fill = f"{min(fills):.3f} / {sum(fills) / len(fills):.3f}" if fills else "-"
         lines.append([method, position, *counts, fill, f"{1000 * sum(speeds) / len(speeds):.0f}" if speeds else "-"])
     head = ["method", "question", "answers", "errors", "empty", "truncated", "over length", "stopped by budget"]
-    return [
-        "## Counts",
-        "",
-        *table([*head, "fill, min / mean of cells", "ms per token"], lines),
-    ]
+    return ["## Counts", "", *table([*head, "fill, min / mean of cells", "ms per token"], lines)]

@@ -219,11 +219,7 @@ class Haystack:
     def _encode(self, text: str) -> Any:
         # special tokens written out in a haystack are text, not tokens
         return self.tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            split_special_tokens=True,
-            verbose=False,
+            text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True, verbose=False
         )
 
     def excerpt(self, budget: int, slack: int, round_index: int = 0) -> tuple[int, int]:

@@ -146,20 +146,7 @@ _OPINIONS = (
     "the matter was soon forgotten",
     "some still doubt it",
 )
-_NUMBERS = (
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "a dozen",
-    "twenty",
-    "forty",
-)
+_NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "a dozen", "twenty", "forty")
 
 _POOLS: dict[str, tuple[str, ...]] = {
     "a": ADJECTIVES,

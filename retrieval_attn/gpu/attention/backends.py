@@ -190,17 +190,7 @@ def _run_torch_flash(call: Call) -> Partial:
     # Key heads may be fewer than query heads; a causal mask is aligned bottom-right.
     query, key, value = call.token_major()
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        None,
-        None,
-        call.queries,
-        call.keys,
-        0.0,
-        call.causal,
-        False,
-        scale=call.scale,
+        query, key, value, None, None, call.queries, call.keys, 0.0, call.causal, False, scale=call.scale
     )
     return Partial(out.transpose(1, 2).float(), lse.float())
 
@@ -329,13 +319,7 @@ def _refuse_math(call: Call) -> str | None:
 
 def _run_math(call: Call) -> Partial:
     return math_attention(
-        call.query,
-        call.key,
-        call.value,
-        scale=call.scale,
-        causal=call.causal,
-        mask=call.mask,
-        softcap=call.softcap,
+        call.query, call.key, call.value, scale=call.scale, causal=call.causal, mask=call.mask, softcap=call.softcap
     )
 
 

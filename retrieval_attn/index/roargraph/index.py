@@ -17,14 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.base import (
-    MAX_KEYS,
-    HeadShape,
-    HeldBytes,
-    SearchResult,
-    check_search,
-    check_training,
-)
+from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, SearchResult, check_search, check_training
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32

@@ -325,22 +325,7 @@ def add_outside(queries, query, keys, first, count, kept, limit, scratch):
 
 
 @njit(nogil=True, cache=True)
-def search_graph(
-    graph,
-    keys,
-    queries,
-    planes,
-    steps,
-    query,
-    k,
-    room,
-    beam,
-    beta,
-    limit,
-    scratch,
-    ids,
-    scores,
-):
+def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta, limit, scratch, ids, scores):
     """Search for one query: its best k keys below `limit` to ids[:k], scores[:k]; returns (found, scored, hops).
 
     keys (n, head_dim) stored format; queries (q, head_dim) float32 of which `query` is taken, planes and steps the
@@ -391,19 +376,6 @@ def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, limit,
         own = Scratch(scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker])
         for i in range(worker, num, workers):
             found[i], scored[i], hops[i] = search_graph(
-                graph,
-                rows,
-                queries,
-                planes,
-                steps,
-                i,
-                k,
-                room,
-                beam,
-                beta,
-                limit,
-                own,
-                ids[i],
-                scores[i],
+                graph, rows, queries, planes, steps, i, k, room, beam, beta, limit, own, ids[i], scores[i]
             )
     return found, scored.sum(), hops.sum()

@@ -18,13 +18,7 @@ from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.sketch.blocks import BLOCK, KeyBlocks
 from retrieval_attn.index.sketch.leaves import Leaves, choose_blocks
-from retrieval_attn.index.sketch.scan import (
-    SAMPLED,
-    encode_block_queries,
-    project_queries,
-    sample_bounds,
-    scan_chosen,
-)
+from retrieval_attn.index.sketch.scan import SAMPLED, encode_block_queries, project_queries, sample_bounds, scan_chosen
 
 KEYS_PER_TASK = 16384
 

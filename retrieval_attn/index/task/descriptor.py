@@ -17,14 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from retrieval_attn.index.task.atomics import (
-    YIELD_NANOSECONDS,
-    at_address,
-    atomic_load,
-    nanoseconds,
-    pause,
-    yield_core,
-)
+from retrieval_attn.index.task.atomics import YIELD_NANOSECONDS, at_address, atomic_load, nanoseconds, pause, yield_core
 
 _WORD = np.int64
 

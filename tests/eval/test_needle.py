@@ -399,7 +399,9 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
         def search_heads(cls, indexes: Any, queries: Any, k: int, *, limit: int | None = None) -> SearchResult:
             return FlatIndex.search_heads(indexes, -queries, k, limit=limit)
 
-        exact = False
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.exact = False  # else a step scans the keys itself
 
         def compiled_search(self, request: Any) -> Any:
             """None: `search_heads` answers."""

@@ -266,7 +266,6 @@ def exact_lse(
     *,
     scale: float,
     softcap: float | None = None,
-    threads: int | None = None,
 ) -> npt.NDArray[np.float32]:
     """Log-sum-exp of all scores over tokens [start, stop): (heads, n) float32, of the query heads named, None: all.
 
@@ -282,7 +281,7 @@ def exact_lse(
         raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
     parts = path.parts(start, stop)
     result = np.full((len(chosen), queries.shape[1]), -np.inf, np.float32)
-    with kernel_threads(path.threads if threads is None else threads):
+    with kernel_threads(path.threads):
         for row, head in enumerate(chosen if parts else ()):
             own, of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
             partials = [

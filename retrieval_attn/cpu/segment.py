@@ -1,8 +1,6 @@
-"""A span of tokens of one layer in host memory, and the index over it. `SequenceKV` chains segments into a
-sequence.
+"""A span of tokens of one layer in host memory, and the index over it. `SequenceKV` chains segments into a sequence.
 
-Memory is reserved as address space and taken page by page as tokens are written; large segments ask for 2
-MiB pages.
+Memory is reserved as address space and taken page by page as tokens are written; large segments ask for 2 MiB pages.
 """
 
 from __future__ import annotations
@@ -220,8 +218,7 @@ class Segment:
         return pieces if stop == high else [*pieces, whole._replace(low=stop)]
 
     def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
-        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint
-        results.
+        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint results.
 
         The index answers for what it covers, after the tokens between its end and `stop` were inserted.
         Tokens before its first, or a range that begins inside it, are scanned exactly.
@@ -273,9 +270,7 @@ def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
 
 
 def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDArray[Any]:
-    """An array whose pages are taken on first write, begun on a 2 MiB boundary and in 2 MiB pages if it is
-    large.
-    """
+    """An array whose pages are taken on first write, begun on a 2 MiB boundary and in 2 MiB pages if it is large."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * fmt.bytes
     huge = expected * shape[2] * fmt.bytes >= 2 * HUGE_PAGE  # wasted: at most half as much as is used
     total = max(1, nbytes) + (HUGE_PAGE if huge else 0)

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.formats import Format
-from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE
+from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
 
 _TORCH_DTYPE = {
     Format.FLOAT32: torch.float32,

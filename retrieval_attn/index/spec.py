@@ -70,10 +70,6 @@ class IndexSpec:
     def keeps_device_keys(self) -> bool:
         return self.cls.keeps_device_keys
 
-    @property
-    def lists_suffice(self) -> bool:
-        return self.cls.lists_suffice
-
     def training_queries(self, tokens: int, requested: int | None = None) -> int:
         return self.cls.training_queries(tokens, requested)
 

@@ -114,7 +114,7 @@ def mask_recipe(**arguments: Any) -> MaskSpec:
     """
     padding, window = arguments.get("attention_mask"), arguments.get("local_size")
     return MaskSpec(
-        q_offset=arguments["q_offset"],
+        q_offset=arguments.get("q_offset", 0),
         q_length=arguments["q_length"],
         padding=None if padding is None else Padding(padding),
         window=window,

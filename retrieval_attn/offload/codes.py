@@ -77,7 +77,9 @@ class HeadCodes:
         """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
         self._fmt, self._lent = fmt, lent
         with _beside(memory.device):
-            self.device = DeviceCodes(_moved(space, memory.device), memory)
+            query_projection, key_projection, shift = (torch.from_numpy(part).to(memory.device) for part in space[:3])
+            there = DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
+            self.device = DeviceCodes(there, memory)
 
     @property
     def nbytes(self) -> int:
@@ -141,11 +143,6 @@ class _Outbox(threading.local):
 
 
 _outbox = _Outbox()
-
-
-def _moved(space: CodeSpace, device: torch.device) -> DeviceSpace:
-    query_projection, key_projection, shift = (torch.from_numpy(part).to(device) for part in space[:3])
-    return DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
 
 
 def _take(*shape: int, device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from retrieval_attn.cpu.host_attend import attend_path, prepare
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register
+from retrieval_attn.index import memory as memory_module
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task.tasks import task_address
@@ -404,8 +404,8 @@ def test_huge_pages_are_asked_for_and_their_absence_is_said_once(
         asked.append(memory)
         raise OSError("no huge pages here")
 
-    monkeypatch.setattr(segment_module, "_madvise", refuse)
-    monkeypatch.setattr(segment_module, "_advice_failed", threading.Event())
+    monkeypatch.setattr(memory_module, "_madvise", refuse)
+    memory_module._say_refused.cache_clear()
     for _ in range(2):
         segment_module.Segment(1, 20000, 128, 128, Format.BFLOAT16)
     assert len(asked) == 4

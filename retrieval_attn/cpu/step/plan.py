@@ -177,7 +177,7 @@ class LayerStep:
         self._place((len(rows), request.q_heads, request.positions), dim, value_dim)
         arrays = {
             "queries_at": self.queries,
-            "tiles_at": _floats(entries, padded, dim),
+            "tiles_at": _zeros(entries, padded, dim, dtype=np.float32),
             "out_at": self.out,
             "lse_at": self.lse,
             "entries_at": tables.entries,
@@ -217,12 +217,12 @@ class LayerStep:
 
     def _place(self, shape: tuple[int, int, int], dim: int, value_dim: int) -> None:
         """Where queries, results and meters lie: in the buffers from outside, or in memory of this step's own."""
-        meters = self.pool.workers, METER_WORDS
+        meters, float32 = (self.pool.workers, METER_WORDS), np.dtype(np.float32)
         if self._buffers is None:
-            self.queries, self.out = _floats(*shape, dim), _floats(*shape, value_dim)
-            self.lse, self._meters = _floats(*shape), _zeros(*meters)
+            self.queries, self.out = (_zeros(*shape, last, dtype=float32) for last in (dim, value_dim))
+            self.lse, self._meters = _zeros(*shape, dtype=float32), _zeros(*meters)
             return
-        buffers, float32 = self._buffers, np.dtype(np.float32)
+        buffers = self._buffers
         self.queries = _view("queries", buffers.queries, (*shape, dim), float32)
         self.out = _view("out", buffers.out, (*shape, value_dim), float32)
         self.lse = _view("lse", buffers.lse, shape, float32)
@@ -339,14 +339,8 @@ class _Arena:
             return self._scratch, self._candidates
 
 
-def _zeros(*shape: int) -> npt.NDArray[np.int64]:
-    array = aligned_empty(shape, np.int64)
-    array[...] = 0
-    return array
-
-
-def _floats(*shape: int) -> npt.NDArray[np.float32]:
-    array = aligned_empty(shape, np.float32)
+def _zeros(*shape: int, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+    array = aligned_empty(shape, dtype)
     array[...] = 0
     return array
 

@@ -18,8 +18,6 @@ from retrieval_attn.index.roargraph.insert import distance_terms, link_nodes
 from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.roargraph.search import CELL_KEYS, Cells, Graph, make_scratch
 
-StateValue = Any
-
 
 class HeadGraph(NamedTuple):
     """A graph and what codes its keys. Methods that change it return another one: searches keep the one they have.
@@ -185,7 +183,7 @@ def graph_stats(heads: list[HeadGraph], num_keys: int) -> dict[str, int]:
     }
 
 
-def graph_state(head: HeadGraph) -> dict[str, StateValue]:
+def graph_state(head: HeadGraph) -> dict[str, Any]:
     """Arrays that `graph_from_state` makes the same graph of."""
     graph, nodes = head.graph, head.nodes
     return {
@@ -201,7 +199,7 @@ def graph_state(head: HeadGraph) -> dict[str, StateValue]:
     }
 
 
-def graph_from_state(state: Mapping[str, StateValue], head_dim: int, num_keys: int) -> HeadGraph:
+def graph_from_state(state: Mapping[str, Any], head_dim: int, num_keys: int) -> HeadGraph:
     """The graph whose `graph_state` was `state`. Raises InputDataError if the arrays do not fit each other or the keys.
 
     Arrays are taken as they are (a map of a file stays one); numbers that would lead outside of them are refused.

@@ -14,7 +14,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.cpu import prepare
+from retrieval_attn.cpu.host_attend import prepare
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError

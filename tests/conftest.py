@@ -142,6 +142,16 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """float32 and bfloat16 kernels are ready. Must come before `nan_empty`: Numba cannot compile while it is there."""
+    from retrieval_attn.cpu.host_attend import prepare
+    from retrieval_attn.index.formats import Format
+
+    for fmt in (Format.FLOAT32, Format.BFLOAT16):
+        prepare(fmt)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For files whose matrices are so small that a second thread only waits for a core that others have."""

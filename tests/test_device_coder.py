@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
 from tests.tiny_models import build_model, random_ids

@@ -135,14 +135,6 @@ def test_placement_follows_the_hooks(tmp_path: Path) -> None:
     assert placement.execution_device(model.model.layers[1]) == CPU
 
 
-@pytest.mark.parametrize(("rank", "first"), [(None, True), ("0", True), ("1", False)])
-def test_first_rank(monkeypatch: pytest.MonkeyPatch, rank: str | None, first: bool) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    assert placement.is_first_rank() is first
-
-
 @pytest.mark.parametrize(
     ("device_map", "devices", "away"),
     [

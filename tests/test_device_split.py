@@ -14,7 +14,8 @@ from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.plan import HOST_RESERVE, plan
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.split import part_of
-from tests.tiny_models import build_model, config_of, tiny_model
+from tests.test_memory_plan import llama3_8b
+from tests.tiny_models import build_model, tiny_model
 
 TABLE = 128256 * 4096 * 2
 
@@ -22,28 +23,12 @@ TABLE = 128256 * 4096 * 2
 @pytest.fixture(scope="module")
 def shape() -> ModelShape:
     """Llama-3-8B in bfloat16: 32 layers, 32 query and 8 key-value heads, two tables of 128,256 rows."""
-    return model_shape(
-        config_of(
-            "llama",
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            dtype="bfloat16",
-        )
-    )
-
-
-def test_one_gpu_has_all(shape: ModelShape) -> None:
-    assert part_of(shape, 1, "layers") is shape
-    assert part_of(shape, 1, "heads") is shape
+    return model_shape(llama3_8b())
 
 
 def test_layers_are_whole_and_one_gpu_has_a_table(shape: ModelShape) -> None:
-    """A layer is 218,112,000 parameters; 3 GPUs of 32 layers: 11 of them."""
+    """A layer is 218,112,000 parameters; 3 GPUs of 32 layers: 11 of them. One GPU has all."""
+    assert part_of(shape, 1, "layers") is part_of(shape, 1, "heads") is shape
     part = part_of(shape, 3, "layers")
     assert part.layers == part.full_layers == 11
     assert part.weight_bytes == pytest.approx(11 * 218_112_000 * 2 + TABLE, abs=3000)  # the final norm is spread
@@ -59,8 +44,7 @@ def test_heads_are_divided_and_the_embedding_is_not(shape: ModelShape) -> None:
 
 def test_two_gpus_hold_what_one_cannot(shape: ModelShape) -> None:
     """16 GiB cards: one is too small for the weights alone, two are enough either way."""
-    config = config_of("llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, dtype="bfloat16")
-    config.update({"num_hidden_layers": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072})
+    config = llama3_8b()
     one = plan(config, gpu_memory="16GiB", host_memory="1TiB")
     assert not one.fits
     for split, processes in (("layers", 1), ("heads", 2)):

@@ -13,21 +13,11 @@ import retrieval_attn as ra
 from retrieval_attn.eval.bench import host_dtype as bench_host_dtype
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.offload import transfer
+from tests.test_tensor_parallel import QUESTION, text_with_needle
 from tests.tiny_models import random_ids, tiny_model
 
 INT8 = Format.INT8
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512, host_dtype="int8")
-QUESTION = "What is the special magic Bergen number?"
-
-
-@pytest.fixture(scope="module")
-def text() -> str:
-    """About 1,500 tokens of prose with the needle in the middle."""
-    from retrieval_attn.eval.text.prose import prose
-
-    filler = prose(6_000, seed=5)
-    middle = filler.index(". ", len(filler) // 2) + 2
-    return filler[:middle] + "The special magic Bergen number is: 7391846. " + filler[middle:]
 
 
 def hard_rows() -> torch.Tensor:
@@ -76,17 +66,11 @@ def test_append_crop_and_fork(append: str) -> None:
     Breaks if the host's keys visit the device as steps, a crop reads back other rows, or a fork shares a tail.
     """
     model = tiny_model("llama")
-    options: dict[str, Any] = {
-        "sink": 4,
-        "window": 16,
-        "spill": 8,
-        "retrieve": "all",
-        "exact_append": append == "exact",
-    }
+    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", exact_append=append == "exact", host_dtype="int8")
     ids = random_ids(1, 150)
     with torch.no_grad():
         right = model(ids).logits[:, -1]
-        ra.enable(model, **options, host_dtype="int8")
+        ra.enable(model, config)
         try:
             cache = ra.RetrievalCache(model)
             model(ids[:, :100], past_key_values=cache)
@@ -102,9 +86,10 @@ def test_append_crop_and_fork(append: str) -> None:
     assert 0 < error < 0.02, f"{float(error):.4f}"
 
 
-def test_a_context_holds_half_and_answers(loaded: tuple[Any, Any], text: str) -> None:
+def test_a_context_holds_half_and_answers(loaded: tuple[Any, Any]) -> None:
     """Bytes to the last one; the answer stands 700 tokens back, behind an index over int8 keys."""
-    context = ra.Context(*loaded, CONFIG.replace(index="flat", index_options={"codes": "int8"})).read(text)
+    config = CONFIG.replace(index="flat", index_options={"codes": "int8"})
+    context = ra.Context(*loaded, config).read(text_with_needle(6_000))
     # 5 layers of 2 heads of 64: a key and a value of 68 bytes each, and no codes
     assert context.cache.host_nbytes == 5 * 2 * context.num_tokens * (68 + 68)
     assert "7391846" in context.ask(QUESTION, max_new_tokens=16, append="retrieval").text

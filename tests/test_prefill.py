@@ -15,12 +15,12 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.cache.reading import Reading
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine import prefill
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, ShapeError
 from retrieval_attn.gpu.knn import nearest_keys
+from retrieval_attn.index.formats import Format
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.memory import host_room
 from retrieval_attn.model.hooks import MaskSpec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
+from tests.test_tensor_parallel import QUESTION, text_with_needle
 from tests.tiny_models import random_ids, tiny_model
 
 TOTAL = 200
@@ -39,10 +39,10 @@ def test_queries_stand_where_decoding_happens(name: str) -> None:
     sample = TrainingQueries(TOTAL, 40)
     for start in range(0, TOTAL, 70):
         sample.take(asked[:, :, start : start + 70], start)
-    moved = sample.finish(model, attention, 0, None)
-    assert moved.shape == (6, 40, attention.head_dim) and moved.dtype == np.float32
+    moved = sample.on_device(model, attention, 0, None)
+    assert moved.shape == (6, 40, attention.head_dim) and moved.dtype == torch.float32
     after = _rotated(model, attention, plain[:, :, :1].expand(-1, -1, SPAN, -1), torch.arange(TOTAL, TOTAL + SPAN))[0]
-    gaps = torch.cdist(torch.from_numpy(moved), after).amin(-1)
+    gaps = torch.cdist(moved, after).amin(-1)
     assert gaps.max() < 2e-2 * float(plain.norm(dim=-1).max())
     left = torch.cdist(asked[0], after).amin(-1)
     assert left.max() > 10 * gaps.max(), "queries at their own positions are no better: the test has no teeth"
@@ -57,11 +57,11 @@ def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:
     for start in range(0, TOTAL, 33):
         parts.take(query[:, :, start : start + 33], start)
     valid = torch.ones(TOTAL, dtype=torch.bool)
-    assert np.array_equal(whole.finish(model, attention, 1, None), parts.finish(model, attention, 1, None))
+    assert torch.equal(whole.on_device(model, attention, 1, None), parts.on_device(model, attention, 1, None))
     valid[:150] = False
-    kept = whole.finish(model, attention, 1, valid)
+    kept = whole.on_device(model, attention, 1, valid)
     assert 0 < kept.shape[1] < 60
-    assert whole.finish(model, attention, 1, torch.zeros_like(valid)).shape[1] == 0
+    assert whole.on_device(model, attention, 1, torch.zeros_like(valid)).shape[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
     trained: list[int] = []
     make = RoarGraphIndex.make.__func__  # type: ignore[attr-defined]
 
-    def noted(cls: Any, keys: Any, fmt: Any, options: Any, queries: Any, *others: Any) -> RoarGraphIndex:
-        trained.append(queries.shape[1])
-        return make(cls, keys, fmt, options, queries, *others)
+    def noted(cls: Any, keys: Any, fmt: Any, options: Any, training: Any) -> RoarGraphIndex:
+        trained.append(training.queries.shape[1])
+        return make(cls, keys, fmt, options, training)
 
     monkeypatch.setattr(RoarGraphIndex, "make", classmethod(noted))
     config = ra.Config(sink=8, window=64, spill=16, retrieve=5, index="roargraph", index_options=GRAPH)
@@ -106,18 +106,12 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
 
 def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
     """A needle 1,200 tokens back, found by a graph that scores a part of the keys, the question retrieving as well."""
-    from retrieval_attn.eval.text.prose import prose
-
-    filler = prose(16_000, seed=5)
-    middle = filler.index(". ", len(filler) // 2) + 2
-    text = filler[:middle] + "The special magic Bergen number is: 7391846. " + filler[middle:]
     config = ra.Config(sink=8, window=64, spill=16, retrieve=50, index="roargraph", index_options=GRAPH)
-    context = ra.Context(*loaded, config).read(text, progress=False)
-    question = "What is the special magic Bergen number?"
-    answer = context.ask(question, max_new_tokens=24, append="retrieval")
+    context = ra.Context(*loaded, config).read(text_with_needle(16_000), progress=False)
+    answer = context.ask(QUESTION, max_new_tokens=24, append="retrieval")
     assert "7391846" in answer.text
     assert answer.stats.indexes == {"roargraph": 10}
-    asked = len(loaded[1](question)["input_ids"]) + answer.stats.new_tokens - 1
+    asked = len(loaded[1](QUESTION)["input_ids"]) + answer.stats.new_tokens - 1
     assert answer.stats.keys_scanned < 0.5 * asked * context.num_tokens * 5 * 8
 
 

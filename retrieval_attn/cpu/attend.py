@@ -1,9 +1,8 @@
 """Attention of a few queries over keys and values in host memory: over given ids, or over a range of tokens.
 
-Both return a partial (out, lse): `out` normalised over the keys that took part, `lse` the natural log-sum-
-exp of their scaled (and soft-capped) scores. No key: out 0, lse -inf. Partials over disjoint keys merge
-exactly (`merge_partials`). The blockwise softmax follows FlashAttention-2 (Dao 2023, section 3.1).
-Arithmetic is float32, sums over blocks float64.
+Both return a partial (out, lse): `out` normalised over the keys that took part, `lse` the natural log-sum-exp of their
+scaled (and soft-capped) scores. No key: out 0, lse -inf. Partials over disjoint keys merge exactly (`merge_partials`).
+The blockwise softmax follows FlashAttention-2 (Dao 2023, section 3.1). Arithmetic is float32, sums over blocks float64.
 """
 
 # mypy: allow-untyped-defs
@@ -58,9 +57,7 @@ def _attend_gathered_heads(queries, keys, values, ids, scale, softcap, rows, sco
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums, tops, totals):
-    """Four queries over tokens [start, stop): writes sums (4, value_dim) not normalised, tops (4,), totals
-    (4,).
-    """
+    """Four queries over tokens [start, stop): writes sums (4, value_dim) not normalised, tops (4,), totals (4,)."""
     weights = np.empty((TILE_QUERIES, TILE_TOKENS), np.float32)
     sums[:] = np.float32(0.0)
     tops[:] = np.float32(-np.inf)
@@ -83,9 +80,7 @@ def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums
 
 @njit(parallel=True, nogil=True, cache=True)
 def _attend_range_heads(queries, keys, values, start, stop, scale, softcap, sums, tops, totals):
-    """queries (heads, padded, d); sums (heads, padded, parts, value_dim), tops and totals (heads, padded,
-    parts).
-    """
+    """queries (heads, padded, d); sums (heads, padded, parts, value_dim), tops and totals (heads, padded, parts)."""
     heads, padded, parts = tops.shape
     tiles = padded // TILE_QUERIES
     length = stop - start
@@ -226,51 +221,6 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
     outs = np.stack([out for out, _ in partials], axis=-2)
     lses = np.stack([lse for _, lse in partials], axis=-1)
     return _normalise(outs, lses, np.ones(lses.shape))
-
-
-def attend_ids(
-    queries: npt.NDArray[np.float32],
-    keys: npt.NDArray[Any],
-    values: npt.NDArray[Any],
-    ids: npt.NDArray[np.int32],
-    fmt: Format,
-    scale: float,
-    softcap: float | None = None,
-) -> Partial:
-    """`attend_ids_heads` for one head: queries (n, d), keys (tokens, d), values (tokens, dv), ids (n, k).
-
-    Returns out (n, dv) and lse (n,), float32.
-    """
-    _check_axes(queries, keys, values)
-    if np.ndim(ids) != 2:
-        raise ShapeError(f"ids must have 2 axes (n, k), got shape {np.shape(ids)}")
-    out, lse = attend_ids_heads(queries[None], keys[None], values[None], ids[None], fmt, scale, softcap)
-    return out[0], lse[0]
-
-
-def attend_range(
-    queries: npt.NDArray[np.float32],
-    keys: npt.NDArray[Any],
-    values: npt.NDArray[Any],
-    start: int,
-    stop: int,
-    fmt: Format,
-    scale: float,
-    softcap: float | None = None,
-) -> Partial:
-    """`attend_range_heads` for one head: queries (n, d), keys (tokens, d), values (tokens, dv).
-
-    Returns out (n, dv) and lse (n,), float32.
-    """
-    _check_axes(queries, keys, values)
-    out, lse = attend_range_heads(queries[None], keys[None], values[None], start, stop, fmt, scale, softcap)
-    return out[0], lse[0]
-
-
-def _check_axes(*arrays: npt.NDArray[Any]) -> None:
-    if any(np.ndim(array) != 2 for array in arrays):
-        shapes = [np.shape(array) for array in arrays]
-        raise ShapeError(f"queries, keys and values must have 2 axes each, got shapes {shapes}")
 
 
 def check_score_options(scale: float, softcap: float | None) -> None:

@@ -16,7 +16,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.segment import Hits, Segment
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.store import PathPart, SequenceKV
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_queries
@@ -195,7 +195,13 @@ def attend_apart(
     searched = began
     with kernel_threads(path.threads if threads is None else threads):
         if top_k is None:
-            partial = _attend_all(path.fmt, grouped, parts, scale, softcap)
+            # whole arrays, not slices: kernels are compiled once per memory layout
+            partial = merge_partials(
+                [
+                    attend_range_heads(grouped, segment.keys, segment.values, low, high, path.fmt, scale, softcap)
+                    for segment, low, high, _ in parts
+                ]
+            )
             scanned = (stop - start) * shape[0] * shape[1]
             bytes_read = (stop - start) * path.token_bytes
         else:
@@ -207,18 +213,6 @@ def attend_apart(
     out, lse = partial
     out, lse = out.reshape(*shape, path.value_dim), lse.reshape(shape)
     return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched)
-
-
-def _attend_all(
-    fmt: Format, queries: npt.NDArray[np.float32], parts: list[PathPart], scale: float, softcap: float | None
-) -> Partial:
-    return merge_partials(
-        [
-            # whole arrays, not slices: kernels are compiled once per memory layout
-            attend_range_heads(queries, segment.keys, segment.values, low, high, fmt, scale, softcap)
-            for segment, low, high, _ in parts
-        ]
-    )
 
 
 def _attend_best(
@@ -266,7 +260,6 @@ def exact_lse(
     *,
     scale: float,
     softcap: float | None = None,
-    threads: int | None = None,
 ) -> npt.NDArray[np.float32]:
     """Log-sum-exp of all scores over tokens [start, stop): (heads, n) float32, of the query heads named, None: all.
 
@@ -282,7 +275,7 @@ def exact_lse(
         raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
     parts = path.parts(start, stop)
     result = np.full((len(chosen), queries.shape[1]), -np.inf, np.float32)
-    with kernel_threads(path.threads if threads is None else threads):
+    with kernel_threads(path.threads):
         for row, head in enumerate(chosen if parts else ()):
             own, of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
             partials = [

@@ -232,8 +232,8 @@ class Pool:
         unknown = sorted(set(cpus) - set(allowed_cores()))
         if unknown:
             raise ConfigError(f"cpus {unknown} are not among those this process may use: {allowed_cores()}")
-        self._threads = threads
-        self._cpus = tuple(cpus)
+        self.threads, self.cpus = threads, tuple(cpus)
+        """Threads that work on a job at once, and cores that the started ones are pinned to, () for none."""
         memory = np.zeros(_CONTROL_BYTES // 8 + 16, np.int64)
         control = memory[-memory.ctypes.data % 128 // 8 :][: _CONTROL_BYTES // 8]
         control[_CALLER_WORKS // 8] = caller_works
@@ -262,19 +262,9 @@ class Pool:
         return int(self._control.ctypes.data)
 
     @property
-    def threads(self) -> int:
-        """Threads that work on a job at once."""
-        return self._threads
-
-    @property
     def workers(self) -> int:
         """Worker numbers that tasks may see are below this: as many pieces of scratch memory are needed."""
         return self._started + 1
-
-    @property
-    def cpus(self) -> tuple[int, ...]:
-        """Cores that the started threads are pinned to, () for none."""
-        return self._cpus
 
     @property
     def closed(self) -> bool:
@@ -291,10 +281,10 @@ class Pool:
             raise ConfigError(
                 f"a job needs a function and 0 .. {MAX_TASKS} tasks, got tasks={tasks}, address {function:#x}"
             )
-        width = self._threads if threads is None else threads
+        width = self.threads if threads is None else threads
         if width < 1:
             raise ConfigError(f"threads={threads} must be at least 1")
-        code = run_job(self.address, function, descriptor, tasks, min(width, self._threads))
+        code = run_job(self.address, function, descriptor, tasks, min(width, self.threads))
         raise_if_unusable(code)
         return None if code == 0 else JobError(code >> 32, code & _LEFT)
 

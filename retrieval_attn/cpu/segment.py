@@ -1,15 +1,10 @@
-"""A span of tokens of one layer in host memory, and the index over it. `SequenceKV` chains segments into a
-sequence.
+"""A span of tokens of one layer in host memory, and the index over it. `SequenceKV` chains segments into a sequence.
 
-Memory is reserved as address space and taken page by page as tokens are written; large segments ask for 2
-MiB pages.
+Memory is reserved as address space and taken page by page as tokens are written; large segments ask for 2 MiB pages.
 """
 
 from __future__ import annotations
 
-import logging
-import mmap
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,15 +18,8 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.memory import HUGE_PAGE, mapped
 from retrieval_attn.index.spec import IndexSpec
-
-log = logging.getLogger(__name__)
-
-HUGE_PAGE = 2 << 20
-# Python names it from 3.13 on; reserved is far more than is used, which strict accounting would charge for
-MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_advice_failed = threading.Event()
-
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
@@ -207,9 +195,7 @@ class Segment:
         """
         whole = SearchRange(self.keys, self.values, low, high, first)
         index = self._index
-        if index is None or all(head.exact for head in index.heads):
-            return [whole]
-        if low > index.first or high <= index.first:  # as `search` does
+        if index is None or all(head.exact for head in index.heads) or not low <= index.first < high:
             return [whole]
         if high - index.stop > most_tail:
             index = self._extended(low, high)
@@ -220,8 +206,7 @@ class Segment:
         return pieces if stop == high else [*pieces, whole._replace(low=stop)]
 
     def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
-        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint
-        results.
+        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint results.
 
         The index answers for what it covers, after the tokens between its end and `stop` were inserted.
         Tokens before its first, or a range that begins inside it, are scanned exactly.
@@ -273,35 +258,15 @@ def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
 
 
 def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDArray[Any]:
-    """An array whose pages are taken on first write, begun on a 2 MiB boundary and in 2 MiB pages if it is
-    large.
-    """
+    """An array whose pages are taken on first write, begun on a 2 MiB boundary and in 2 MiB pages if it is large."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * fmt.bytes
     huge = expected * shape[2] * fmt.bytes >= 2 * HUGE_PAGE  # wasted: at most half as much as is used
-    total = max(1, nbytes) + (HUGE_PAGE if huge else 0)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
-        memory = mmap.mmap(-1, total, flags=flags)
+        buffer = mapped(max(1, nbytes) + (HUGE_PAGE if huge else 0), "host keys and values", huge)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryPlanError(
             f"{nbytes} bytes of host memory for {shape[1]} tokens of one layer cannot be had ({error}); "
             "free memory or read less text"
         ) from error
-    buffer = np.frombuffer(memory, np.uint8)
     offset = -buffer.ctypes.data % HUGE_PAGE if huge else 0
-    if huge:
-        _advise_huge_pages(memory)
     return buffer[offset : offset + nbytes].view(fmt.dtype).reshape(shape)
-
-
-def _advise_huge_pages(memory: mmap.mmap) -> None:
-    try:
-        _madvise(memory)
-    except (AttributeError, OSError) as error:
-        if not _advice_failed.is_set():
-            _advice_failed.set()
-            log.warning("2 MiB pages are not available for host keys and values (%s): search will be slower", error)
-
-
-def _madvise(memory: mmap.mmap) -> None:
-    memory.madvise(mmap.MADV_HUGEPAGE)

@@ -29,9 +29,7 @@ MIN_TAIL_TOKENS = 1024
 TAIL_TOKENS = 2048
 """Keys that a graph got later are found less well than those it was built from: the newest are scanned."""
 COPIED_TOKENS = 256
-"""A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of
-crumbs.
-"""
+"""A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of crumbs."""
 
 
 class PathPart(NamedTuple):
@@ -172,9 +170,7 @@ class SequenceKV:
         self._length += count
 
     def _new_tail(self, count: int) -> tuple[int, Segment]:
-        """A segment with room for `count` more, begun with a copy of a short frozen last one; spans it
-        replaces.
-        """
+        """A segment with room for `count` more, begun with a copy of a short frozen last one; spans it replaces."""
         replaced = 0
         if self._spans and self._spans[-1].segment.frozen and self._spans[-1].length <= COPIED_TOKENS:
             replaced = 1

@@ -1,6 +1,4 @@
-"""Vector indexes over attention keys: which keys matter for a query. NumPy and Numba only; never imports
-torch.
-"""
+"""Vector indexes over attention keys: which keys matter for a query. NumPy and Numba only; never imports torch."""
 
 from __future__ import annotations
 

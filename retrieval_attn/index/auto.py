@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, KeyIndex, check_training
+from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, KeyIndex, Training, check_training
 from retrieval_attn.index.flat import FlatIndex, FlatOptions, search_exact
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
@@ -76,7 +76,6 @@ class AutoIndex(KeyIndex):
 
     @classmethod
     def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        """See KeyIndex.host_bytes."""
         trained = head._replace(train_queries=cls.training_queries(MAX_KEYS, head.train_queries))
         graph = RoarGraphIndex.host_bytes(GraphOptions(), trained)
         return graph + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
@@ -91,18 +90,10 @@ class AutoIndex(KeyIndex):
         return True
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: AutoOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> KeyIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: AutoOptions, training: Training) -> KeyIndex:
         """See KeyIndex.make. Without training queries every length is scanned. Raises ShapeError."""
         check_rows("keys", keys, fmt, 2)
-        queries, lists = check_training(queries, lists, fmt.dim_of(keys), len(keys))
+        queries, lists = check_training(training.queries, training.lists, fmt.dim_of(keys), len(keys))
         if queries is None or queries.shape[1] < 4 * HELD_OUT:
             return _flat(keys, fmt, f"{len(keys):,} keys and no queries to train on")
         if len(keys) < EXACT_BELOW:

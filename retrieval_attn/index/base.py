@@ -1,8 +1,7 @@
 """What every index over keys promises: the contract of a kind. `spec` makes one by name.
 
-An index covers the keys of ONE key-value head. It returns ids and raw inner products; scaling, soft-capping
-and the softmax belong to the attention that follows. It never copies keys that it does not need to
-rearrange.
+An index covers the keys of ONE key-value head. It returns ids and raw inner products; scaling, soft-capping and the
+softmax belong to the attention that follows. It never copies keys that it does not need to rearrange.
 """
 
 from __future__ import annotations
@@ -57,6 +56,20 @@ class HeadShape(NamedTuple):
 @dataclass(frozen=True)
 class NoOptions:
     """A kind without options."""
+
+
+class Training(NamedTuple):
+    """What an index may be built with beside its keys.
+
+    queries: (query heads of the group, m, head_dim) float32 to train on, at the position where decoding happens (the
+    caller rotates them there), or None. lists: int32 (query heads, m, kk), the best kk keys of each training query,
+    best first, computed elsewhere, -1 where there is none; or None. coder: makes the codes of this head on a device
+    (`device.Coder`), for a kind that has some there; None keeps them on the host.
+    """
+
+    queries: npt.NDArray[np.float32] | None = None
+    lists: npt.NDArray[np.int32] | None = None
+    coder: Any = None
 
 
 class SearchResult(NamedTuple):
@@ -140,28 +153,17 @@ class KeyIndex(ABC):
         **options: Any,
     ) -> Self:
         """`make` with options by name. Raises ConfigError for a value out of range."""
-        made = cls.make(keys, fmt, cls.Options(**options), queries, lists, None)
+        made = cls.make(keys, fmt, cls.Options(**options), Training(queries, lists))
         assert isinstance(made, cls)
         return made
 
     @classmethod
     @abstractmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: Any,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> KeyIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: Training) -> KeyIndex:
         """The index over keys (n, head_dim) of dtype fmt.dtype, n may be 0; rows contiguous, else ShapeError.
 
-        options: cls.Options. queries: (query heads of the group, m, head_dim) float32 to train on, at the position
-        where decoding happens (the caller rotates them there), or None; a kind that needs no training ignores them.
-        lists: int32 (query heads, m, kk), the best kk keys of each training query, best first, computed elsewhere, -1
-        where there is none; or None. coder: makes the codes of this head on a device (`device.Coder`), for a kind that
-        has some there; None keeps them on the host. A kind that samples makes the same index at any number of threads.
+        options: cls.Options. training: ignored by a kind that needs none. A kind that samples makes the same index at
+        any number of threads.
         """
 
     @abstractmethod
@@ -204,17 +206,11 @@ class KeyIndex(ABC):
     def search_heads(
         cls, indexes: Sequence[KeyIndex], queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None
     ) -> SearchResult:
-        """Search the indexes of several heads at once: queries (heads, n, head_dim) -> ids, scores (heads,
-        n, k).
+        """Search the indexes of several heads at once: queries (heads, n, head_dim) -> ids, scores (heads, n, k).
 
         All of one kind and length. Same answers as one `search` per head; kinds override it to save calls.
         """
-        found = [index.search(queries[i], k, limit=limit) for i, index in enumerate(indexes)]
-        return SearchResult(
-            np.stack([one.ids for one in found]),
-            np.stack([one.scores for one in found]),
-            sum(one.keys_scanned for one in found),
-        )
+        return one_result([index.search(queries[i], k, limit=limit) for i, index in enumerate(indexes)])
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
         """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller
@@ -256,11 +252,22 @@ def check_search(
     queries = check_queries("queries", queries, 2)
     if queries.shape[1] != head_dim:
         raise ShapeError(f"queries must be (n, {head_dim}) as the keys are, got {queries.shape}")
+    check_wanted(k, limit)
+    return queries, int(k)
+
+
+def check_wanted(k: int, limit: int | None) -> None:
+    """Raise ConfigError unless k is a whole number >= 1 and limit one >= 0, or None."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise ConfigError(f"k={k!r} must be a whole number >= 1")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 0):
         raise ConfigError(f"limit={limit!r} must be a whole number >= 0, or None for all keys")
-    return queries, int(k)
+
+
+def one_result(found: Sequence[SearchResult]) -> SearchResult:
+    """Results of several heads as one: ids and scores (heads, n, k)."""
+    ids, scores = (np.stack([one[i] for one in found]) for i in (0, 1))
+    return SearchResult(ids, scores, sum(one.keys_scanned for one in found))
 
 
 def check_training(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, check_search, check_training
+from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, Training, check_search, check_training
 from retrieval_attn.index.device_task import candidate_search, prepare_candidates
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
@@ -66,22 +66,18 @@ class HostCodes:
 
     @property
     def nbytes(self) -> int:
-        """See `KeyCodes`."""
         return self._codes.nbytes
 
     def add(self, keys: npt.NDArray[Any]) -> None:
-        """See `KeyCodes`."""
         numbers = to_float32(keys, self._fmt)
         if not np.isfinite(numbers).all():
             raise ShapeError(NOT_FINITE)
         self._codes = np.concatenate([self._codes, encode(self._space, numbers)])
 
     def cut(self, length: int) -> None:
-        """See `KeyCodes`."""
         self._codes = self._codes[:length]
 
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
-        """See `KeyCodes`."""
         with np.errstate(over="ignore", invalid="ignore"):
             scores = code_scores(self._space, self._codes[:stop], queries)
         ids = np.argsort(-scores, axis=1, kind="stable")[:, :count].astype(np.int32)
@@ -128,36 +124,25 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        """See KeyIndex.host_bytes."""
         return (HeldBytes(0, None, "no bytes on the host: codes lie on the GPU"),)
 
     @classmethod
     def device_key_bytes(cls, options: DeviceOptions, head_dim: int) -> int:
-        """See KeyIndex.device_key_bytes."""
         return options.bytes_for(head_dim)
 
     @classmethod
     def code_shape(cls, options: DeviceOptions, head_dim: int, k: int) -> tuple[int, int, int]:
-        """See KeyIndex.code_shape."""
         return *split_bytes(options.bytes_for(head_dim), head_dim), rescore_count(options.rescore, k)
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: DeviceOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Coder | None,
-    ) -> DeviceIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
         """See KeyIndex.make. Without finite training queries codes keep what keys differ in most.
 
         Raises ShapeError for keys that are not finite.
         """
         runs = KeyRuns(keys, fmt)
         dim = fmt.dim_of(keys)
-        queries, _ = check_training(queries, None, dim, len(keys))
+        queries, _ = check_training(training.queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
         identity = np.eye(dim, dtype=np.float32)
@@ -167,7 +152,8 @@ class DeviceIndex(RunsIndex):
         known = sample if len(sample) else identity
         sides = learn_projection(rows if len(rows) else identity, known, dim)
         space = learn_space(sides, known, options.bytes_for(dim))
-        codes = (coder or HostCodes)(space, fmt, len(keys))
+        coder: Coder = training.coder or HostCodes
+        codes = coder(space, fmt, len(keys))
         codes.add(keys)
         return cls(runs, codes, space, int(options.rescore))
 
@@ -179,7 +165,7 @@ class DeviceIndex(RunsIndex):
 
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible."""
-        self._keys.cut(length)
+        super().truncate(length)
         self.codes.cut(length)
         return True
 
@@ -198,7 +184,6 @@ class DeviceIndex(RunsIndex):
         return False
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        """See KeyIndex.compiled_search."""
         if request.candidates is None:
             return None
         if not self.serves(request.k, request.visible):
@@ -206,7 +191,6 @@ class DeviceIndex(RunsIndex):
         return candidate_search(request, request.candidates, self.rescore_count(request.k))
 
     def device_codes(self, k: int, visible: int) -> Any:
-        """See KeyIndex.device_codes."""
         return getattr(self.codes, "device", None) if self.serves(k, visible) else None
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:

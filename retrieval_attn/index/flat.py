@@ -20,7 +20,16 @@ import numpy.typing as npt
 from numba import njit, prange
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import HeadShape, HeldBytes, KeyIndex, SearchResult, StateValue
+from retrieval_attn.index.base import (
+    HeadShape,
+    HeldBytes,
+    KeyIndex,
+    SearchResult,
+    StateValue,
+    Training,
+    check_wanted,
+    one_result,
+)
 from retrieval_attn.index.flat_task import coded_search, exact_search, prepare_codes
 from retrieval_attn.index.formats import Format, check_queries, kernel_view, row_steps
 from retrieval_attn.index.kernels.coded import best_codes
@@ -119,9 +128,7 @@ def _best(
 
 
 def _num_splits(heads: int, length: int) -> int:
-    """Parts that the keys of one head are cut into: enough tasks to balance, none too small to pay for
-    itself.
-    """
+    """Parts that the keys of one head are cut into: enough tasks to balance, none too small to pay for itself."""
     wanted = -(-TASKS_PER_THREAD * numba.get_num_threads() // heads)
     return max(1, min(wanted, length // MIN_KEYS_PER_TASK))
 
@@ -172,15 +179,7 @@ class FlatIndex(RunsIndex):
         return (HeldBytes(code_width(head.head_dim), None, "a code per key"),)
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: FlatOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> FlatIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: FlatOptions, training: Training) -> FlatIndex:
         """See KeyIndex.make; nothing is trained. Raises ShapeError for codes="int8" and keys that are not finite."""
         codes = None
         if options.codes == "int8":
@@ -203,14 +202,12 @@ class FlatIndex(RunsIndex):
 
     @classmethod
     def prepare(cls, options: FlatOptions, fmt: Format, tokens: int | None = None) -> bool:
-        """See KeyIndex.prepare."""
         exact_search(fmt)
         if options.codes == "int8":
             prepare_codes(fmt)
         return True
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch:
-        """See KeyIndex.compiled_search."""
         kept = self.rescore_count(request.k)
         if self._codes is None or request.visible < SCAN_SHARE * kept:
             return exact_search(request.fmt)
@@ -232,13 +229,7 @@ class FlatIndex(RunsIndex):
             )
         self._keys.add(keys)
 
-    def truncate(self, length: int) -> bool:
-        """Forget all ids >= length. Always possible."""
-        self._keys.cut(length)
-        return True
-
     def state(self) -> dict[str, StateValue]:
-        """See KeyIndex.state."""
         if self._codes is None:
             return {"codes": "none", "rescore": self._rescore}
         if self.scans_stored:
@@ -249,7 +240,6 @@ class FlatIndex(RunsIndex):
 
     @classmethod
     def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> FlatIndex:
-        """See KeyIndex.from_state."""
         rescore = state.get("rescore")
         if state.get("codes") not in ("none", "int8") or not isinstance(rescore, int):
             raise InputDataError("the state is not one of a flat index; build the index again from its keys")
@@ -278,22 +268,14 @@ class FlatIndex(RunsIndex):
             raise ShapeError(
                 f"queries must be ({len(flats)}, n, {flats[0].head_dim}) as the keys are, got {queries.shape}"
             )
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ConfigError(f"k={k!r} must be a whole number >= 1")
-        if limit is not None and limit < 0:
-            raise ConfigError(f"limit={limit} must be >= 0, or None for all keys")
+        check_wanted(k, limit)
         if all(flat._codes is None for flat in flats):
             runs = [flat._keys.within(len(flat) if limit is None else int(limit)) for flat in flats]
             with kernel_threads(None):
                 together = stacked(runs) if all(flat._keys.fmt is flats[0]._keys.fmt for flat in flats) else None
                 if together is not None:
                     return search_exact(together, queries, int(k), flats[0]._keys.fmt)
-        found = [flat._search(queries[i], int(k), limit) for i, flat in enumerate(flats)]
-        return SearchResult(
-            np.stack([one.ids for one in found]),
-            np.stack([one.scores for one in found]),
-            sum(one.keys_scanned for one in found),
-        )
+        return one_result([flat._search(queries[i], int(k), limit) for i, flat in enumerate(flats)])
 
     def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int | None) -> SearchResult:
         """One head, queries (n, head_dim); exact where codes would not save anything or have no answer."""

@@ -1,10 +1,9 @@
 """Number formats of stored keys and values, and the loads that turn them into float32 inside Numba kernels.
 
-A host array is float32, or uint16 that carries the bits of bfloat16 or float16, or int8. A row of int8 is the
-numbers as whole steps, -127 to 127, followed by the size of its step as float32 in 4 more bytes, so that a row is
-copied, cut and gathered as one: what a key needs lies in as many cache lines as with an array of scales apart, and
-in one page instead of two. Only `Format` knows of those bytes: `width`, `dim_of` and `row_bytes` say what an array
-holds.
+A host array is float32, or uint16 that carries the bits of bfloat16 or float16, or int8. A row of int8 is the numbers
+as whole steps, -127 to 127, followed by the size of its step as float32 in 4 more bytes, so that a row is copied, cut
+and gathered as one: what a key needs lies in as many cache lines as with an array of scales apart, and in one page
+instead of two. Only `Format` knows of those bytes: `width`, `dim_of` and `row_bytes` say what an array holds.
 
 Inside kernels the dtype alone says the format (float32; uint16 = bfloat16; int16 = float16; int8 = steps, with
 the step's size right behind the row), see `kernel_view`, so every load is resolved at compile time. Arithmetic is
@@ -94,8 +93,7 @@ def to_float32(array: npt.NDArray[Any], fmt: Format) -> npt.NDArray[np.float32]:
 
 
 def from_float32(array: npt.NDArray[np.float32], fmt: Format) -> npt.NDArray[Any]:
-    """Round float32 `array` (any shape) to `fmt`: nearest, ties to even; always a new array of dtype
-    fmt.dtype.
+    """Round float32 `array` (any shape) to `fmt`: nearest, ties to even; always a new array of dtype fmt.dtype.
 
     NaN stays NaN, infinities stay; what is too large for the format becomes infinity. int8: rows (the last axis)
     become whole steps of their largest absolute number / 127, so that no number is off by more than half a step, and
@@ -154,9 +152,7 @@ def check_dtype(name: str, array: npt.NDArray[Any], fmt: Format) -> None:
 
 
 def check_rows(name: str, array: npt.NDArray[Any], fmt: Format, ndim: int) -> None:
-    """Raise ShapeError unless `array` has `ndim` axes, fmt.dtype and contiguous aligned rows (axes before
-    are free).
-    """
+    """Raise ShapeError unless `array` has `ndim` axes, fmt.dtype and contiguous aligned rows (axes before are free)."""
     check_dtype(name, array, fmt)
     if array.ndim != ndim or array.shape[-1] < 1:
         raise ShapeError(f"{name} must have {ndim} axes, the last at least 1 long, got shape {array.shape}")
@@ -170,9 +166,7 @@ def check_rows(name: str, array: npt.NDArray[Any], fmt: Format, ndim: int) -> No
 
 
 def check_queries(name: str, array: npt.NDArray[Any], ndim: int) -> npt.NDArray[np.float32]:
-    """`array` as C-contiguous float32 with `ndim` axes (copied if strided); raises ShapeError for another
-    dtype.
-    """
+    """`array` as C-contiguous float32 with `ndim` axes (copied if strided); raises ShapeError for another dtype."""
     check_dtype(name, array, Format.FLOAT32)
     if array.ndim != ndim:
         raise ShapeError(f"{name} must have {ndim} axes, got shape {array.shape}")

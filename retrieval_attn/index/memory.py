@@ -6,10 +6,10 @@ anywhere, so that a row of two cache lines would take three.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 
 CACHE_LINE = 64
 HUGE_PAGE = 2 << 20
-# Python names it from 3.13 on; a growing array reserves more than it uses, which strict accounting would charge for
+# Python names it from 3.13 on; more is reserved than is used, which strict accounting would charge for
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_advice_failed = threading.Event()
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -38,7 +37,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[A
     huge = nbytes >= 2 * HUGE_PAGE
     step = HUGE_PAGE if huge else CACHE_LINE
     try:
-        buffer = _mapped(nbytes + step) if huge else np.empty(nbytes + step, np.uint8)
+        buffer = mapped(nbytes + step, "index arrays") if huge else np.empty(nbytes + step, np.uint8)
     except (MemoryError, OSError, OverflowError, ValueError) as error:
         raise MemoryPlanError(f"{nbytes} bytes of host memory cannot be had ({error}); free memory") from error
     offset = -buffer.ctypes.data % step
@@ -68,12 +67,21 @@ class _Writable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def _mapped(nbytes: int) -> npt.NDArray[np.uint8]:
+def mapped(nbytes: int, what: str, huge: bool = True) -> npt.NDArray[np.uint8]:
+    """Memory that is taken page by page as it is written to, in 2 MiB pages if `huge`. what: named in a log line."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError) as error:
-        if not _advice_failed.is_set():
-            _advice_failed.set()
-            log.warning("2 MiB pages are not available for index arrays (%s): search will be slower", error)
+    if huge:
+        try:
+            _madvise(memory)
+        except (AttributeError, OSError) as error:
+            _say_refused(what, str(error))
     return np.frombuffer(memory, np.uint8)
+
+
+def _madvise(memory: mmap.mmap) -> None:
+    memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+@functools.cache
+def _say_refused(what: str, reason: str) -> None:
+    log.warning("2 MiB pages are not available for %s (%s): search will be slower", what, reason)

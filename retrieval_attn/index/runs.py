@@ -145,6 +145,11 @@ class RunsIndex(KeyIndex):
         """Elements of one key."""
         return self._keys.head_dim
 
+    def truncate(self, length: int) -> bool:
+        """Forget all ids >= length. Always possible."""
+        self._keys.cut(length)
+        return True
+
 
 def unpack(packed: npt.NDArray[np.int64], ids: npt.NDArray[np.int32], scores: npt.NDArray[np.float32]) -> None:
     """Write ids and float32 scores of packed candidates of the same shape; those that are EMPTY are left alone."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import HeadShape, HeldBytes, KeyIndex
+from retrieval_attn.index.base import HeadShape, HeldBytes, KeyIndex, Training
 from retrieval_attn.index.formats import Format
 
 _kinds: dict[str, type[KeyIndex]] = {}
@@ -38,7 +38,10 @@ def available() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """A kind of index and its options, checked. Holds plain values only; two equal ones build the same index."""
+    """A kind of index and its options, checked. Holds plain values only; two equal ones build the same index.
+
+    Its properties and methods are those of `KeyIndex`, with these options.
+    """
 
     cls: type[KeyIndex]
     options: Any
@@ -61,41 +64,28 @@ class IndexSpec:
 
     @property
     def trains(self) -> bool:
-        """See `KeyIndex.trains`."""
         return self.cls.trains
 
     @property
     def keeps_device_keys(self) -> bool:
-        """See `KeyIndex.keeps_device_keys`."""
         return self.cls.keeps_device_keys
 
-    @property
-    def lists_suffice(self) -> bool:
-        """See `KeyIndex.lists_suffice`."""
-        return self.cls.lists_suffice
-
     def training_queries(self, tokens: int, requested: int | None = None) -> int:
-        """See `KeyIndex.training_queries`."""
         return self.cls.training_queries(tokens, requested)
 
     def list_length(self, num_keys: int) -> int:
-        """See `KeyIndex.list_length`."""
         return self.cls.list_length(self.options, num_keys)
 
     def host_bytes(self, head: HeadShape) -> tuple[HeldBytes, ...]:
-        """See `KeyIndex.host_bytes`."""
         return self.cls.host_bytes(self.options, head)
 
     def device_key_bytes(self, head_dim: int) -> int:
-        """See `KeyIndex.device_key_bytes`."""
         return self.cls.device_key_bytes(self.options, head_dim)
 
     def code_shape(self, head_dim: int, k: int) -> tuple[int, int, int] | None:
-        """See `KeyIndex.code_shape`."""
         return self.cls.code_shape(self.options, head_dim, k)
 
     def prepare(self, fmt: Format, tokens: int | None = None) -> bool:
-        """See `KeyIndex.prepare`."""
         return self.cls.prepare(self.options, fmt, tokens)
 
     def build(
@@ -107,8 +97,8 @@ class IndexSpec:
         lists: npt.NDArray[np.int32] | None = None,
         coder: Any = None,
     ) -> KeyIndex:
-        """The index over keys (n, head_dim); see `KeyIndex.make`."""
-        return self.cls.make(keys, fmt, self.options, queries, lists, coder)
+        """The index over keys (n, head_dim); see `KeyIndex.make` and `Training`."""
+        return self.cls.make(keys, fmt, self.options, Training(queries, lists, coder))
 
 
 def checked_options(cls: type[KeyIndex], options: Mapping[str, Any]) -> Any:
@@ -130,7 +120,7 @@ def create(
     lists: npt.NDArray[np.int32] | None = None,
     **options: Any,
 ) -> KeyIndex:
-    """Build the index called `kind` over keys (n, head_dim) of dtype fmt.dtype; queries, lists as in `KeyIndex.make`.
+    """Build the index called `kind` over keys (n, head_dim) of dtype fmt.dtype; queries, lists as in `Training`.
 
     Raises ConfigError for an unknown kind or option, ShapeError for arrays the index cannot take.
     """

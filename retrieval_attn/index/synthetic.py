@@ -126,25 +126,19 @@ def synthetic_heads(n: int, count: int, *, threads: int = 1, **options: Any) -> 
     def make(number: int) -> SyntheticHead:
         seed, first = chosen.seed + number, number * chosen.group
         head = _Head(LEVELS[chosen.level], chosen.head_dim, chosen.group, chosen.theta, seed, first=first)
-        return _made(text, head, n, chosen.train, chosen.decode, chosen.seed, chosen.theta)
+        positions, after = train_positions(n, chosen.train, chosen.seed), np.arange(n, n + chosen.decode)
+        own = head.queries(text, positions)
+        return SyntheticHead(
+            keys=rotate(head.keys(text, n), np.arange(n), chosen.theta),
+            train=rotate(own, positions, chosen.theta),
+            train_rotated=rotate(own, np.full(len(positions), n), chosen.theta),
+            train_positions=positions,
+            decode=rotate(head.queries(text, after), after, chosen.theta),
+            theta=chosen.theta,
+        )
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         yield from pool.map(make, range(count))
-
-
-def _made(text: _Text, head: _Head, n: int, train: int, decode: int, seed: int, theta: float) -> SyntheticHead:
-    keys = head.keys(text, n)
-    positions = train_positions(n, train, seed)
-    own = head.queries(text, positions)
-    after = head.queries(text, np.arange(n, n + decode))
-    return SyntheticHead(
-        keys=rotate(keys, np.arange(n), theta),
-        train=rotate(own, positions, theta),
-        train_rotated=rotate(own, np.full(len(positions), n), theta),
-        train_positions=positions,
-        decode=rotate(after, np.arange(n, n + decode), theta),
-        theta=theta,
-    )
 
 
 def train_positions(n: int, count: int, seed: int = 0) -> npt.NDArray[np.int64]:

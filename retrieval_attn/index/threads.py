@@ -36,8 +36,7 @@ def check_threads(threads: int | None) -> None:
 
 @contextlib.contextmanager
 def kernel_threads(threads: int | None) -> Iterator[None]:
-    """Run parallel kernels of the calling thread on `threads` threads inside the block, then restore the
-    count.
+    """Run parallel kernels of the calling thread on `threads` threads inside the block, then restore the count.
 
     None leaves the count alone, or of several ranks on a machine lowers it to this rank's share of the cores
     (`index/cores.py`). Blocks nest. Raises ConfigError for a count that cannot be had.

@@ -29,8 +29,7 @@ class DeviceSize:
     def chunk_token_bytes(self) -> int:
         """Activations per prompt token that goes through a layer: the larger of MLP and attention.
 
-        MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside
-        them.
+        MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside them.
         Attention: query and output in the model's dtype and two float32 partials that are being merged.
         """
         shape = self.shape

@@ -1,8 +1,7 @@
 """What a model needs at a context length, before anything is loaded: `plan(...)`. Arithmetic only.
 
 The formulas follow layer-major prefill (engine/prefill.py) and this package's caches. They reproduce, to 1 %, live
-bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to
-1M.
+bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to 1M.
 Speeds are not predicted; bytes per token are, and at named bandwidths these give a floor.
 """
 
@@ -145,11 +144,10 @@ def plan(
 
     Loads no weights.
     model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
-    gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV;
-    None is the config's. config: retrieval options (`Config` or a mapping). gpus: how many GPUs of `gpu_memory` each
-    share the model's layers (device_map); a pair (how many, "heads"): its heads (tensor parallel, a process for each).
-    Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not
-    raised.
+    gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV; None is the
+    config's. config: retrieval options (`Config` or a mapping). gpus: how many GPUs of `gpu_memory` each share the
+    model's layers (device_map); a pair (how many, "heads"): its heads (tensor parallel, a process for each). Raises
+    ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not raised.
     """
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -27,8 +27,7 @@ class ModelShape:
     """Sizes of a decoder. Bytes are of one sequence; layers without a growing cache count in no KV figure.
 
     full_layers: layers that attend to everything; sliding_layers: those that keep `sliding_window` tokens.
-    active_parameters: read per generated token: without the input embedding and the experts that are not
-    visited.
+    active_parameters: read per generated token: without the input embedding and the experts that are not visited.
     mlp_width: widest MLP activation per token: intermediate size, or of all experts that one token visits.
     embedding_parameters: of the input embedding; head_parameters: of the output's, 0 where it is the same table.
     ranks_split_heads: whether transformers' tensor parallel gives every rank its own key-value heads.

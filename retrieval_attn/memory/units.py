@@ -25,8 +25,7 @@ _UNITS = {
 def parse_bytes(value: int | str, name: str = "size") -> int:
     """Bytes of `value`: an int counts bytes, a string needs a unit, "24GiB" (24 * 2**30) or "24GB".
 
-    Raises ConfigError, naming the option `name`, for anything else: other types, no or another unit, not
-    positive.
+    Raises ConfigError, naming the option `name`, for anything else: other types, no or another unit, not positive.
     """
     advice = 'give bytes as an integer, or a number with its unit such as "24GiB" or "24GB"'
     if isinstance(value, bool) or not isinstance(value, int | str):

@@ -107,35 +107,18 @@ class KVView:
         )
 
 
-def mask_recipe(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    **kwargs: Any,
-) -> MaskSpec:
-    """Mask function for transformers' AttentionMaskInterface: describes the mask instead of building it."""
-    arguments = dict(
-        kwargs,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-    )
+def mask_recipe(**arguments: Any) -> MaskSpec:
+    """Mask function for transformers' AttentionMaskInterface: describes the mask instead of building it.
+
+    arguments: those of transformers' own mask functions, see `sdpa_mask`, which it passes by name.
+    """
+    padding, window = arguments.get("attention_mask"), arguments.get("local_size")
     return MaskSpec(
-        q_offset=q_offset,
-        q_length=q_length,
-        padding=None if attention_mask is None else Padding(attention_mask),
-        window=local_size,
-        unsupported=_why_unsupported(mask_function, local_size),
+        q_offset=arguments.get("q_offset", 0),
+        q_length=arguments["q_length"],
+        padding=None if padding is None else Padding(padding),
+        window=window,
+        unsupported=_why_unsupported(arguments.get("mask_function"), window),
         dense_arguments=arguments,
     )
 

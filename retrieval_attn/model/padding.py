@@ -55,8 +55,3 @@ def join(seen: Tensor | None, columns: int, new: Tensor | None, count: int, batc
     left = seen if seen is not None else torch.ones(batch, columns, dtype=torch.bool)
     right = new if new is not None else torch.ones(batch, count, dtype=torch.bool)
     return torch.cat([left, right], dim=1)
-
-
-def count_real(valid: Tensor | None, row: int, stop: int) -> int:
-    """Real tokens of `row` among columns [0, stop)."""
-    return stop if valid is None else int(valid[row, :stop].sum())

@@ -5,7 +5,6 @@ Nothing here moves anything: transformers and accelerate have placed the model, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,13 +62,6 @@ def agreed(chosen: Tensor, model: Any) -> Tensor:
     shared = chosen.contiguous()
     torch.distributed.broadcast(shared, src=torch.distributed.get_global_rank(group, 0), group=group)
     return shared
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that prints and writes files: rank 0, or the only one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def cuda_devices(device_map: str | Mapping[str, Any]) -> list[torch.device]:

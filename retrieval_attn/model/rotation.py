@@ -1,9 +1,8 @@
 """Move queries from one position to another with a model's own rotary embedding.
 
-Rotations add, so a query recorded after RoPE at position t becomes the query that the same token would have made
-at position p by undoing the rotation of t and applying that of p. The model's tables and its own
-`apply_rotary_pos_emb` are used, so scaling rules, partial rotation and both pair layouts come out as the model has
-them.
+Rotations add, so a query recorded after RoPE at position t becomes the query that the same token would have made at
+position p by undoing the rotation of t and applying that of p. The model's tables and its own `apply_rotary_pos_emb`
+are used, so scaling rules, partial rotation and both pair layouts come out as the model has them.
 """
 
 from __future__ import annotations

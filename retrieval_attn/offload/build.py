@@ -85,7 +85,7 @@ class IndexBuild:
         job = _Job(host, start, stop, False)
         if queries is not None:
             job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
-            if job.lists is not None and host.spec.lists_suffice:
+            if job.lists is not None and host.spec.cls.lists_suffice:
                 job.queries = None  # the lists say it all
         if host.spec.keeps_device_keys and self._overlaps and whole:
             job.keys, self.keeps_keys = keys()[:, start:stop], True
@@ -137,7 +137,7 @@ class IndexBuild:
 
         def pieces() -> Iterator[CopyChunk]:
             for start in range(0, len(flat), step):
-                yield [flat[start : start + step]], functools.partial(_fill, out[start : start + step])
+                yield [flat[start : start + step]], functools.partial(np.copyto, out[start : start + step])
 
         ring.bring(pieces(), ready)
         return array
@@ -193,7 +193,3 @@ def _heads(threads: int | None) -> ThreadPool:
     """Builders of heads: one core is left to the thread that drives the device."""
     most = min(vars(numba.config)["NUMBA_NUM_THREADS"], len(usable_cores()))  # of several ranks on a machine: its share
     return ThreadPool(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
-
-
-def _fill(out: np.ndarray, part: np.ndarray) -> None:
-    out[...] = part

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.formats import Format
 from retrieval_attn.errors import MemoryPlanError, ShapeError
 from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for
 from retrieval_attn.gpu.codes.search import name_keys
 from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, Coder
+from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.transfer import stored_on, unpack
@@ -77,11 +77,12 @@ class HeadCodes:
         """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
         self._fmt, self._lent = fmt, lent
         with _beside(memory.device):
-            self.device = DeviceCodes(_moved(space, memory.device), memory)
+            query_projection, key_projection, shift = (torch.from_numpy(part).to(memory.device) for part in space[:3])
+            there = DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
+            self.device = DeviceCodes(there, memory)
 
     @property
     def nbytes(self) -> int:
-        """See `KeyCodes`."""
         return self.device.codes.nbytes
 
     def add(self, keys: np.ndarray[Any, Any]) -> None:
@@ -112,11 +113,9 @@ class HeadCodes:
             yield unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows
 
     def cut(self, length: int) -> None:
-        """See `KeyCodes`."""
         self.device.length = min(length, self.device.length)
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
-        """See `KeyCodes`."""
         where = self.device.codes.device
         with _beside(where):
             found: np.ndarray[Any, Any] = (
@@ -144,11 +143,6 @@ class _Outbox(threading.local):
 
 
 _outbox = _Outbox()
-
-
-def _moved(space: CodeSpace, device: torch.device) -> DeviceSpace:
-    query_projection, key_projection, shift = (torch.from_numpy(part).to(device) for part in space[:3])
-    return DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
 
 
 def _take(*shape: int, device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import pack, to_host

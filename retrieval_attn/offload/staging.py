@@ -96,11 +96,6 @@ class Staging:
         return event
 
 
-def room(tensors: Sequence[Tensor]) -> int:
-    """Bytes of a buffer that these take."""
-    return sum(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)
-
-
 @functools.cache
 def staging(device: torch.device) -> Staging:
     """The ring of `device` that everything shares."""

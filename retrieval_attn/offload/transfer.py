@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.formats import Format
-from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE
+from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
 
 _TORCH_DTYPE = {
     Format.FLOAT32: torch.float32,
@@ -36,11 +35,7 @@ def host_format(host_dtype: str, model_dtype: torch.dtype) -> Format:
 
 def to_host(tensor: Tensor, fmt: Format) -> np.ndarray:
     """Copy to the CPU in storage format: float32, uint16 carrying the bits of a 16-bit float, int8 and its steps."""
-    return to_bits(pack(tensor.detach(), fmt).to("cpu"), fmt)
-
-
-def to_bits(packed: Tensor, fmt: Format) -> np.ndarray:
-    """A packed tensor on the CPU as the host array that it is. No copy."""
+    packed = pack(tensor.detach(), fmt).to("cpu")
     return packed.view(torch.uint16).numpy() if fmt.dtype == np.uint16 else packed.numpy()
 
 

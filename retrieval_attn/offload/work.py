@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.formats import Format
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, RetrievalAttentionError
+from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.build import IndexBuild, event_now
 from retrieval_attn.offload.copy import KVCopy
 from retrieval_attn.offload.stats import LayerStats
@@ -128,16 +128,13 @@ class HostWork:
 
     @property
     def done(self) -> bool:
-        """See `traffic.Leaving`."""
         return self._complete and all(future.done() for future in self._futures.values())
 
     def leaving(self) -> list[Future[None]]:
-        """See `traffic.Leaving`."""
         reading = ("copy", "fetch", "build") if self._build.keeps_keys else ("copy", "fetch")
         return [self._futures[name] for name in reading if name in self._futures and not self._futures[name].done()]
 
     def building(self) -> list[Future[None]]:
-        """See `traffic.Leaving`."""
         return [self._futures["build"]] if "build" in self._futures and not self._futures["build"].done() else []
 
     def _wait(self, future: Future[None]) -> None:

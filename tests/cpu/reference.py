@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.threads import kernel_threads
 
 EPS = float(np.finfo(np.float32).eps)
 Floats = npt.NDArray[np.floating]
@@ -93,3 +99,45 @@ def whole_numbers(rng: np.random.Generator, shape: tuple[int, ...], most: int = 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], fmt: Format) -> npt.NDArray:
     """Normal numbers in storage format."""
     return from_float32(rng.standard_normal(shape, dtype=np.float32), fmt)
+
+
+def uneven(seed: int, n: int, dim: int) -> npt.NDArray[np.float32]:
+    """Keys whose channels differ in mean and size, as attention keys do."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((n, dim)) * rng.uniform(0.1, 3, dim) + 3 * rng.standard_normal(dim)).astype(np.float32)
+
+
+def recall(found: npt.NDArray[Any], right: npt.NDArray[Any]) -> float:
+    """Share of the ids in each row of `right` that the same row of `found` has."""
+    return float(np.mean([np.isin(b, a).mean() for a, b in zip(found, right, strict=True)]))
+
+
+def at_every_thread_count(work: Callable[[], Any]) -> Any:
+    """What `work` returns, a tuple of arrays or numbers or one array, checked to be the same bits on any threads."""
+    results = []
+    for threads in range(1, numba.get_num_threads() + 1):
+        with kernel_threads(threads):
+            results.append(work())
+    for other in results[1:]:
+        for one, same in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, same)
+    return results[0]
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own, all at once; raises the first error."""
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

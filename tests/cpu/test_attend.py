@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from retrieval_attn.cpu import gather
-from retrieval_attn.cpu.attend import attend_ids, attend_ids_heads, attend_range, attend_range_heads, merge_partials
+from retrieval_attn.cpu.attend import Partial, attend_ids_heads, attend_range_heads, merge_partials
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.threads import kernel_threads
-from tests.cpu.reference import EPS, assert_attention, attention, normal
+from tests.cpu.reference import EPS, assert_attention, at_every_thread_count, attention, normal
 
 SIZES = (1, 63, 65, 1000)
 DIMS = ((64, 64), (80, 80), (128, 128), (256, 256), (7, 5), (40, 96))
 SCORES = ((0.125, None), (1.0, 2.5), (0.0, None), (1.0, None))
 GROUPS = (1, 4, 7)
+
+
+def attend_ids(queries: Any, keys: Any, values: Any, ids: Any, *others: Any) -> Partial:
+    """`attend_ids_heads` of one head."""
+    out, lse = attend_ids_heads(queries[None], keys[None], values[None], ids[None], *others)
+    return out[0], lse[0]
+
+
+def attend_range(queries: Any, keys: Any, values: Any, *others: Any) -> Partial:
+    """`attend_range_heads` of one head."""
+    out, lse = attend_range_heads(queries[None], keys[None], values[None], *others)
+    return out[0], lse[0]
 
 
 def mask_of(ids: npt.NDArray[np.int32], tokens: int) -> npt.NDArray[np.bool_]:
@@ -179,13 +190,7 @@ def test_the_same_at_every_thread_count() -> None:
     rng = np.random.default_rng(6)
     keys = rng.standard_normal((9000, 64), dtype=np.float32)
     queries = rng.standard_normal((4, 64), dtype=np.float32)
-    results = []
-    for threads in range(1, numba.get_num_threads() + 1):
-        with kernel_threads(threads):
-            results.append(attend_range(queries, keys, keys, 0, 9000, Format.FLOAT32, 0.125))
-    for out, lse in results:
-        np.testing.assert_array_equal(out, results[0][0])
-        np.testing.assert_array_equal(lse, results[0][1])
+    at_every_thread_count(lambda: attend_range(queries, keys, keys, 0, 9000, Format.FLOAT32, 0.125))
 
 
 def test_offsets_beyond_two_to_the_31() -> None:

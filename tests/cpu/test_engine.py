@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from retrieval_attn.index.sketch import index as sketch_module
 from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
-from tests.cpu.reference import attention, best_ids, normal, whole_numbers
+from tests.cpu.reference import attention, best_ids, in_threads, normal, whole_numbers
 from tests.cpu.test_pool import resident_bytes
 
 BF16, F32 = Format.BFLOAT16, Format.FLOAT32
@@ -389,19 +388,12 @@ def test_paths_in_two_threads_share_a_pool(pool: Pool) -> None:
     paths = [filled(pool, 2, 3000, 32, F32, seed=seed) for seed in (0, 1)]
     queries = np.random.default_rng(9).standard_normal((4, 1, 32), dtype=np.float32)
     expected = [attend_path(path, queries, 0, 2990, 30, scale=SCALE) for path in paths]
-    failures = []
 
     def often(i: int) -> None:
         for _ in range(100):
-            if not same(attend_path(paths[i], queries, 0, 2990, 30, scale=SCALE), expected[i]):
-                failures.append(i)
+            assert same(attend_path(paths[i], queries, 0, 2990, 30, scale=SCALE), expected[i])
 
-    workers = [threading.Thread(target=often, args=(i,)) for i in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
+    in_threads(lambda: often(0), lambda: often(1))
 
 
 def test_thousands_of_steps_in_constant_memory(pool: Pool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
@@ -20,69 +20,9 @@ from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.formats import MIN_STEP, Format, from_float32, row_steps, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import synthetic_head
-from tests.cpu.reference import EPS, attention, strided, whole_numbers
-from tests.cpu.test_store import (
-    DIM,
-    HEADS,
-    VALUE_DIM,
-    Model,
-    assert_attend,
-    operations,
-    small_segments,  # noqa: F401 (a fixture)
-)
+from tests.cpu.reference import EPS, attention, strided
 
 INT8 = Format.INT8
-
-
-def whole_keys(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Whole numbers that int8 stores as they are: the largest of each row is 127, so a step is exactly 1."""
-    keys = whole_numbers(rng, shape)
-    keys[..., 0] = 127
-    return keys
-
-
-@pytest.mark.parametrize("codes", ["none", "int8"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(operations=operations)
-def test_any_sequence_of_operations(
-    codes: str,
-    small_segments: None,  # noqa: F811
-    operations: list[tuple[str, int, int, int]],  # noqa: F811
-) -> None:
-    """Appends, crops, forks and indexes in any order, against a list of tokens; what is read back is what was stored.
-
-    Breaks if a copy between segments loses the step behind a row, or a row's width is taken for its dim.
-    """
-    rng = np.random.default_rng(0)
-    made = SequenceKV(HEADS, DIM, VALUE_DIM, INT8, index=IndexSpec.of("flat", {"codes": codes})).reserve(6)
-    paths = [(made, Model())]
-    for name, which, a, b in operations:
-        path, model = paths[which % len(paths)]
-        length = len(path)
-        start, stop = sorted((a * length // 20, b * length // 20))
-        if name == "append":
-            keys = whole_keys(rng, (HEADS, a, DIM))
-            values = from_float32(rng.standard_normal((HEADS, a, VALUE_DIM), dtype=np.float32), INT8)
-            path.append(from_float32(keys, INT8), values)
-            model.append(keys, to_float32(values, INT8))
-        elif name == "truncate":
-            path.truncate(length - a % (length + 1))
-            model.truncate(len(path))
-        elif name == "fork" and len(paths) < 4:
-            paths.append((path.fork(), model.fork()))
-        elif name == "build":
-            path.build_index(start, stop)
-        elif name == "reserve":
-            path.reserve(a)
-    for path, model in paths:
-        keys, values = path.read(0, len(path))
-        np.testing.assert_array_equal(to_float32(keys, INT8), model.keys)
-        np.testing.assert_array_equal(to_float32(values, INT8), model.values)
-        assert path.nbytes == HEADS * len(path) * (DIM + 4 + VALUE_DIM + 4)
-        for top_k in (3, None):
-            queries = whole_numbers(rng, (2 * HEADS, 2, DIM))
-            queries[..., 0] = 0  # the number that makes a step 1 must not drown the others
-            assert_attend(path, model.keys, model.values, queries, 0, len(path), top_k)
 
 
 def error_bounds(

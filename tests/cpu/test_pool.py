@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import subprocess
@@ -22,6 +23,7 @@ from numba import carray, cfunc, njit
 from retrieval_attn.cpu.pool import JobError, Pool, default_pool, run_job, set_default_pool
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.index.task.atomics import at_address, atomic_add, atomic_load, atomic_swap, nanoseconds
+from tests.cpu.reference import in_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 4096
@@ -151,11 +153,7 @@ def test_callers_take_turns(pool: Pool) -> None:
     def post(words: Words) -> None:
         errors.append(repeat(pool.address, COUNT, words.ctypes.data, 17, 8, 500))
 
-    callers = [threading.Thread(target=post, args=(words,)) for words in descriptors]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    in_threads(*[functools.partial(post, words) for words in descriptors])
     assert errors == [0] * 4
     for words in descriptors:
         check_counts(words, 17, 500)

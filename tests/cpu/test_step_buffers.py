@@ -16,7 +16,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.task import descriptor as words
-from tests.cpu.reference import normal
+from tests.cpu.test_engine import filled
 
 HEADS, Q_HEADS, DIM, VALUE_DIM = 2, 6, 16, 19
 
@@ -28,12 +28,7 @@ def pool() -> Iterator[Pool]:
 
 
 def path_of(pool: Pool, tokens: int, seed: int) -> SequenceKV:
-    rng = np.random.default_rng(seed)
-    path = SequenceKV(HEADS, DIM, VALUE_DIM, Format.FLOAT32, pool=pool)
-    path.append(
-        normal(rng, (HEADS, tokens, DIM), Format.FLOAT32), normal(rng, (HEADS, tokens, VALUE_DIM), Format.FLOAT32)
-    )
-    return path
+    return filled(pool, HEADS, tokens, DIM, Format.FLOAT32, seed)
 
 
 def buffers_for(pool: Pool, rows: int) -> StepBuffers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ from retrieval_attn.cpu.host_attend import attend_path, prepare
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register
-from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.index import memory as memory_module
+from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task.tasks import task_address
-from tests.cpu.reference import attention, best_ids, normal, whole_numbers
+from tests.cpu.reference import attention, best_ids, in_threads, normal, whole_numbers
 
 HEADS, DIM, VALUE_DIM = 2, 8, 5
-F32 = Format.FLOAT32
+F32, INT8 = Format.FLOAT32, Format.INT8
 
 
 @register
@@ -126,27 +127,42 @@ operations = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["flat", "test-copying"])
-@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@pytest.mark.parametrize(
+    "kind, fmt, options",
+    [("flat", F32, {}), ("test-copying", F32, {}), ("flat", INT8, {}), ("flat", INT8, {"codes": "int8"})],
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(operations=operations)
 def test_any_sequence_of_operations(
-    kind: str, small_segments: None, operations: list[tuple[str, int, int, int]]
+    kind: str, fmt: Format, options: dict[str, str], small_segments: None, operations: list[tuple[str, int, int, int]]
 ) -> None:
-    """Every path answers as its own list of tokens would, whatever its forks do.
+    """Every path answers as its own list of tokens would, whatever its forks do; what is read is what was stored.
 
     Breaks if a fork's memory is overwritten, if an index returns keys of forgotten tokens or misses new ones,
-    if results of segments are merged in the wrong order, or if positions shift at a segment's border.
+    if results of segments are merged in the wrong order, if positions shift at a segment's border, if a copy between
+    segments loses the step behind a row of int8, or if a row's width is taken for its dim.
     """
     rng = np.random.default_rng(0)
-    paths = [(SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind)).reserve(6), Model())]
+
+    def asked(n: int) -> npt.NDArray[np.float32]:
+        queries = whole_numbers(rng, (2 * HEADS, n, DIM))
+        if fmt is INT8:
+            queries[..., 0] = 0  # the number that makes a step 1 must not drown the others
+        return queries
+
+    made = SequenceKV(HEADS, DIM, VALUE_DIM, fmt, index=IndexSpec.of(kind, options)).reserve(6)
+    paths = [(made, Model())]
     for name, which, a, b in operations:
         path, model = paths[which % len(paths)]
         length = len(path)
         start, stop = sorted((a * length // 20, b * length // 20))
         if name == "append":
-            new = tokens(rng, a)
+            keys, values = tokens(rng, a)
+            if fmt is INT8:
+                keys[..., 0] = 127  # the largest of each row: a step is exactly 1, and keys are stored as they are
+            new = from_float32(keys, fmt), from_float32(values, fmt)
             path.append(*new)
-            model.append(*new)
+            model.append(keys, to_float32(new[1], fmt))
         elif name == "truncate":
             path.truncate(length - a % (length + 1))
             model.truncate(len(path))
@@ -159,18 +175,16 @@ def test_any_sequence_of_operations(
         elif name == "reserve":
             path.reserve(a)
         elif name == "attend":
-            queries = whole_numbers(rng, (2 * HEADS, 1 + which % 3, DIM))
             top_k = None if which % 4 == 0 else 1 + which % 7
-            assert_attend(path, model.keys, model.values, queries, start, stop, top_k)
+            assert_attend(path, model.keys, model.values, asked(1 + which % 3), start, stop, top_k)
         for path, model in paths:
-            assert len(path) == model.keys.shape[1]
+            assert path.nbytes == len(path) * HEADS * (fmt.row_bytes(DIM) + fmt.row_bytes(VALUE_DIM))
             keys, values = path.read(0, len(path))
-            np.testing.assert_array_equal(keys, model.keys)
-            np.testing.assert_array_equal(values, model.values)
+            np.testing.assert_array_equal(to_float32(keys, fmt), model.keys)
+            np.testing.assert_array_equal(to_float32(values, fmt), model.values)
     for path, model in paths:
-        queries = whole_numbers(rng, (2 * HEADS, 2, DIM))
         for top_k in (3, None):
-            assert_attend(path, model.keys, model.values, queries, 0, len(path), top_k)
+            assert_attend(path, model.keys, model.values, asked(2), 0, len(path), top_k)
 
 
 def test_a_crop_into_an_earlier_segment_leaves_forks_alone(small_segments: None) -> None:
@@ -296,14 +310,9 @@ def test_nan_is_not_lost_between_segments(small_segments: None) -> None:
         assert np.isfinite(got.out[1]).all() and np.isfinite(got.lse[1]).all()
 
 
-def attend_often(
-    path: SequenceKV, model: Model, queries: npt.NDArray[np.float32], failures: list[BaseException]
-) -> None:
-    try:
-        for stop in range(150, 400, 50):
-            assert_attend(path, model.keys, model.values, queries, 0, stop, 9)
-    except BaseException as error:
-        failures.append(error)
+def attend_often(path: SequenceKV, model: Model, queries: npt.NDArray[np.float32]) -> None:
+    for stop in range(150, 400, 50):
+        assert_attend(path, model.keys, model.values, queries, 0, stop, 9)
 
 
 def test_forks_in_two_threads_extend_one_index() -> None:
@@ -317,13 +326,7 @@ def test_forks_in_two_threads_extend_one_index() -> None:
         path.build_index(0, 100)
         fork = path.fork()
         queries = whole_numbers(rng, (2, 1, DIM))
-        failures: list[BaseException] = []
-        workers = [threading.Thread(target=attend_often, args=(one, model, queries, failures)) for one in (path, fork)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert not failures, failures[0]
+        in_threads(*[functools.partial(attend_often, one, model, queries) for one in (path, fork)])
 
 
 def test_thread_count_is_used_and_restored() -> None:
@@ -401,8 +404,8 @@ def test_huge_pages_are_asked_for_and_their_absence_is_said_once(
         asked.append(memory)
         raise OSError("no huge pages here")
 
-    monkeypatch.setattr(segment_module, "_madvise", refuse)
-    monkeypatch.setattr(segment_module, "_advice_failed", threading.Event())
+    monkeypatch.setattr(memory_module, "_madvise", refuse)
+    memory_module._say_refused.cache_clear()
     for _ in range(2):
         segment_module.Segment(1, 20000, 128, 128, Format.BFLOAT16)
     assert len(asked) == 4

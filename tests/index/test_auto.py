@@ -33,6 +33,8 @@ def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead) -> None:
     assert graph.kind == "roargraph" and "held-out recall@100" in graph.note
     found = graph.search(head.decode[0], 100)
     assert found.keys_scanned < 0.6 * 16 * KEYS
+    untrained = create("auto", from_float32(head.keys, Format.BFLOAT16), fmt=Format.BFLOAT16)
+    assert untrained.note == "flat: 8,192 keys and no queries to train on"
 
 
 def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead) -> None:
@@ -54,11 +56,6 @@ def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch
     monkeypatch.setattr(auto, "MIN_SKETCH_RECALL", 1.01)
     index = built(head, scan_below=KEYS + 1)
     assert index.kind == "flat" and "a sketch finds" in index.note
-
-
-def test_without_queries_everything_is_scanned(head: SyntheticHead) -> None:
-    keys = from_float32(head.keys, Format.BFLOAT16)
-    assert create("auto", keys, fmt=Format.BFLOAT16).note == "flat: 8,192 keys and no queries to train on"
 
 
 @pytest.mark.parametrize("options", [{"recall": 2}, {"recall": True}, {"scan_below": -1}, {"scan_below": 1.5}])

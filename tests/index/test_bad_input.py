@@ -171,7 +171,7 @@ def test_wrong_shapes_and_dtypes(kind: str) -> None:
             index.insert(wrong)
         with pytest.raises(ShapeError):
             index.search(wrong, 3)
-    for k, limit in ((0, None), (-1, None), (1.5, None), (True, None), (2, -1)):
+    for k, limit in ((0, None), (-1, None), (1.5, None), (True, None), (2, -1), (2, 1.5)):
         with pytest.raises(ConfigError):
             index.search(keys[:2], k, limit=limit)  # type: ignore[arg-type]
     for wrong in (keys[0], keys[None], keys.astype(np.float64), np.zeros((3, 0), np.float32)):

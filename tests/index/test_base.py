@@ -63,25 +63,6 @@ def test_a_kind_without_state_says_so() -> None:
         Stateless.from_state(keys, Format.FLOAT32, {})
 
 
-@pytest.mark.parametrize(
-    ("queries", "k", "limit", "error"),
-    [
-        (np.zeros((2, 5), np.float32), 1, None, ShapeError),
-        (np.zeros((2, 4)), 1, None, ShapeError),
-        (np.zeros(4, np.float32), 1, None, ShapeError),
-        (np.zeros((2, 4), np.float32), 0, None, ConfigError),
-        (np.zeros((2, 4), np.float32), True, None, ConfigError),
-        (np.zeros((2, 4), np.float32), 1.0, None, ConfigError),
-        (np.zeros((2, 4), np.float32), 1, -1, ConfigError),
-        (np.zeros((2, 4), np.float32), 1, 1.5, ConfigError),
-    ],
-)
-def test_search_arguments_are_checked(queries: Any, k: Any, limit: Any, error: type[Exception]) -> None:
-    """Kinds share this check: kernels that work on addresses would read anything."""
-    with pytest.raises(error):
-        check_search(queries, 4, k, limit)
-
-
 def test_search_arguments_come_out_contiguous() -> None:
     """A strided batch of queries is a fair thing to pass."""
     queries = np.arange(24, dtype=np.float32).reshape(6, 4)[::2]

@@ -26,7 +26,7 @@ from retrieval_attn.index.kernels.codes import (
     prefetch_codes,
 )
 from retrieval_attn.index.kernels.dots import intrinsic
-from tests.cpu.reference import strided
+from tests.cpu.reference import strided, uneven
 
 DIMS = (64, 128, 80, 7, 256)
 
@@ -67,15 +67,6 @@ def numbers(planes: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
     """The integers that planes stand for: (n, width)."""
     wide = planes.astype(np.int64)
     return wide[:, 0] if planes.shape[1] == 1 else 128 * wide[:, 0] + wide[:, 1]
-
-
-def uneven(seed: int, n: int, dim: int, fmt: Format = Format.BFLOAT16) -> npt.NDArray:
-    """Keys whose channels differ in mean and size, as attention keys do."""
-    rng = np.random.default_rng(seed)
-    return from_float32(
-        (rng.standard_normal((n, dim)) * rng.uniform(0.1, 3, dim) + 4 * rng.standard_normal(dim)).astype(np.float32),
-        fmt,
-    )
 
 
 @pytest.mark.parametrize("generic", [False, True])
@@ -124,7 +115,7 @@ assert "zmm" not in text and "vpdpbusd" not in text
 def test_codes_are_the_nearest_step(fmt: Format) -> None:
     """Every code against the definition; whole and strided arrays alike; padding is 128."""
     for dim in DIMS:
-        stored = uneven(dim, 301, dim, fmt)
+        stored = from_float32(uneven(dim, 301, dim), fmt)
         keys = to_float32(stored, fmt).astype(np.float64)
         for given_keys in (stored, strided(stored)):
             codes = encode_keys(given_keys, fmt)
@@ -142,7 +133,7 @@ def test_scores_are_as_near_as_the_steps_allow() -> None:
     """offset + step * integer within half a step of every key and query number: breaks on a wrong constant."""
     rng = np.random.default_rng(1)
     for dim in DIMS:
-        stored = uneven(dim, 500, dim)
+        stored = from_float32(uneven(dim, 500, dim), Format.BFLOAT16)
         keys = to_float32(stored, Format.BFLOAT16).astype(np.float64)
         codes = encode_keys(stored, Format.BFLOAT16)
         queries = rng.standard_normal((4, dim), dtype=np.float32)
@@ -177,7 +168,7 @@ def test_equal_keys_and_extreme_numbers() -> None:
 
 def test_a_query_that_is_not_finite() -> None:
     """All keys tie, scored NaN: never an integer made from a NaN."""
-    codes = encode_keys(uneven(4, 10, 16), Format.BFLOAT16)
+    codes = encode_keys(uneven(4, 10, 16), Format.FLOAT32)
     queries = np.ones((3, 16), np.float32)
     queries[0, 3], queries[2, 15] = np.nan, np.inf
     coded = encode_query(queries, codes)
@@ -188,7 +179,7 @@ def test_a_query_that_is_not_finite() -> None:
 
 def test_rows_added_later() -> None:
     """Same codes as before for keys in range, clipped beyond it, in place while there is room."""
-    stored = uneven(5, 900, 80)
+    stored = from_float32(uneven(5, 900, 80), Format.BFLOAT16)
     codes = encode_keys(stored, Format.BFLOAT16, capacity=950)
     assert len(codes.codes) == 950
     kept = codes.codes[:900].copy()

@@ -55,14 +55,10 @@ def test_more_ranks_than_cores_get_one_each(flat_machine: Path) -> None:
     assert [cores.share([4, 5], 2, rank, 4) for rank in range(4)] == [[4], [4], [5], [5]]
 
 
-def test_what_the_launcher_bound_stays(flat_machine: Path) -> None:
-    """Each of two ranks was given half of the launcher's cores: that is its share already."""
+def test_what_the_launcher_bound_stays_and_is_divided(flat_machine: Path) -> None:
+    """Half of the launcher's cores for each of two ranks; eight ranks on two sockets of 16, four bound to each."""
     assert cores.share(range(8), 16, 0, 2) == list(range(8))
     assert cores.share(range(8, 16), 16, 1, 2) == list(range(8, 16))
-
-
-def test_ranks_bound_to_one_socket_divide_it(flat_machine: Path) -> None:
-    """Eight ranks on two sockets of 16, four bound to each: four cores for every rank."""
     first = [cores.share(range(16), 32, rank, 8) for rank in range(4)]
     second = [cores.share(range(16, 32), 32, rank, 8) for rank in range(4, 8)]
     assert sorted(core for one in first + second for core in one) == list(range(32))

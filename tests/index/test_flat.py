@@ -16,7 +16,7 @@ from retrieval_attn.index.formats import from_float32, to_float32
 from retrieval_attn.index.kernels.coded import best_codes
 from retrieval_attn.index.runs import stacked
 from retrieval_attn.index.threads import kernel_threads
-from tests.cpu.reference import EPS, best_ids, normal, strided, whole_numbers
+from tests.cpu.reference import EPS, at_every_thread_count, best_ids, normal, recall, strided, uneven, whole_numbers
 
 SIZES = (1, 63, 65, 1000)
 
@@ -168,15 +168,9 @@ def test_the_same_at_every_thread_count() -> None:
     index = make(np.concatenate([rng.standard_normal((30000, 64), dtype=np.float32)] * 2))
     queries = rng.standard_normal((4, 64), dtype=np.float32)
     before = numba.get_num_threads()
-    results = []
-    for threads in range(1, before + 1):
-        with kernel_threads(threads):
-            results.append(index.search(queries, 101))
+    ids = at_every_thread_count(lambda: index.search(queries, 101)).ids
     assert numba.get_num_threads() == before
-    for other in results[1:]:
-        np.testing.assert_array_equal(other.ids, results[0].ids)
-        np.testing.assert_array_equal(other.scores, results[0].scores)
-    assert (results[0].ids[:, 1:100:2] == results[0].ids[:, :100:2] + 30000).all()
+    assert (ids[:, 1:100:2] == ids[:, :100:2] + 30000).all()
 
 
 def test_many_queries_take_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,12 +244,6 @@ def coded(keys: npt.NDArray[np.float32], fmt: Format = Format.BFLOAT16, **option
     return FlatIndex.build(strided(from_float32(keys, fmt)), fmt, None, codes="int8", **options)
 
 
-def uneven(seed: int, n: int, dim: int) -> npt.NDArray[np.float32]:
-    rng = np.random.default_rng(seed)
-    spread = rng.uniform(0.1, 3, dim)
-    return (rng.standard_normal((n, dim)) * spread + 2 * rng.standard_normal(dim)).astype(np.float32)
-
-
 @pytest.mark.parametrize("fmt", list(Format))
 def test_codes_find_the_exact_best(fmt: Format) -> None:
     """Recall against the exact scan of the same keys, for sizes of head, group and k; scores are the exact ones."""
@@ -265,10 +253,7 @@ def test_codes_find_the_exact_best(fmt: Format) -> None:
         queries = rng.standard_normal((group, dim), dtype=np.float32)
         index = coded(keys, fmt)
         found, exact = index.search(queries, k), make(keys, fmt).search(queries, k)
-        shared = np.mean(
-            [len(set(a) & set(b)) / k for a, b in zip(found.ids.tolist(), exact.ids.tolist(), strict=True)]
-        )
-        assert shared >= 0.99
+        assert recall(found.ids, exact.ids) >= 0.99
         same = found.ids == exact.ids
         np.testing.assert_array_equal(found.scores[same], exact.scores[same])
         assert found.keys_scanned == group * len(keys)
@@ -309,8 +294,7 @@ def test_codes_grow_and_shrink(fmt: Format) -> None:
     def agree(right: npt.NDArray, limit: int | None = None) -> None:
         found = index.search(queries, 50, limit=limit)
         exact = FlatIndex(right, fmt).search(queries, 50, limit=limit)
-        shared = [len(set(a) & set(b)) / 50 for a, b in zip(found.ids.tolist(), exact.ids.tolist(), strict=True)]
-        assert np.mean(shared) >= 0.98
+        assert recall(found.ids, exact.ids) >= 0.98
         assert set(range(8000, 8010)) & set(exact.ids.ravel().tolist()) <= set(found.ids.ravel().tolist())
 
     agree(stored)
@@ -347,13 +331,7 @@ def test_codes_are_the_same_at_every_thread_count() -> None:
     """Ids and scores bit for bit, however the keys are cut."""
     index = coded(np.concatenate([uneven(5, 20_000, 64)] * 2))
     queries = np.random.default_rng(5).standard_normal((4, 64), dtype=np.float32)
-    results = []
-    for threads in range(1, numba.get_num_threads() + 1):
-        with kernel_threads(threads):
-            results.append(index.search(queries, 101))
-    for other in results[1:]:
-        np.testing.assert_array_equal(other.ids, results[0].ids)
-        np.testing.assert_array_equal(other.scores, results[0].scores)
+    at_every_thread_count(lambda: index.search(queries, 101))
 
 
 def test_state_of_both_kinds() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,28 +14,14 @@ from retrieval_attn.index.kernels import knn as knn_module
 from retrieval_attn.index.kernels.codes import encode_keys
 from retrieval_attn.index.kernels.knn import training_lists
 from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score, score_of, sort_best
-from retrieval_attn.index.threads import kernel_threads
-from tests.cpu.reference import best_ids, strided
-
-
-def uneven(seed: int, n: int, dim: int, fmt: Format = Format.BFLOAT16) -> npt.NDArray:
-    rng = np.random.default_rng(seed)
-    return from_float32(
-        (rng.standard_normal((n, dim)) * rng.uniform(0.1, 3, dim) + 2 * rng.standard_normal(dim)).astype(np.float32),
-        fmt,
-    )
-
-
-def agreement(lists: npt.NDArray[np.int32], exact: npt.NDArray[np.int64]) -> float:
-    """Share of the exact lists' keys that `lists` names."""
-    return float(np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(lists.tolist(), exact.tolist(), strict=True)]))
+from tests.cpu.reference import at_every_thread_count, best_ids, recall, strided, uneven
 
 
 @pytest.mark.parametrize("fmt", list(Format))
 @pytest.mark.parametrize("dim", [64, 128, 80])
 def test_agreement_with_exact_lists(dim: int, fmt: Format) -> None:
     """At least .97 of the exact lists, and in exact order; whole and strided keys alike."""
-    keys = uneven(dim, 9000, dim, fmt)
+    keys = from_float32(uneven(dim, 9000, dim), fmt)
     queries = np.random.default_rng(1).standard_normal((2, 70, dim), dtype=np.float32)
     exact_scores = queries.reshape(140, dim).astype(np.float64) @ to_float32(keys, fmt).astype(np.float64).T
     codes = encode_keys(keys, fmt)
@@ -45,7 +29,7 @@ def test_agreement_with_exact_lists(dim: int, fmt: Format) -> None:
     assert lists.shape == (2, 70, 50) and lists.dtype == np.int32
     np.testing.assert_array_equal(training_lists(queries, keys, fmt, codes, 50), lists)
     flat = lists.reshape(140, 50)
-    assert agreement(flat, best_ids(exact_scores, 50)) >= 0.97
+    assert recall(flat, best_ids(exact_scores, 50)) >= 0.97
     listed = np.take_along_axis(exact_scores, flat, axis=1)
     assert (np.diff(listed, axis=1) <= 1e-5 * np.abs(exact_scores).max()).all()
     assert all(len(set(row)) == 50 for row in flat.tolist())
@@ -64,7 +48,7 @@ def test_keys_that_follow_each_other_in_the_lists() -> None:
         queries = np.tile(direction, (1, 9, 1))
         lists = training_lists(queries, hot, Format.FLOAT32, codes, 90)[0]
         exact = best_ids((hot @ direction)[None], 90)
-        assert agreement(lists, np.tile(exact, (9, 1))) >= 0.97
+        assert recall(lists, np.tile(exact, (9, 1))) >= 0.97
 
 
 def test_a_sample_that_misleads() -> None:
@@ -81,13 +65,13 @@ def test_a_sample_that_misleads() -> None:
     lists = training_lists(queries, keys, Format.FLOAT32, encode_keys(keys, Format.FLOAT32), 100)[0]
     assert (lists >= 0).all()
     exact = best_ids(queries[0].astype(np.float64) @ keys.astype(np.float64).T, 100)
-    assert agreement(lists[::2], exact[::2]) >= 0.97
+    assert recall(lists[::2], exact[::2]) >= 0.97
     assert all(set(in_sample.tolist()) <= set(row) for row in lists[1::2].tolist())
 
 
 def test_whole_lists_and_equal_keys() -> None:
     """kk from one to more than there are keys; where all keys tie every list is full and without repeats."""
-    keys = uneven(4, 300, 16)
+    keys = from_float32(uneven(4, 300, 16), Format.BFLOAT16)
     codes = encode_keys(keys, Format.BFLOAT16)
     queries = np.random.default_rng(4).standard_normal((1, 3, 16), dtype=np.float32)
     exact = search_exact(keys[None], queries, 300, Format.BFLOAT16).ids[0]
@@ -106,23 +90,17 @@ def test_whole_lists_and_equal_keys() -> None:
 
 def test_the_same_at_every_thread_count() -> None:
     """Bit for bit: breaks if blocks of queries share anything."""
-    keys = uneven(5, 5000, 64)
+    keys = from_float32(uneven(5, 5000, 64), Format.BFLOAT16)
     codes = encode_keys(keys, Format.BFLOAT16)
     queries = np.random.default_rng(5).standard_normal((1, 700, 64), dtype=np.float32)
-    results = []
-    for threads in range(1, numba.get_num_threads() + 1):
-        with kernel_threads(threads):
-            results.append(training_lists(queries, keys, Format.BFLOAT16, codes, 10))
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
-    np.testing.assert_array_equal(
-        training_lists(queries[:, 130:140], keys, Format.BFLOAT16, codes, 10), results[0][:, 130:140]
-    )
+    lists = at_every_thread_count(lambda: training_lists(queries, keys, Format.BFLOAT16, codes, 10))
+    part = training_lists(queries[:, 130:140], keys, Format.BFLOAT16, codes, 10)
+    np.testing.assert_array_equal(part, lists[:, 130:140])
 
 
 def test_empty_and_bad_input() -> None:
     """Nothing to list is an empty answer; what cannot be listed is named."""
-    keys = uneven(6, 40, 8)
+    keys = from_float32(uneven(6, 40, 8), Format.BFLOAT16)
     codes = encode_keys(keys, Format.BFLOAT16)
     queries = np.ones((2, 3, 8), np.float32)
     assert training_lists(queries[:, :0], keys, Format.BFLOAT16, codes, 5).shape == (2, 0, 5)

@@ -9,6 +9,7 @@ import pytest
 import threadpoolctl
 
 from retrieval_attn.index.threads import single_blas
+from tests.cpu.reference import in_threads
 
 
 def blas_threads() -> list[int]:
@@ -62,9 +63,5 @@ def test_many_callers_at_once() -> None:
                 if max(blas_threads(), default=1) > 1:
                     wrong.append(blas_threads())
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 6)
     assert not wrong and blas_threads() == before

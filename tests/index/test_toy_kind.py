@@ -14,7 +14,7 @@ import pytest
 import retrieval_attn as ra
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index import Format, IndexSpec, SearchResult, register
-from retrieval_attn.index.base import StateValue, check_search
+from retrieval_attn.index.base import StateValue, Training, check_search
 from retrieval_attn.index.device_task import candidate_search
 from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.formats import from_float32, to_float32
@@ -45,15 +45,7 @@ class LastKeys(RunsIndex):
         self._keys, self._options = keys, options
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: LastOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> LastKeys:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: LastOptions, training: Training) -> LastKeys:
         return cls(KeyRuns(keys, fmt), options)
 
     def _last(self, k: int, visible: int) -> npt.NDArray[np.int32]:
@@ -74,10 +66,6 @@ class LastKeys(RunsIndex):
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         self._keys.add(keys)
-
-    def truncate(self, length: int) -> bool:
-        self._keys.cut(length)
-        return True
 
     def state(self) -> dict[str, StateValue]:
         return {"skip": self._options.skip}

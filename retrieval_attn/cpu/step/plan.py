@@ -71,13 +71,20 @@ class LayerStep:
     threads at once; two steps of one pool take turns. rows: the pieces of each row as they were planned last.
     """
 
+    queries: npt.NDArray[np.float32]
+    """What the next step reads: (rows, kv_heads * group, n, head_dim) float32, to be written to."""
+    out: npt.NDArray[np.float32]
+    """What the last step wrote: (rows, kv_heads * group, n, value_dim) float32. The next one overwrites it."""
+    lse: npt.NDArray[np.float32]
+    """(rows, kv_heads * group, n) float32, natural logarithms; -inf where there was no token. See `out`."""
+
     def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0, buffers: StepBuffers | None = None) -> None:
         """A step without a plan. layer: named in errors. Compiles the step for `fmt`, or loads it.
 
         buffers: where queries are read and results written (page-locked memory that a device copies from and to);
         None: memory of its own, new at every plan that changes shapes.
         """
-        self._pool = pool
+        self.pool = pool
         self._buffers = buffers
         self._fmt = fmt
         self._layer = layer
@@ -85,7 +92,8 @@ class LayerStep:
         if buffers is None:
             words[:] = 0
         self._step = words[: STEP.itemsize // 8].view(STEP)
-        self._address = int(words.ctypes.data)
+        self.address = int(words.ctypes.data)
+        """Of the descriptor: what `run.run_step` and the C function `callback` take. It never changes."""
         self._set(task=run_task_address(), attend=attend_task(fmt), pool=pool.address, width=pool.threads)
         self._plan: tuple[Any, ...] = ()
         self._kept: list[Any] = []
@@ -98,34 +106,9 @@ class LayerStep:
             self._step[name] = value.ctypes.data if isinstance(value, np.ndarray) else value
 
     @property
-    def pool(self) -> Pool:
-        """The pool that it runs on."""
-        return self._pool
-
-    @property
-    def address(self) -> int:
-        """Address of the descriptor: what `run.run_step` and the C function `callback` take. It never changes."""
-        return self._address
-
-    @property
     def callback(self) -> int:
         """Address of a C function void f(void *descriptor) that runs the step on the calling thread and the pool."""
         return callback_address()
-
-    @property
-    def queries(self) -> npt.NDArray[np.float32]:
-        """What the next step reads: (rows, kv_heads * group, n, head_dim) float32, to be written to."""
-        return self._queries
-
-    @property
-    def out(self) -> npt.NDArray[np.float32]:
-        """What the last step wrote: (rows, kv_heads * group, n, value_dim) float32. The next one overwrites it."""
-        return self._out
-
-    @property
-    def lse(self) -> npt.NDArray[np.float32]:
-        """(rows, kv_heads * group, n) float32, natural logarithms; -inf where there was no token. See `out`."""
-        return self._lse
 
     def plan(
         self,
@@ -148,7 +131,7 @@ class LayerStep:
         check_score_options(scale, softcap)
         if top_k < 1 or positions < 0 or (threads is not None and threads < 1):
             raise ConfigError(f"top_k={top_k}, positions={positions}, threads={threads} must be at least 1")
-        threads = self._pool.threads if threads is None else min(threads, self._pool.threads)
+        threads = self.pool.threads if threads is None else min(threads, self.pool.threads)
         entries = len(rows) * next((len(piece.keys) for row in rows for piece in row), 1)
         parts = -(-TASKS_PER_THREAD * threads // entries) if threads > 1 else 1
         kept = _rounded_top_k(rows, top_k)
@@ -189,14 +172,14 @@ class LayerStep:
         layout = Layout()
         places = _scratch_places(layout, (queries, padded), request.top_k, capacity, joined, tables.most("scratch"))
         stride = layout.nbytes + CACHE_LINE
-        workers = self._pool.workers
-        scratch, lists = _Arena.of(self._pool).room(workers * stride, lists_bytes)
+        workers = self.pool.workers
+        scratch, lists = _Arena.of(self.pool).room(workers * stride, lists_bytes)
         self._place((len(rows), request.q_heads, request.positions), dim, value_dim)
         arrays = {
-            "queries_at": self._queries,
-            "tiles_at": _floats(entries, padded, dim),
-            "out_at": self._out,
-            "lse_at": self._lse,
+            "queries_at": self.queries,
+            "tiles_at": _zeros(entries, padded, dim, dtype=np.float32),
+            "out_at": self.out,
+            "lse_at": self.lse,
             "entries_at": tables.entries,
             "ranges_at": tables.ranges,
             "tasks_at": tables.tasks,
@@ -234,15 +217,15 @@ class LayerStep:
 
     def _place(self, shape: tuple[int, int, int], dim: int, value_dim: int) -> None:
         """Where queries, results and meters lie: in the buffers from outside, or in memory of this step's own."""
-        meters = self._pool.workers, METER_WORDS
+        meters, float32 = (self.pool.workers, METER_WORDS), np.dtype(np.float32)
         if self._buffers is None:
-            self._queries, self._out = _floats(*shape, dim), _floats(*shape, value_dim)
-            self._lse, self._meters = _floats(*shape), _zeros(*meters)
+            self.queries, self.out = (_zeros(*shape, last, dtype=float32) for last in (dim, value_dim))
+            self.lse, self._meters = _zeros(*shape, dtype=float32), _zeros(*meters)
             return
-        buffers, float32 = self._buffers, np.dtype(np.float32)
-        self._queries = _view("queries", buffers.queries, (*shape, dim), float32)
-        self._out = _view("out", buffers.out, (*shape, value_dim), float32)
-        self._lse = _view("lse", buffers.lse, shape, float32)
+        buffers = self._buffers
+        self.queries = _view("queries", buffers.queries, (*shape, dim), float32)
+        self.out = _view("out", buffers.out, (*shape, value_dim), float32)
+        self.lse = _view("lse", buffers.lse, shape, float32)
         self._meters = _view("meters", buffers.meters, meters, np.dtype(np.int64))
 
     def forget(self) -> None:
@@ -356,14 +339,8 @@ class _Arena:
             return self._scratch, self._candidates
 
 
-def _zeros(*shape: int) -> npt.NDArray[np.int64]:
-    array = aligned_empty(shape, np.int64)
-    array[...] = 0
-    return array
-
-
-def _floats(*shape: int) -> npt.NDArray[np.float32]:
-    array = aligned_empty(shape, np.float32)
+def _zeros(*shape: int, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+    array = aligned_empty(shape, dtype)
     array[...] = 0
     return array
 

@@ -20,7 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, KeyIndex, SearchResult, StateValue, check_search
+from retrieval_attn.index.base import (
+    MAX_KEYS,
+    HeadShape,
+    HeldBytes,
+    KeyIndex,
+    SearchResult,
+    StateValue,
+    Training,
+    check_search,
+)
 from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_rows, to_float32
 from retrieval_attn.index.spec import register
@@ -95,15 +104,7 @@ class _FaissIndex(KeyIndex):
         """Bytes per key beside the copy."""
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: Any,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> Self:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: Training) -> Self:
         """See KeyIndex.make; nothing is trained."""
         check_rows("keys", keys, fmt, 2)
         index = cls(fmt.dim_of(keys), fmt, options)

@@ -13,7 +13,7 @@ from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, Stopping
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.cpu import prepare
+from retrieval_attn.cpu.host_attend import prepare
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState, TokenChoice, run
 from retrieval_attn.eval.bench.place import place

@@ -18,7 +18,7 @@ import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf a
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.heads import Head
 from retrieval_attn.index import KeyIndex, SearchResult, available, create
-from retrieval_attn.index.base import MAX_KEYS
+from retrieval_attn.index.base import MAX_KEYS, Training
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.codes import encode_keys
 from retrieval_attn.index.kernels.knn import training_lists
@@ -153,15 +153,7 @@ class HnswlibIndex(KeyIndex):
         self._index, self._head_dim, self.options = index, head_dim, options
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: HnswlibOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> HnswlibIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: HnswlibOptions, training: Training) -> HnswlibIndex:
         """Build on one thread; queries are not used."""
         hnswlib: Any = importlib.import_module("hnswlib")
         dim = keys.shape[1]

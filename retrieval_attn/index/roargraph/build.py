@@ -404,19 +404,14 @@ def relabelled(lists: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], length:
 
 
 def make_edges(
-    near: Near,
-    lists: npt.NDArray[np.int32],
-    ids: npt.NDArray[np.int32],
-    shape: Shape,
-    before: npt.NDArray[np.int32] | None = None,
+    near: Near, lists: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], shape: Shape
 ) -> npt.NDArray[np.int32]:
     """Adjacency (nodes, degree) int32, -1 padded at the end of a row, from lists (m, kk) of nodes, best first.
 
-    ids: the key of each node, for edges along the text. before: edges that the nodes already have, same shape.
-    The same at any thread count.
+    ids: the key of each node, for edges along the text. The same at any thread count.
     """
     nodes = len(near.codes)
-    projected = np.full((nodes, shape.degree), -1, np.int32) if before is None else before.copy()
+    projected = np.full((nodes, shape.degree), -1, np.int32)
     adjacency = aligned_empty(projected.shape, np.int32)
     starts, attached = _attach(lists, shape.targets, nodes)
     room = max(shape.candidates, 2 * shape.degree)

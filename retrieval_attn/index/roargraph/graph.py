@@ -18,8 +18,6 @@ from retrieval_attn.index.roargraph.insert import distance_terms, link_nodes
 from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn.index.roargraph.search import CELL_KEYS, Cells, Graph, make_scratch
 
-StateValue = Any
-
 
 class HeadGraph(NamedTuple):
     """A graph and what codes its keys. Methods that change it return another one: searches keep the one they have.
@@ -136,30 +134,6 @@ def link_tail(head: HeadGraph, options: GraphOptions) -> HeadGraph:
     return HeadGraph(graph, head.coded, minus)
 
 
-def add_lists(
-    head: HeadGraph, keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32], options: GraphOptions
-) -> HeadGraph:
-    """Train on further lists (m, kk) of key ids; keys (n, head_dim) are all keys. Keys new in a list become nodes."""
-    lists = np.ascontiguousarray(lists[:, : options.list_k])
-    head = link_tail(head, options)
-    missing = graph_build.list_counts(lists, len(keys)) > 0
-    missing[head.graph.ids[: head.nodes]] = False
-    new = np.flatnonzero(missing).astype(np.int32)
-    old = head.nodes
-    head = append_nodes(head, keys[new], fmt, new, head.num_keys)
-    graph, nodes = head.graph, head.nodes
-    before = graph.adjacency[:nodes].copy()
-    before[old:] = -1
-    ids = graph.ids[:nodes]
-    near = graph_build.near_of(graph.codes[:nodes], _ratios(head.coded))
-    local = graph_build.relabelled(lists, ids, len(keys))
-    adjacency = graph_build.make_edges(near, local, ids, _shape(options, fmt.dim_of(keys)), before)
-    cells = landmarks.without_keys(graph.cells, ~missing, np.ones(len(graph.cells.starts) - 1, bool))
-    counts = _counts(nodes, nodes, head.num_keys)
-    graph = graph._replace(adjacency=adjacency, counts=counts, cell_starts=cells.starts, cell_keys=cells.keys)
-    return HeadGraph(graph, head.coded, head.minus[:0])
-
-
 def without_keys_from(head: HeadGraph, length: int) -> HeadGraph:
     """The graph without keys >= length; edges to them are dropped."""
     graph, nodes = head.graph, head.nodes
@@ -209,7 +183,7 @@ def graph_stats(heads: list[HeadGraph], num_keys: int) -> dict[str, int]:
     }
 
 
-def graph_state(head: HeadGraph) -> dict[str, StateValue]:
+def graph_state(head: HeadGraph) -> dict[str, Any]:
     """Arrays that `graph_from_state` makes the same graph of."""
     graph, nodes = head.graph, head.nodes
     return {
@@ -225,7 +199,7 @@ def graph_state(head: HeadGraph) -> dict[str, StateValue]:
     }
 
 
-def graph_from_state(state: Mapping[str, StateValue], head_dim: int, num_keys: int) -> HeadGraph:
+def graph_from_state(state: Mapping[str, Any], head_dim: int, num_keys: int) -> HeadGraph:
     """The graph whose `graph_state` was `state`. Raises InputDataError if the arrays do not fit each other or the keys.
 
     Arrays are taken as they are (a map of a file stays one); numbers that would lead outside of them are refused.

@@ -17,7 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, SearchResult, check_search, check_training
+from retrieval_attn.index.base import (
+    MAX_KEYS,
+    HeadShape,
+    HeldBytes,
+    SearchResult,
+    Training,
+    check_search,
+    check_training,
+)
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
@@ -62,7 +70,6 @@ class RoarGraphIndex(RunsIndex):
 
     @classmethod
     def list_length(cls, options: GraphOptions, num_keys: int) -> int:
-        """See KeyIndex.list_length."""
         return int(options.list_k) if num_keys >= max(1, options.exact_below) else 0
 
     @classmethod
@@ -77,15 +84,7 @@ class RoarGraphIndex(RunsIndex):
         return (HeldBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4),)
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: GraphOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> RoarGraphIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, training: Training) -> RoarGraphIndex:
         """See KeyIndex.make. Fewer than `exact_below` keys make no graph and need no training.
 
         Raises ShapeError for arrays that do not fit or keys that are not finite, ConfigError where nothing was given to
@@ -94,17 +93,18 @@ class RoarGraphIndex(RunsIndex):
         check_rows("keys", keys, fmt, 2)
         if len(keys) > MAX_KEYS:
             raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; use two")
-        queries, lists = check_training(queries, lists, fmt.dim_of(keys), len(keys))
+        queries, lists = check_training(training.queries, training.lists, fmt.dim_of(keys), len(keys))
         _check_finite(keys, fmt, 0)
         if len(keys) < options.exact_below or not len(keys):
             return cls(keys, fmt, options, [])
-        if queries is None and lists is None:
-            raise ConfigError(
-                f"roargraph needs training queries or their lists for {len(keys)} keys (from exact_below="
-                f"{options.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
-                "index='flat'"
-            )
-        lists = _training_lists(keys, fmt, queries, options) if lists is None else lists
+        if lists is None:
+            if queries is None:
+                raise ConfigError(
+                    f"roargraph needs training queries or their lists for {len(keys)} keys (from exact_below="
+                    f"{options.exact_below} on), got neither; pass queries (heads, m, {fmt.dim_of(keys)}), or use "
+                    "index='flat'"
+                )
+            lists = training_lists(queries, keys, fmt, encode_keys(keys, fmt), options.list_k)
         heads, each, length = lists.shape
         groups = lists if options.per_query_head else lists.reshape(1, heads * each, length)
         return cls(keys, fmt, options, [graph_head.build_graph(keys, fmt, one, options) for one in groups])
@@ -192,31 +192,6 @@ class RoarGraphIndex(RunsIndex):
         self._keys.add(keys)
         self._heads = heads
 
-    def link(self) -> None:
-        """Link all inserted keys now, however few."""
-        self._heads = [graph_head.link_tail(head, self.options) for head in self._heads]
-
-    def add_queries(self, queries: npt.NDArray[np.float32] | None, lists: npt.NDArray[np.int32] | None = None) -> None:
-        """Train on further queries (query heads, m, head_dim), or their lists, after insertions, without a rebuild.
-
-        Does nothing where there is no graph. Raises ShapeError for other shapes, ConfigError for nothing to train on.
-        """
-        queries, lists = check_training(queries, lists, self.head_dim, len(self))
-        if queries is None and lists is None:
-            raise ConfigError("add_queries needs queries or lists, got neither")
-        if not self._heads:
-            return
-        if lists is None:
-            lists = _training_lists(self._keys.whole, self._keys.fmt, queries, self.options)
-        heads, each, length = lists.shape
-        groups = lists if self.options.per_query_head else lists.reshape(1, heads * each, length)
-        if len(groups) != len(self._heads):
-            raise ShapeError(f"training for {len(self._heads)} query heads needed, got {len(groups)}")
-        self._heads = [
-            graph_head.add_lists(head, self._keys.whole, self._keys.fmt, one, self.options)
-            for head, one in zip(self._heads, groups, strict=True)
-        ]
-
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible; costs a pass over the graph."""
         if length < 0:
@@ -262,7 +237,6 @@ class RoarGraphIndex(RunsIndex):
 
     @classmethod
     def prepare(cls, options: GraphOptions, fmt: Format, tokens: int | None = None) -> bool:
-        """See KeyIndex.prepare."""
         prepare_graph(fmt)
         return True
 
@@ -292,13 +266,6 @@ class RoarGraphIndex(RunsIndex):
     def nbytes(self) -> int:
         """Graphs, codes, and keys that had to be copied."""
         return self._keys.nbytes + sum(head.graph_nbytes + head.code_nbytes for head in self._heads)
-
-
-def _training_lists(
-    keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None, options: GraphOptions
-) -> npt.NDArray[np.int32]:
-    assert queries is not None
-    return training_lists(queries, keys, fmt, encode_keys(keys, fmt), options.list_k)
 
 
 def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:

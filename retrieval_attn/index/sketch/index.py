@@ -20,7 +20,15 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
-from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, StateValue, check_search, check_training
+from retrieval_attn.index.base import (
+    HeadShape,
+    HeldBytes,
+    SearchResult,
+    StateValue,
+    Training,
+    check_search,
+    check_training,
+)
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
@@ -148,27 +156,18 @@ class SketchIndex(RunsIndex):
 
     @classmethod
     def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        """See KeyIndex.host_bytes."""
         each = options.budget(head.head_dim) + PLACE_BYTES
         return (HeldBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
 
     @classmethod
-    def make(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        options: SketchOptions,
-        queries: npt.NDArray[np.float32] | None,
-        lists: npt.NDArray[np.int32] | None,
-        coder: Any,
-    ) -> SketchIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: SketchOptions, training: Training) -> SketchIndex:
         """See KeyIndex.make. Without keys the projection keeps what queries have most of.
 
         Raises ConfigError without finite training queries, ShapeError for keys that are not finite.
         """
         runs = KeyRuns(keys, fmt)
         dim, share = fmt.dim_of(keys), options.share
-        queries, _ = check_training(queries, None, dim, len(keys))
+        queries, _ = check_training(training.queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
         if not len(rows):
@@ -295,12 +294,10 @@ class SketchIndex(RunsIndex):
 
     @classmethod
     def prepare(cls, options: SketchOptions, fmt: Format, tokens: int | None = None) -> bool:
-        """See KeyIndex.prepare."""
         prepare_sketch(fmt)
         return True
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch:
-        """See KeyIndex.compiled_search."""
         kept = self.rescore_count(request.k)
         if request.visible < SCAN_SHARE * kept:
             return exact_search(request.fmt)
@@ -324,12 +321,10 @@ class SketchIndex(RunsIndex):
         return self._search.leaves.share if self._search.leaves.ordered else 1.0
 
     def state(self) -> dict[str, StateValue]:
-        """See KeyIndex.state."""
         return {"rescore": self._rescore, **saved_arguments(self._search, self._key_side)}
 
     @classmethod
     def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> SketchIndex:
-        """See KeyIndex.from_state."""
         rescore = state.get("rescore")
         if not isinstance(rescore, int):
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")

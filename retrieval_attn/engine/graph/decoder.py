@@ -1,6 +1,6 @@
 """What a model keeps for decoding by graphs: buffers, and the graphs that were captured over them.
 
-A decoder serves every cache of the same shape: caches are bound to it in turn (`graph_binding.py`), so that a captured
+A decoder serves every cache of the same shape: caches are bound to it in turn (`binding.py`), so that a captured
 graph outlives the context, fork or question that it was captured for.
 """
 

@@ -65,6 +65,12 @@ class GraphDecoder:
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
 
+    def raise_host_error(self) -> None:
+        """Raise what the last replay left as a host step's status; BackendError names the layer."""
+        if self.memory.host_failed:
+            for host in (host for slot in self.slots for host in slot.hosts):
+                host.raise_error()
+
 
 def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
     """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads."""

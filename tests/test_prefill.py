@@ -478,3 +478,4 @@ def test_too_little_host_memory_is_said_before_anything_is_computed(monkeypatch:
 
 def test_free_host_memory_is_less_than_all_of_it() -> None:
     assert 0 < host_room.available_host_bytes() <= host_room.host_memory_bytes()
+    assert host_room.host_memory_bytes() > 2**28

@@ -40,36 +40,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Answer": "answer",
-    "BackendError": "errors",
-    "CacheMismatchError": "errors",
-    "CaptureError": "errors",
-    "Config": "config",
-    "ConfigError": "errors",
-    "Context": "context",
-    "ContextLengthError": "errors",
-    "InputDataError": "errors",
-    "LLM": "llm",
-    "MemoryPlanError": "errors",
-    "Plan": "memory.plan",
-    "Report": "engine.verify",
-    "RetrievalAttentionError": "errors",
-    "RetrievalCache": "cache.cache",
-    "RunFolderError": "errors",
-    "Sampling": "answer",
-    "ShapeError": "errors",
-    "Stats": "answer",
-    "Stream": "stream",
-    "UnsupportedMaskError": "errors",
-    "UnsupportedModelError": "errors",
-    "disable": "engine.switch",
-    "enable": "engine.switch",
-    "generate": "engine.generate",
-    "plan": "memory.plan",
-    "prefill_by_layer": "engine.prefill",
-    "verify": "engine.verify",
+_NAMES = {
+    "answer": ("Answer", "Sampling", "Stats"),
+    "cache.cache": ("RetrievalCache",),
+    "config": ("Config",),
+    "context": ("Context",),
+    "engine.generate": ("generate",),
+    "engine.prefill": ("prefill_by_layer",),
+    "engine.switch": ("disable", "enable"),
+    "engine.verify": ("Report", "verify"),
+    "llm": ("LLM",),
+    "memory.plan": ("Plan", "plan"),
+    "stream": ("Stream",),
 }
+"""Public names by the module that they are loaded from; all others are errors."""
 
 __all__ = [
     "Answer",
@@ -105,9 +89,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = next((module for module, names in _NAMES.items() if name in names), "errors")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 

@@ -31,6 +31,19 @@ DEVICE_CASES: dict[str, dict[str, Any]] = {
     "device one short": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 190, "new": 30},
     "device shared": {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
 }
+CASES: dict[str, dict[str, Any]] = {
+    "batch": {"batch": 2},
+    "padded": {"batch": 2, "padded": 5},
+    "shared": {"repeats": 3},
+    "shared padded": {"batch": 2, "repeats": 2, "padded": 5},
+    "share": {"config": CONFIG.replace(retrieve=0.2)},
+    "spill always": {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
+    "grows into retrieval": {"prompt": 14, "new": 40},
+    "padded grows": {"batch": 2, "padded": 5, "prompt": 14, "new": 40},
+    "roargraph": {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
+    **DEVICE_CASES,
+}
+MODELS = ("llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe")
 PROMPT, NEW = 60, 12  # spills after 8 tokens
 
 

@@ -17,10 +17,9 @@ import pytest
 from retrieval_attn import stream
 from retrieval_attn.cli import main
 from retrieval_attn.commands import ask
-from tests.tiny_models import tiny_model
+from tests.tiny_models import QUESTION, tiny_model
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. " * 60
-QUESTION = "What is the special magic Bergen number?"
 FEW = ["--max-new-tokens", "12", "--window", "64"]
 
 

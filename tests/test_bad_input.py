@@ -23,7 +23,7 @@ from retrieval_attn.errors import (
     UnsupportedMaskError,
     UnsupportedModelError,
 )
-from tests.tiny_models import VOCABULARY, config_of, random_ids, tiny_model
+from tests.tiny_models import VOCABULARY, build_model, config_of, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=10)
 
@@ -37,23 +37,40 @@ def model() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"window": -1}, "window must be an integer >= 0, got -1"),
-        ({"sink": 1.5}, "sink must be an integer"),
-        ({"retrieve": 0}, "retrieve=0 retrieves nothing"),
-        ({"retrieve": 1.0}, "retrieve=1.0"),
-        ({"retrieve": True}, "retrieve=True"),
-        ({"prefill_chunk": 0}, "prefill_chunk must be"),
-        ({"host_dtype": "int3"}, "host_dtype must be one of"),
-        ({"threads": 0}, "threads must be"),
-        ({"exact_append": "yes"}, "exact_append must be True or False"),
-        ({"index": ""}, "index must be the name"),
+        (ra.Config, {"window": -1}, "window must be an integer >= 0, got -1"),
+        (ra.Config, {"sink": 1.5}, "sink must be an integer"),
+        (ra.Config, {"retrieve": 0}, "retrieve=0 retrieves nothing"),
+        (ra.Config, {"retrieve": 1.0}, "retrieve=1.0"),
+        (ra.Config, {"retrieve": True}, "retrieve=True"),
+        (ra.Config, {"prefill_chunk": 0}, "prefill_chunk must be"),
+        (ra.Config, {"host_dtype": "int3"}, "host_dtype must be one of"),
+        (ra.Config, {"threads": 0}, "threads must be"),
+        (ra.Config, {"exact_append": "yes"}, "exact_append must be True or False"),
+        (ra.Config, {"index": ""}, "index must be the name"),
+        (ra.Sampling, {"max_new_tokens": 0}, "max_new_tokens"),
+        (ra.Sampling, {"max_new_tokens": 2.0}, "max_new_tokens"),
+        (ra.Sampling, {"temperature": -1.0}, "temperature"),
+        (ra.Sampling, {"temperature": "1"}, "temperature must be a number"),
+        (ra.Sampling, {"temperature": float("nan")}, "temperature"),
+        (ra.Sampling, {"temperature": float("inf")}, "temperature"),
+        (ra.Sampling, {"top_p": 0.0}, "top_p"),
+        (ra.Sampling, {"top_p": "1"}, "top_p"),
+        (ra.Sampling, {"top_k": 0}, "top_k"),
+        (ra.Sampling, {"top_k": 1.5}, "top_k"),
+        (ra.Sampling, {"seed": "a"}, "seed must be an integer of 64 bits"),
+        (ra.Sampling, {"seed": 2**70}, "seed"),
+        (ra.Sampling, {"seed": True}, "seed"),
+        (ra.Sampling, {"stop": "x"}, "tuple of strings"),
+        (ra.Sampling, {"stop": ("",)}, "non-empty strings"),
+        (ra.Sampling, {"stop": (5,)}, "non-empty strings"),
+        (ra.Sampling, {"stop": None}, "non-empty strings"),
     ],
 )
-def test_config_values(options: dict[str, Any], message: str) -> None:
+def test_values_of_options(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ra.Config(**options)
+        kind(**options)
 
 
 def test_unknown_options_are_refused_everywhere(model: Any) -> None:
@@ -88,14 +105,7 @@ def test_a_cache_belongs_to_one_model(model: Any) -> None:
     with pytest.raises(CacheMismatchError, match="filled by another model"):
         run(tiny_model("llama31"), cache)
     with pytest.raises(CacheMismatchError, match="made for a llama model"):
-        run(tiny_model("llama"), ra.RetrievalCache(one_layer_model(), CONFIG))
-
-
-def one_layer_model() -> Any:
-    config = tiny_model("llama").config.__class__.from_dict(
-        {**tiny_model("llama").config.to_dict(), "num_hidden_layers": 1}
-    )
-    return AutoModelForCausalLM.from_config(config)
+        run(tiny_model("llama"), ra.RetrievalCache(build_model("llama", num_hidden_layers=1), CONFIG))
 
 
 def test_a_cache_keeps_its_batch(model: Any) -> None:
@@ -253,33 +263,6 @@ def test_llm_arguments(tmp_path: Any) -> None:
         ra.LLM(tmp_path / "tiny", device="cpu", gpu_memory="24GiB")
     with pytest.raises(ContextLengthError, match="beyond the model's 4096 positions"):
         ra.LLM(tmp_path / "tiny", device="cpu", max_context=9999)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": "1"}, "temperature must be a number"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": "1"}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"seed": "a"}, "seed must be an integer of 64 bits"),
-        ({"seed": 2**70}, "seed"),
-        ({"seed": True}, "seed"),
-        ({"stop": "x"}, "tuple of strings"),
-        ({"stop": ("",)}, "non-empty strings"),
-        ({"stop": (5,)}, "non-empty strings"),
-        ({"stop": None}, "non-empty strings"),
-    ],
-)
-def test_sampling_values(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ra.Sampling(**options)
 
 
 def test_sampling_is_given_once_and_anywhere(context: ra.Context) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
@@ -24,29 +23,22 @@ from retrieval_attn.engine import decode
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.template import PromptTemplate
-from tests.tiny_models import build_model, random_ids, tiny_model
+from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
-NEEDLE = "The special magic Bergen number is: 7391846."
-QUESTION = "What is the special magic Bergen number?"
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """About 2,500 tokens of prose with the needle in the middle."""
-    from retrieval_attn.eval.text.prose import prose
-
-    filler = prose(10_000, seed=5)
-    middle = filler.index(". ", len(filler) // 2) + 2
-    return filler[:middle] + NEEDLE + " " + filler[middle:]
+    return needle_text(10_000)  # about 2,500 tokens
 
 
 @pytest.fixture(scope="module")
-def context(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> ra.Context:
+def context(loaded: Loaded, text: str) -> ra.Context:
     return ra.Context(*loaded, CONFIG).read(text)
 
 
-def full_attention(loaded: tuple[Any, PreTrainedTokenizerBase], ids: list[int], new: int) -> list[int]:
+def full_attention(loaded: Loaded, ids: list[int], new: int) -> list[int]:
     """Greedy continuation by transformers alone."""
     model, _ = loaded
     prompt = torch.tensor([ids])
@@ -74,7 +66,7 @@ def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch:
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, append="retrieval").text
 
 
-def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
+def test_captured_mass_is_the_share_of_exact_attention(loaded: Loaded, text: str) -> None:
     """All keys have the whole weight, one key has less than fifty; unasked it is not measured."""
     shares = []
     for retrieve in ("all", 50, 1):
@@ -89,9 +81,7 @@ def test_captured_mass_is_the_share_of_exact_attention(loaded: tuple[Any, PreTra
     assert plain.stats.captured_mass is None
 
 
-def test_ask_equals_full_attention_and_leaves_the_context(
-    context: ra.Context, loaded: tuple[Any, PreTrainedTokenizerBase]
-) -> None:
+def test_ask_equals_full_attention_and_leaves_the_context(context: ra.Context, loaded: Loaded) -> None:
     """Same tokens as transformers on context + question, twice in a row."""
     ids = [*context.cache.batch.sequences[0].token_ids, *context.template.question_ids(QUESTION)]
     expected = full_attention(loaded, ids, 16)
@@ -112,7 +102,7 @@ def test_ask_many_equals_asking_one_by_one(context: ra.Context) -> None:
     assert together[0].stats.host_bytes < 1.2 * alone[0].stats.host_bytes
 
 
-def test_extend_continues_the_context(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
+def test_extend_continues_the_context(loaded: Loaded, text: str) -> None:
     """Tokens read in two pieces answer like the same tokens read at once, and text can be appended too."""
     whole = ra.Context(*loaded, CONFIG).read(text)
     ids = whole.template.context_ids(text)
@@ -143,7 +133,7 @@ def test_sampling_is_seeded_and_stop_strings_stop(context: ra.Context) -> None:
     assert len(other[1].tokens) > len(stopped.tokens)
 
 
-def test_wrong_use_of_a_context(context: ra.Context, loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
+def test_wrong_use_of_a_context(context: ra.Context, loaded: Loaded) -> None:
     empty = ra.Context(*loaded, CONFIG)
     with pytest.raises(InputDataError, match="The context is empty"):
         empty.ask(QUESTION)
@@ -373,22 +363,6 @@ def test_importing_the_package_is_enough_to_load_a_model_with_it(tmp_path: Any) 
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_chat_templates_are_split_around_context_and_question(loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
-    """Opening, middle and closing join to what apply_chat_template gives; one begin-of-sequence token."""
-    import copy
-
-    tokenizer = copy.deepcopy(loaded[1])
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    template = PromptTemplate.of(tokenizer)
-    turn = [{"role": "user", "content": "A story.\n\nWho?"}]
-    whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    assert template.opening + "A story." + template.middle + "Who?" + template.closing == whole
-    assert template.context_ids("A story.").count(tokenizer.bos_token_id) == 1
-
-
 TURNS = [
     {"role": "user", "content": "Who?"},
     {"role": "assistant", "content": "She."},
@@ -397,7 +371,7 @@ TURNS = [
 
 
 def test_a_long_compilation_is_announced(
-    loaded: tuple[Any, PreTrainedTokenizerBase], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first context on a machine waits for the compiler, and says so after a while, where bars are shown."""
     monkeypatch.setattr("retrieval_attn.context.prepare", lambda *arguments: time.sleep(0.5))
@@ -411,7 +385,7 @@ def test_a_long_compilation_is_announced(
     assert "never" not in capsys.readouterr().err
 
 
-def test_messages_are_put_through_the_chat_template(loaded: tuple[Any, PreTrainedTokenizerBase]) -> None:
+def test_messages_are_put_through_the_chat_template(loaded: Loaded) -> None:
     """Context and continuation join to the conversation as the template writes it; one message is like a string."""
     tokenizer = copy.deepcopy(loaded[1])
     tokenizer.chat_template = (
@@ -419,9 +393,11 @@ def test_messages_are_put_through_the_chat_template(loaded: tuple[Any, PreTraine
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     template = PromptTemplate.of(tokenizer)
-    whole = tokenizer.apply_chat_template(
-        [{**TURNS[0], "content": "A story.\n\nWho?"}, *TURNS[1:]], tokenize=False, add_generation_prompt=True
-    )
+    turn = [{"role": "user", "content": "A story.\n\nWho?"}]
+    whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert template.opening + "A story." + template.middle + "Who?" + template.closing == whole
+    assert template.context_ids("A story.").count(tokenizer.bos_token_id) == 1
+    whole = tokenizer.apply_chat_template([*turn, *TURNS[1:]], tokenize=False, add_generation_prompt=True)
     rest = str(whole).removeprefix(template.opening + "A story.")
     assert rest == "\n\nWho?\n[assistant] She.\n[user] Why?\n[assistant]"
     assert template.question_ids(TURNS) == template.plain_ids(rest)

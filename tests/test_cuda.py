@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from tests.tiny_models import CONFIGS, random_ids, tiny_model
+from tests.tiny_models import CONFIGS, QUESTION, random_ids, tiny_model
 
 pytestmark = pytest.mark.cuda
 
@@ -110,6 +110,6 @@ def test_the_bundled_model_answers_from_128k(needle_model_path: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.bfloat16)
     model = loaded.cuda().eval()
     context = ra.Context(model, tokenizer).read(ids, progress=False)
-    answer = context.ask("What is the special magic Bergen number?", max_new_tokens=24, append="retrieval")
+    answer = context.ask(QUESTION, max_new_tokens=24, append="retrieval")
     assert "7391846" in answer.text
-    assert context.ask("What is the special magic Bergen number?", max_new_tokens=24, append="exact").text
+    assert context.ask(QUESTION, max_new_tokens=24, append="exact").text

@@ -22,8 +22,8 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.model import placement
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.rotation import Rotation
-from tests.test_tensor_parallel import BUNDLED, QUESTION, TINY, check_logits, make_cases, run_both, text_with_needle
-from tests.tiny_models import build_model, random_ids, tiny_model
+from tests.test_tensor_parallel import BUNDLED, TINY, check_logits, make_cases, run_both
+from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
 ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4)
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_sliding_layers_too(tmp_path: Path, ids: torch.Tensor) -> None:
 def test_a_context_of_a_model_on_disk(tmp_path: Path, needle_model_path: Path) -> None:
     """Token ids go where the embedding runs, not to the meta device where its weights seem to be."""
     tokenizer = AutoTokenizer.from_pretrained(needle_model_path)
-    text = text_with_needle(700)
+    text = needle_text(700)
     answers = []
     for options in ({}, {"device_map": {"": "disk"}, "offload_folder": tmp_path}):
         model = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32, **options)
@@ -268,7 +268,7 @@ def test_layers_on_two_gpus(name: str, chunk: int, tmp_path: Path, ids: torch.Te
 def test_a_context_on_two_gpus_answers_as_on_one(index: str, needle_model_path: Path) -> None:
     """The bundled model in bfloat16, layers 0-2 and 3-4, an index that trains on queries of both devices."""
     tokenizer = AutoTokenizer.from_pretrained(needle_model_path)
-    text = text_with_needle(40_000)
+    text = needle_text(40_000)
     config = ra.Config(**{**BUNDLED, "index": index, "prefill_chunk": 4096})
     answers = []
     for split in ({"": 0}, None):
@@ -299,7 +299,7 @@ def retrieving(context: ra.Context) -> list[Any]:
 def test_llm_takes_a_device_map(needle_model_path: Path) -> None:
     llm = ra.LLM(needle_model_path, device_map="balanced", config=ra.Config(prefill_chunk=4096))
     assert len(placement.devices(llm.model)) == 2
-    context = llm.read(text_with_needle(40_000), progress=False)
+    context = llm.read(needle_text(40_000), progress=False)
     assert "7391846" in context.ask(QUESTION, max_new_tokens=12).text
 
 

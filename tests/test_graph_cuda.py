@@ -19,7 +19,8 @@ import retrieval_attn as ra
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.errors import CaptureError
-from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, ROARGRAPH, Decoded, broken_search
+from tests.graph_cases import CASES, CONFIG, MODELS, NEW, Decoded, broken_search
+from tests.test_graph_decode import Counting
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -36,7 +37,7 @@ def on_device(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return ra.enable(copy.deepcopy(tiny_model(name)).to("cuda", dtype), CONFIG)
 
 
-@pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
     """float32, across spills."""
     model = on_device(name)
@@ -46,39 +47,14 @@ def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
         assert name in ("gpt_oss", "qwen3_moe"), graphed.steps.reason  # experts may look at values on the CPU
         pytest.skip(f"eager: {graphed.steps.reason}")
     assert graphed.difference(eager) <= 2e-5
-    assert (
-        graphed.decoder.captures == 1
-        and graphed.decoder.replays == NEW
-        and graphed.decoder.runtime.host_callback == host_callback
-    )
+    assert graphed.decoder.captures == 1 and graphed.decoder.replays == NEW
+    assert graphed.decoder.runtime.host_callback == host_callback
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch": 2},
-        {"batch": 2, "repeats": 2, "padded": 5},
-        {"repeats": 3},
-        {"prompt": 14, "new": 40},
-        {"batch": 2, "padded": 5, "prompt": 14, "new": 40},
-        {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
-        {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
-        *DEVICE_CASES.values(),
-    ],
-    ids=[
-        "batch",
-        "padded",
-        "shared",
-        "grows into retrieval",
-        "padded grows",
-        "spill always",
-        "roargraph",
-        *DEVICE_CASES,
-    ],
-)
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], host_callback: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_batches_and_options_equal_eager_decoding(case: str, host_callback: str) -> None:
     model = on_device("llama")
-    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
+    eager, graphed = Decoded(model, False, **CASES[case]), Decoded(model, True, **CASES[case])
     assert graphed.difference(eager) <= 2e-5
 
 
@@ -119,22 +95,10 @@ def test_an_error_of_a_search_names_its_layer(host_callback: str) -> None:
     broken_search(on_device("llama"), True)
 
 
-class _Reading(torch.nn.Module):
-    """Reads a value of its input on the CPU."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(hidden)
-        return out + (0.0 if float(out[0, 0, 0]) > 0 else 1.0)
-
-
 def test_a_step_that_synchronises_runs_eagerly_and_breaks_nothing() -> None:
     """The failed capture leaves no stream capturing; the next model is captured all the same."""
     model = on_device("llama")
-    model.model.layers[1].mlp = _Reading(model.model.layers[1].mlp)
+    model.model.layers[1].mlp = Counting(model.model.layers[1].mlp, reads=True)
     with pytest.raises(CaptureError, match="cannot run as a graph"):
         Decoded(model, True, new=2)
     eager = Decoded(model, "auto", new=3)

@@ -20,13 +20,24 @@ from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.engine.graph import slot as graph_slot
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
-from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, PROMPT, ROARGRAPH, Decoded, broken_search, enabled, greedily
-from tests.tiny_models import random_ids, tiny_model
+from tests.graph_cases import (
+    CASES,
+    CONFIG,
+    DEVICE_CASES,
+    MODELS,
+    NEW,
+    PROMPT,
+    Decoded,
+    broken_search,
+    enabled,
+    greedily,
+)
+from tests.tiny_models import QUESTION, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("emulated_graphs")
 
 
-@pytest.mark.parametrize("name", ["llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
     """Soft-cap, sliding layers, learned sinks, experts; spills cross. Everything but the first pass is a replay."""
     model = enabled(name)
@@ -55,40 +66,14 @@ def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, host_c
     assert mine.host_seconds > 0 and mine.keys_scanned == others.keys_scanned > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch": 2},
-        {"batch": 2, "padded": 5},
-        {"repeats": 3},
-        {"batch": 2, "repeats": 2, "padded": 5},
-        {"config": CONFIG.replace(retrieve=0.2)},
-        {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
-        {"prompt": 14, "new": 24},
-        {"batch": 2, "padded": 5, "prompt": 14, "new": 14},
-        {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
-        *DEVICE_CASES.values(),
-    ],
-    ids=[
-        "batch",
-        "padded",
-        "shared",
-        "shared padded",
-        "share",
-        "spill always",
-        "grows into retrieval",
-        "padded window",
-        "roargraph",
-        *DEVICE_CASES,
-    ],
-)
-def test_batches_and_options_equal_eager_decoding(options: dict[str, Any], host_callback: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_batches_and_options_equal_eager_decoding(case: str, host_callback: str) -> None:
     """Rows on one path are searched together until a spill parts them; a short prompt begins without a host part."""
-    model = enabled("llama")
+    model, options = enabled("llama"), CASES[case]
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 1e-5
     assert graphed.steps.replays == options.get("new", NEW)
-    assert graphed.decoder.captures == (2 if options.get("prompt") == 14 else 1)
+    assert graphed.decoder.captures == (2 if "grows" in case else 1)
 
 
 def test_sliding_windows_slide_past_their_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +189,7 @@ def test_contexts_answer_the_same(needle_model_path: Path) -> None:
     for graph in (False, True):
         context = ra.Context(loaded.eval(), tokenizer, CONFIG.replace(graph=graph))
         context.read("The special magic Bergen number is: 7391846. " + "The grass is green. " * 30, progress=False)
-        asked = [context.ask("What is the special magic Bergen number?", max_new_tokens=8) for _ in range(2)]
+        asked = [context.ask(QUESTION, max_new_tokens=8) for _ in range(2)]
         answers.append([answer.tokens for answer in asked])
     assert answers[0] == answers[1]
     (decoder,) = graph_registry._decoders[loaded]
@@ -234,7 +219,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(
     assert len(said) == 1 and reason in said[0]
 
 
-class _Counting(torch.nn.Module):
+class Counting(torch.nn.Module):
     """Reads a value of its input on the CPU; or adds the number of cached tokens."""
 
     def __init__(self, inner: Any, reads: bool) -> None:
@@ -252,14 +237,14 @@ class _Counting(torch.nn.Module):
 def test_steps_that_look_at_numbers_on_the_cpu_are_found(reads: bool, reason: str) -> None:
     """A synchronisation ends the capture; a count that Python put into the step would be frozen without a word."""
     model = enabled("llama")
-    counting = model.model.layers[1].mlp = _Counting(model.model.layers[1].mlp, reads)
+    counting = model.model.layers[1].mlp = Counting(model.model.layers[1].mlp, reads)
     with pytest.raises(CaptureError, match=reason):
         decoded_with(model, counting)
     with pytest.raises(CaptureError, match=reason):  # remembered: no second capture
         decoded_with(model, counting)
 
 
-def decoded_with(model: Any, counting: _Counting) -> None:
+def decoded_with(model: Any, counting: Counting) -> None:
     cache = ra.RetrievalCache(model, CONFIG, check=False)
     with torch.no_grad():
         place = torch.arange(PROMPT)[None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,13 +12,10 @@ from tests.test_structure import PACKAGE, ROOT, imported_names, modules
 
 MAX_ROOT_FILES = 12
 MAX_LEVELS = 12
-MAX_FILE_LINES = 500
 MAX_CLASS_LINES = 250
 MAX_METHODS = 20
 MAX_PARAMETERS = 8
 
-LONG_FILES: dict[str, str] = {}
-"""Files over the limit, each with its reason."""
 COMPILED = ("njit", "jit", "cfunc", "intrinsic", "overload")
 """Decorators of functions that a compiler reads: what they work on comes as arguments."""
 
@@ -38,37 +34,20 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected groups of more than one node (Tarjan, iteratively)."""
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-    for root in graph:
-        if root in number:
-            continue
-        number[root] = low[root] = len(number)
-        stack.append(root)
-        work: list[tuple[str, Iterator[str]]] = [(root, iter(sorted(graph[root])))]
-        while work:
-            node, rest = work[-1]
-            following = next(rest, None)
-            if following is not None:
-                if following not in number:
-                    number[following] = low[following] = len(number)
-                    stack.append(following)
-                    work.append((following, iter(sorted(graph[following]))))
-                elif following in stack:
-                    low[node] = min(low[node], number[following])
-                continue
-            work.pop()
-            if work:
-                low[work[-1][0]] = min(low[work[-1][0]], low[node])
-            if low[node] == number[node]:
-                group = stack[stack.index(node) :]
-                del stack[stack.index(node) :]
-                if len(group) > 1:
-                    found.append(sorted(group))
-    return found
+    """Groups of more than one node that all reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {node: reached(node) for node in graph}
+    groups = {frozenset(other for other in reach[node] if node in reach[other]) for node in graph}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def test_no_import_circle() -> None:
@@ -105,19 +84,6 @@ def test_few_files_at_the_root_of_the_package() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_FILES
 
 
-def test_long_files_say_why() -> None:
-    long = {
-        str(path.relative_to(ROOT))
-        for path in modules()
-        if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES
-    }
-    assert long == set(LONG_FILES)
-
-
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_classes_and_functions_are_of_a_size_to_read(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -128,7 +94,9 @@ def test_classes_and_functions_are_of_a_size_to_read(path: Path) -> None:
             methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
             assert lines <= MAX_CLASS_LINES, f"{where}: {node.name} has {lines} lines; look for its second noun"
             assert methods <= MAX_METHODS, f"{where}: {node.name} has {methods} methods; look for its second noun"
-    for function in functions(tree):
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         if any(name in ast.unparse(decorator) for decorator in function.decorator_list for name in COMPILED):
             continue
         given = function.args

@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.prefill import finish_prefill
-from tests.tiny_models import build_model, random_ids
+from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids
 
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
-NEEDLE = "The special magic Bergen number is: 7391846."
-QUESTION = "What is the special magic Bergen number?"
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """About 2,500 tokens of prose with the needle in the middle."""
-    from retrieval_attn.eval.text.prose import prose
-
-    filler = prose(10_000, seed=5)
-    return f"{filler[:5000]} {NEEDLE} {filler[5000:]}"
+    return needle_text(10_000)  # about 2,500 tokens
 
 
 @pytest.fixture(scope="module")
-def context(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> ra.Context:
+def context(loaded: Loaded, text: str) -> ra.Context:
     return ra.Context(*loaded, CONFIG).read(text, progress=False)
 
 
-def failing(model: Any, where: str, error: BaseException) -> Any:
+@contextlib.contextmanager
+def failing(model: Any, where: str, error: BaseException) -> Iterator[None]:
     """Raises `error` inside the model's last layer, after its keys are stored; inside its first; or in neither."""
-    layers = {"first layer": 0, "last layer": -1}
-    if where not in layers:
-        return contextlib.nullcontext()
-    module = model.model.layers[layers[where]].self_attn.o_proj  # the layer's attention is over
 
     def fail(*_: Any) -> None:
         raise error
 
-    return contextlib.closing(_Handle(module.register_forward_pre_hook(fail)))
-
-
-class _Handle:
-    def __init__(self, handle: Any) -> None:
-        self.close = handle.remove
+    layers = {"first layer": 0, "last layer": -1}
+    if where not in layers:
+        yield
+        return
+    hook = model.model.layers[layers[where]].self_attn.o_proj.register_forward_pre_hook(fail)  # its attention is over
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 WHERE = ["first layer", "last layer", "before the last index", "after the last index"]
@@ -62,12 +56,7 @@ WHERE = ["first layer", "last layer", "before the last index", "after the last i
     ids=["auto, Ctrl-C", "auto, error", "roargraph, Ctrl-C"],
 )
 def test_an_extension_that_failed_has_not_happened(
-    loaded: tuple[Any, PreTrainedTokenizerBase],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    index: str,
-    where: str,
-    error: BaseException,
+    loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch, index: str, where: str, error: BaseException
 ) -> None:
     """Wherever it ended: same keys, same answers, and the same text can be appended, to the same index."""
     options: dict[str, Any] = {"index_options": {"exact_below": 64}} if index == "roargraph" else {}
@@ -127,11 +116,7 @@ def test_an_extension_of_a_forked_context_that_failed(context: ra.Context, monke
 @pytest.mark.parametrize(("name", "options"), [("gemma2", {}), ("llama", {"host_dtype": "int8"})])
 @pytest.mark.parametrize("where", WHERE)
 def test_windows_are_put_back_as_they_were(
-    loaded: tuple[Any, PreTrainedTokenizerBase],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    options: dict[str, Any],
-    where: str,
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], where: str
 ) -> None:
     """A sliding layer has forgotten what was in its window, and an int8 host has rounded it."""
     config = ra.Config(sink=4, window=32, spill=8, retrieve=10, **options)
@@ -151,7 +136,7 @@ def test_windows_are_put_back_as_they_were(
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_reading_that_failed_can_be_done_again(
-    loaded: tuple[Any, PreTrainedTokenizerBase], text: str, monkeypatch: pytest.MonkeyPatch, where: str
+    loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     context = ra.Context(*loaded, CONFIG)
     interrupt(context, text, where, KeyboardInterrupt(), monkeypatch)
@@ -176,7 +161,7 @@ def test_a_context_that_could_not_be_put_back_says_so(context: ra.Context, monke
                 use(QUESTION)
 
 
-def test_many_short_extensions_stay_in_one_index(loaded: tuple[Any, PreTrainedTokenizerBase], text: str) -> None:
+def test_many_short_extensions_stay_in_one_index(loaded: Loaded, text: str) -> None:
     """A context that grows turn by turn is one segment per layer, however many turns it takes."""
     context = ra.Context(*loaded, CONFIG).read(text[:4000], progress=False)
     for start in range(4000, 8000, 200):

@@ -134,3 +134,14 @@ def test_a_fork_keeps_its_index_when_the_first_cache_begins_anew() -> None:
     assert fork.index is not cache.index
     layers: Any = fork.layers
     assert all(layer.index is fork.index for layer in layers)
+
+
+def test_the_device_part_does_not_grow_with_the_context() -> None:
+    """80 or 800 tokens: the same device bytes, and all keys on the host."""
+    model = model_of("llama")
+    caches = [ra.RetrievalCache(model, CONFIG) for _ in range(2)]
+    for tokens, cache in zip((80, 800), caches, strict=True):
+        forward(model, cache, random_ids(1, tokens))
+    assert caches[0].device_nbytes == caches[1].device_nbytes
+    per_token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * model.config.head_dim * 4
+    assert caches[1].host_nbytes >= 800 * per_token

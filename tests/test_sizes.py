@@ -7,7 +7,7 @@ import re
 import pytest
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, parse_tokens, show_bytes
+from retrieval_attn.memory.units import parse_bytes, parse_tokens, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,6 @@ def test_sizes_are_shown_in_the_unit_that_fits() -> None:
         "16.00 GiB",
         "-1.00 GiB",
     ]
-
-
-def test_this_machine_has_memory() -> None:
-    assert host_memory_bytes() > 2**28
 
 
 @pytest.mark.parametrize(

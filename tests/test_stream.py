@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from tests.tiny_models import build_model
+from tests.tiny_models import QUESTION, build_model
 
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50)
-QUESTION = "What is the special magic Bergen number?"
 LONG: dict[str, Any] = {"max_new_tokens": 400, "temperature": 9.0, "seed": 1}
 """An answer that does not end by itself for a long time: random tokens."""
 

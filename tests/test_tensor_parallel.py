@@ -17,14 +17,12 @@ from transformers.cache_utils import DynamicCache
 
 from retrieval_attn.index.cores import share
 from tests.tensor_parallel_ranks import RANKS, answers_of, ask, run_rank
-from tests.tiny_models import build_model, random_ids
+from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
 SCRIPT = Path(run_rank.__code__.co_filename)
 MODELS = ("llama", "qwen3", "gemma2")
 TINY: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 6, "decode_tokens": 4}
 BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "retrieve": 50, "index": "flat"}
-NEEDLE = "The special magic Bergen number is: 7391846."
-QUESTION = "What is the special magic Bergen number?"
 PROMPT, NEW = 150, 3
 
 
@@ -43,14 +41,6 @@ def start_ranks(folder: Path, launcher: list[str]) -> list[list[dict[str, Any]]]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
-def text_with_needle(characters: int) -> str:
-    from retrieval_attn.eval.text.prose import prose
-
-    filler = prose(characters, seed=5)
-    middle = filler.index(". ", len(filler) // 2) + 2
-    return filler[:middle] + NEEDLE + " " + filler[middle:]
-
-
 def make_cases(folder: Path, needle_model: Path) -> dict[str, dict[str, Any]]:
     """One case per tiny model, saved, and one of the bundled model."""
     ids = random_ids(1, PROMPT + NEW)[0].tolist()
@@ -62,12 +52,7 @@ def make_cases(folder: Path, needle_model: Path) -> dict[str, dict[str, Any]]:
         # the whole of it for one model, the rest of them once in chunks and by graph
         first = name == MODELS[0]
         cases[name].update(chunks=[4096, 37] if first else [37], indexes=["flat", "roargraph"][not first :])
-    cases["bundled"] = {
-        "model": str(needle_model),
-        "config": BUNDLED,
-        "text": text_with_needle(3000),
-        "question": QUESTION,
-    }
+    cases["bundled"] = {"model": str(needle_model), "config": BUNDLED, "text": needle_text(3000), "question": QUESTION}
     return cases
 
 
@@ -175,7 +160,7 @@ def test_a_command_in_several_processes_writes_once(both: dict[str, Both], folde
         assert "retrieval" in printed[0]
         assert not printed[1]
     rows = [json.loads(line) for line in (folder / "results" / "predictions.jsonl").read_text().splitlines()]
-    assert sorted((row["method"], row["depth"]) for row in rows) == [
+    assert sorted((row["method"], row["meta"]["depth"]) for row in rows) == [
         (method, depth) for method in ("full", "retrieval") for depth in (0, 50)
     ]
     assert not any(row.get("error") for row in rows)

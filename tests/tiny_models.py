@@ -6,11 +6,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 97
 LAYERS = 2
+
+# What the bundled model is asked about, its tokenizer with it.
+Loaded = tuple[Any, PreTrainedTokenizerBase]
+NEEDLE = "The special magic Bergen number is: 7391846."
+QUESTION = "What is the special magic Bergen number?"
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -106,6 +111,15 @@ def config_of(model_type: str, **options: Any) -> Any:
     """A transformers config of `model_type`."""
     factory: Any = CONFIG_MAPPING[model_type]
     return factory(**options)
+
+
+def needle_text(characters: int) -> str:
+    """Prose with the needle in the middle."""
+    from retrieval_attn.eval.text.prose import prose
+
+    filler = prose(characters, seed=5)
+    middle = filler.index(". ", len(filler) // 2) + 2
+    return f"{filler[:middle]}{NEEDLE} {filler[middle:]}"
 
 
 def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
-from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.layered import LayeredCache
+from retrieval_attn.cache.layer import CacheLayer, LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, distinct
 from retrieval_attn.cache.sliding import SlidingLayer

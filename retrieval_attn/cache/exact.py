@@ -73,13 +73,12 @@ class ExactPass:
         first = self.valid[row].nonzero().squeeze(1)[:count].to(key.device)
         return key[row][:, first], value[row][:, first]
 
-    def mark(self) -> object:
+    def mark(self) -> tuple[int, Tensor | None]:
         """What `restore` needs to forget the chunks that follow."""
         return self.filled, self.valid
 
-    def restore(self, mark: object) -> None:
+    def restore(self, mark: tuple[int, Tensor | None]) -> None:
         """As it was when `mark` was made: rows beyond it are written again by the next chunk."""
-        assert isinstance(mark, tuple)
         self.filled, self.valid = mark
 
     def _store(self, key: Tensor, value: Tensor, start: int) -> None:

@@ -15,11 +15,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
-from retrieval_attn.model.hooks import KVView, MaskSpec
+from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 
 
-class HandleLayer(CacheLayerMixin):
-    """transformers' protocol for one layer of a cache.
+class HandleLayer(CacheLayerMixin, AttendingLayer):
+    """transformers' protocol for one layer of a cache, without the attention.
 
     batch: the rows, shared by all layers. commits: whether the columns of a forward count once this layer has stored
     them: the last layer of a cache.
@@ -83,19 +83,6 @@ class HandleLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: see `offload`."""
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        spec: MaskSpec,
-        *,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
-        """See `CacheLayer.attend`."""
-        raise NotImplementedError
 
     def _expected_offset(self) -> int:
         """Column of the next new token."""

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from retrieval_attn.cache.handle import HandleLayer
 from retrieval_attn.cache.sequence import Batch
@@ -21,7 +23,7 @@ from retrieval_attn.offload.stats import LayerStats
 
 
 class GraphHook(Protocol):
-    """A layer's place in a captured decode step (`engine/graph/layer.py`), while a cache is bound to it."""
+    """A layer's place in a captured decode step (`engine/graph/binding.py`), while a cache is bound to it."""
 
     @property
     def recording(self) -> bool:
@@ -155,3 +157,10 @@ class CacheLayer(HandleLayer):
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:
         raise NotImplementedError
+
+
+class LayeredCache(Cache):
+    """What layer-major prefill asks of a cache. on_layer: called after each decoder layer of a forward, or None."""
+
+    config: Config
+    on_layer: Callable[[], object] | None = None

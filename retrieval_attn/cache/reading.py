@@ -28,7 +28,7 @@ _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class ReadingMark(NamedTuple):
     """How far a reading was."""
 
-    done: object
+    done: tuple[int, Tensor | None]
     sampled: int
 
 

@@ -60,7 +60,6 @@ class RetrievalLayer(CacheLayer):
 
     @property
     def window(self) -> WindowCache | None:
-        """See `CacheLayer`."""
         return None if self.held is None else self.held.window
 
     @property

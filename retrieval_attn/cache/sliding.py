@@ -39,7 +39,6 @@ class SlidingLayer(CacheLayer):
 
     @property
     def window(self) -> WindowCache | None:
-        """See `CacheLayer`."""
         return self._window
 
     @property

@@ -1,9 +1,8 @@
 """The token loop: one forward for what is new, then one forward per generated token.
 
-Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions
-explicitly, so that padded rows and rows whose padding lies in the middle continue where they stopped.
-On a GPU the forwards of generated tokens are replays of one graph (`engine/graph/launch.py`), where the model allows
-it.
+Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions explicitly, so
+that padded rows and rows whose padding lies in the middle continue where they stopped. On a GPU the forwards of
+generated tokens are replays of one graph (`engine/graph/launch.py`), where the model allows it.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.layered import LayeredCache
+from retrieval_attn.cache.layer import CacheLayer, LayeredCache
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan

@@ -11,7 +11,7 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.gpu.attention import plain as flash_math
 from retrieval_attn.gpu.attention.backends import BACKENDS
-from retrieval_attn.gpu.attention.flash import attend, reason_missing
+from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.reference import reference_attention
 
@@ -97,7 +97,7 @@ def compare(name: str, case: Case, group: int, inputs: tuple[Tensor, Tensor, Ten
 @DTYPES
 def test_each_backend_equals_the_reference(device: str, name: str, dtype: torch.dtype, head_dim: int) -> None:
     """Every case a backend accepts, for 1, 4 and 8 queries per key head."""
-    if reason := reason_missing(name, device):
+    if reason := BACKENDS[name].missing(torch.device(device)):
         pytest.skip(f"{name}: {reason}")
     served, refusal = 0, ""
     for group in (1, 4, 8):
@@ -133,7 +133,7 @@ def test_mask_soft_cap_and_empty_rows(
     device: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask with a row that sees nothing: 0 and -inf there, not NaN. The math backend in several blocks."""
-    if reason := reason_missing(name, device):
+    if reason := BACKENDS[name].missing(torch.device(device)):
         pytest.skip(f"{name}: {reason}")
     monkeypatch.setattr(flash_math, "MAX_SCORES", 5000)
     query, key, value = tensors(device, dtype, 4, 32, 37, 90)
@@ -186,7 +186,7 @@ def test_values_of_another_width_and_strided_views(device: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_decode_call_replays_in_a_cuda_graph(name: str, head_dim: int) -> None:
     """Captured once, replayed on new contents of the same buffers: equal to a fresh call."""
-    if reason := reason_missing(name, "cuda"):
+    if reason := BACKENDS[name].missing(torch.device("cuda")):
         pytest.skip(f"{name}: {reason}")
     query, key, value = tensors("cuda", torch.bfloat16, 4, head_dim, 1, 640)
     try:

@@ -14,7 +14,7 @@ import torch
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention import flash
 from retrieval_attn.gpu.attention.backends import BACKENDS, Call, _function
-from retrieval_attn.gpu.attention.flash import attend, reason_missing
+from retrieval_attn.gpu.attention.flash import attend
 
 GPU_NAMES = [name for name in BACKENDS if name not in ("torch-flash-cpu", "math")]
 
@@ -136,17 +136,17 @@ def test_a_missing_package_is_named() -> None:
 
 @pytest.mark.parametrize("name", GPU_NAMES)
 def test_device_kernels_are_missing_on_the_cpu(name: str) -> None:
-    assert reason_missing(name, "cpu") == "needs a CUDA device, the tensors are on cpu"
+    assert BACKENDS[name].missing(torch.device("cpu")) == "needs a CUDA device, the tensors are on cpu"
     if not torch.cuda.is_available():
-        assert reason_missing(name, "cuda:0") == "needs a CUDA device, PyTorch sees none"
+        assert BACKENDS[name].missing(torch.device("cuda:0")) == "needs a CUDA device, PyTorch sees none"
 
 
 @pytest.mark.cuda
 def test_the_device_has_a_flash_kernel() -> None:
     """On a device from Ampere on, half precision never falls to score matrices; packages may be absent."""
-    assert reason_missing("torch-flash", "cuda") is None
+    assert BACKENDS["torch-flash"].missing(torch.device("cuda")) is None
     for name in ("flash-attn", "flash-attn-4"):
-        reason = reason_missing(name, "cuda")
+        reason = BACKENDS[name].missing(torch.device("cuda"))
         assert reason is None or f"package {name}" in reason or "compute capability" in reason
     query = torch.zeros(1, 2, 3, 128, dtype=torch.bfloat16, device="cuda")
     attend(query, query, query, scale=1.0, causal=True, backends=[name for name in BACKENDS if name != "math"])

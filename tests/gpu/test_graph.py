@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,26 +23,14 @@ AnyRuntime = EmulatedRuntime | CudaRuntime
 HOST_CALLBACKS: tuple[HostCallback, ...] = ("polling", "host_node")
 
 
-@pytest.fixture(
-    params=[
-        *(
-            pytest.param(("emulated", host_callback), id=f"emulated-{host_callback}")
-            for host_callback in HOST_CALLBACKS
-        ),
-        *(
-            pytest.param(("cuda", host_callback), id=f"cuda-{host_callback}", marks=pytest.mark.cuda)
-            for host_callback in HOST_CALLBACKS
-        ),
-    ]
-)
-def runtime(request: pytest.FixtureRequest) -> Iterator[AnyRuntime]:
-    where, host_callback = request.param
-    yield EmulatedRuntime(Server, host_callback) if where == "emulated" else cuda_runtime(0, Server, host_callback)
-
-
 @pytest.fixture(params=HOST_CALLBACKS)
-def emulated(request: pytest.FixtureRequest) -> Iterator[EmulatedRuntime]:
-    yield EmulatedRuntime(Server, request.param)
+def emulated(request: pytest.FixtureRequest) -> EmulatedRuntime:
+    return EmulatedRuntime(Server, request.param)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def runtime(request: pytest.FixtureRequest, emulated: EmulatedRuntime) -> AnyRuntime:
+    return emulated if request.param == "emulated" else cuda_runtime(0, Server, emulated.host_callback)
 
 
 def device_of(runtime: Runtime) -> str:

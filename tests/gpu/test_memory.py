@@ -28,20 +28,18 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 
-def test_allocator_gets_the_cap_minus_the_context() -> None:
-    """24 GiB on an 80 GiB device whose context takes half a GiB."""
-    share = allocator_share(24 * GIB, DeviceMemory(80 * GIB, 79 * GIB, GIB // 2))
-    assert share * 80 * GIB == pytest.approx(24 * GIB - GIB // 2 - LATER_CONTEXT)
-
-
-def test_a_cap_beyond_the_device_is_the_device() -> None:
-    """More than there is cannot be given."""
-    share = allocator_share(200 * GIB, DeviceMemory(80 * GIB, 79 * GIB, GIB))
-    assert share == pytest.approx((79 * GIB - LATER_CONTEXT) / (80 * GIB))
+@pytest.mark.parametrize(
+    ("limit", "context", "left"),
+    [(24 * GIB, GIB // 2, 24 * GIB - GIB // 2), (200 * GIB, GIB, 79 * GIB)],
+    ids=["the cap minus the context", "more than the device has"],
+)
+def test_what_the_allocator_gets(limit: int, context: int, left: int) -> None:
+    """On an 80 GiB device."""
+    share = allocator_share(limit, DeviceMemory(80 * GIB, 79 * GIB, context))
+    assert share * 80 * GIB == pytest.approx(left - LATER_CONTEXT)
 
 
 def test_a_cap_that_the_context_takes_is_refused() -> None:
-    """Half a GiB of context leaves nothing of half a GiB."""
     with pytest.raises(MemoryPlanError, match="leaves nothing"):
         allocator_share(GIB // 2, DeviceMemory(80 * GIB, 79 * GIB, GIB // 2))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -205,8 +204,8 @@ def test_the_environment_names_an_exchange_or_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def cuda() -> Iterator[CudaRuntime]:
-    yield cuda_runtime(0, Server, "polling")
+def cuda() -> CudaRuntime:
+    return cuda_runtime(0, Server, "polling")
 
 
 @pytest.mark.cuda

@@ -42,9 +42,7 @@ def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
                 restart()
                 _try_shifted(binding, shift, record)
                 seen.append(outputs[0].clone())
-            if memory.host_failed:
-                for slot in binding.decoder.slots:
-                    slot.raise_error()
+            binding.decoder.raise_host_error()
             # no difference at all but where a model's own kernels add in any order
             known = 1e-4 if binding.model.dtype == torch.float32 else 1e-2
             tolerance = known * float(seen[0].abs().max())

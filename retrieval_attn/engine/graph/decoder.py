@@ -1,6 +1,6 @@
 """What a model keeps for decoding by graphs: buffers, and the graphs that were captured over them.
 
-A decoder serves every cache of the same shape: caches are bound to it in turn (`graph_binding.py`), so that a captured
+A decoder serves every cache of the same shape: caches are bound to it in turn (`binding.py`), so that a captured
 graph outlives the context, fork or question that it was captured for.
 """
 
@@ -64,6 +64,12 @@ class GraphDecoder:
         self.slots = [LayerSlot(number, layer, resources, self.memory) for number, layer in enumerate(layers)]
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+
+    def raise_host_error(self) -> None:
+        """Raise what the last replay left as a host step's status; BackendError names the layer."""
+        if self.memory.host_failed:
+            for host in (host for slot in self.slots for host in slot.hosts):
+                host.raise_error()
 
 
 def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:

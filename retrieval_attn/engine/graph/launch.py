@@ -155,10 +155,8 @@ class Launcher:
         launch.host_done = True
         if not launch.retrieves:
             return
-        if self.decoder.memory.host_failed:
-            try:
-                for slot in self.decoder.slots:
-                    slot.raise_error()
-            except BackendError as error:
-                launch.error = error
+        try:
+            self.decoder.raise_host_error()
+        except BackendError as error:
+            launch.error = error
         launch.work, launch.nanoseconds = self.decoder.memory.host_meters()

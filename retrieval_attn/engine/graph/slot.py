@@ -59,11 +59,6 @@ class LayerSlot:
             for i, rows in enumerate(split_microbatches(layer, batch, dim))
         ]
 
-    def raise_error(self) -> None:
-        """Raise what the last replay left as a host step's status; BackendError names the layer."""
-        for host in self.hosts:
-            host.raise_error()
-
     def forget(self) -> None:
         """Drop what the host's parts hold of a cache."""
         for host in self.hosts:

@@ -67,11 +67,6 @@ def attend(
     return Partial(torch.cat([empty.out, part.out], dim=2), torch.cat([empty.lse, part.lse], dim=2))
 
 
-def reason_missing(name: str, device: torch.device | str) -> str | None:
-    """Why backend `name` cannot run on `device` at all, whatever the call; None when it can."""
-    return BACKENDS[name].missing(torch.device(device))
-
-
 def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None) -> None:
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ShapeError(

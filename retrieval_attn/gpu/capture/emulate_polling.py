@@ -133,7 +133,6 @@ class EmulatedPolling:
             raise CaptureError(f"{self.calls[missed[0]].name} was never answered")
 
     def failure(self, generation: int | None = None) -> str | None:
-        """See `Replay`."""
         return failure_of(self._report, generation or self.generation, self.calls)
 
     # -- the device's side --------------------------------------------------------------------------

@@ -123,23 +123,18 @@ class HostNodeExchange:
         self.renew()
 
     def renew(self) -> None:
-        """See `Exchange`."""
         self._side = torch.cuda.Stream(self._device)
 
     def queries(self, count: int) -> Shared:
-        """See `Exchange`."""
         return Shared(torch.zeros(count, dtype=torch.float32, device=self._device), page_locked(count))
 
     def results(self, count: int) -> Shared:
-        """See `Exchange`."""
         return self.queries(count)
 
     def open(self) -> HostNodeExchange:
-        """See `Exchange`."""
         return self
 
     def begin(self, call: HostCall) -> torch.cuda.Event:
-        """See `Runtime`."""
         # a host node holds up its stream: on a side stream, what follows in the main one runs beside the host's search.
         # A capture takes the side stream in by the first event, and must be joined by the second.
         ready, done = torch.cuda.Event(), torch.cuda.Event()
@@ -153,11 +148,9 @@ class HostNodeExchange:
         return done
 
     def join(self, begun: torch.cuda.Event) -> None:
-        """See `Runtime`."""
         torch.cuda.current_stream(self._device).wait_event(begun)
 
     def replay(self, launch: Callable[[], None]) -> Replay:
-        """See `Calls`."""
         return PlainReplay(launch)
 
 

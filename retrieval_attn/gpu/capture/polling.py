@@ -153,11 +153,9 @@ class PollingExchange:
         return Shared(host, host)
 
     def results(self, count: int) -> Shared:
-        """See `Exchange`."""
         return Shared(torch.zeros(count, dtype=torch.float32, device=self.device), page_locked(count))
 
     def open(self) -> PollingCalls:
-        """See `Exchange`."""
         return PollingCalls(self)
 
     def begin(self, call: HostCall) -> None:
@@ -170,7 +168,6 @@ class PollingExchange:
         """See `Runtime`."""
 
     def replay(self, launch: Callable[[], None]) -> Replay:
-        """See `Calls`."""
         raise NotImplementedError("what is replayed is captured by `open`")
 
 
@@ -189,7 +186,6 @@ class PollingCalls:
         self._device = words.to(exchange.device)
 
     def begin(self, call: HostCall) -> int:
-        """See `Runtime`."""
         number = len(self.calls)
         if number == MAX_CALLS:
             raise CaptureError(f"a step has more than {MAX_CALLS} layers that search")
@@ -208,11 +204,9 @@ class PollingCalls:
         return number
 
     def join(self, begun: int) -> None:
-        """See `Runtime`."""
         self.exchange.kernels.wait(self._device[begun + 1], self._device[0], self._host)
 
     def replay(self, launch: Callable[[], None]) -> Replay:
-        """See `Calls`."""
         return PollingReplay(self, launch, self._device, self._host)
 
 
@@ -232,7 +226,6 @@ class PollingReplay:
         self.generation = 0
 
     def __call__(self) -> None:
-        """See `Replay`."""
         # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
         with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
             stream = torch.cuda.current_stream()
@@ -245,5 +238,4 @@ class PollingReplay:
             serve(self.server, self._launch, self.calls, self._exchange.limit_seconds)
 
     def failure(self, generation: int | None = None) -> str | None:
-        """See `Replay`."""
         return failure_of(int(self._report[0]), generation or self.generation, self.calls)

@@ -18,7 +18,7 @@ from retrieval_attn.eval.baselines import Reply
 from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts
 from retrieval_attn.eval.suite import Row, arguments
-from retrieval_attn.eval.suite.runner import RunOptions, Selection, SuiteRun, run_suite
+from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 from retrieval_attn.eval.suite.scoring import score_again
 from tests.eval.toy_suite import ToySuite
 
@@ -274,25 +274,6 @@ def test_export_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixtur
     prompts = [(row["id"], row["context"] + row["question"] + row["answer_prefix"]) for row in written]
     assert prompts == [(row.id, row.prompt) for row in expected]
     assert "2 samples" in capsys.readouterr().out and list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")
-def test_run_suite_on_a_loaded_model(tmp_path: Path) -> None:
-    """The call for scripts: methods as objects, report written, too long lengths refused before a row is made."""
-    from retrieval_attn.eval.models import load_model
-
-    model = load_model(str(BUNDLED_MODEL), "cpu", "float32")
-    outcome = run_suite(
-        ToySuite(), Selection(("niah_single_1",), (500,), 2), {"a": Reader("a")}, model, tokenizer(), tmp_path / "run",
-        RunOptions(positions=("after",), plot=False, progress=False),
-    )  # fmt: skip
-    assert [(row["score"], row["position"]) for row in outcome.rows] == [(1.0, "after")] * 2
-    assert "| a | - | 100.0 ±0.0 | 100.0 |" in (tmp_path / "run" / "summary.md").read_text()
-    suite = ToySuite()
-    with pytest.raises(ContextLengthError, match="the model has 131072"):
-        chosen = Selection(("niah_single_1",), (1 << 18,), 2)
-        run_suite(suite, chosen, ["full"], model, tokenizer(), tmp_path / "other")
-    assert not suite.made and not (tmp_path / "other").exists()
 
 
 @pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,11 @@ from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts
 from retrieval_attn.eval.suite import Row, arguments
 from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 from retrieval_attn.eval.suite.scoring import score_again
+from tests.eval.shared import bundled_tokenizer, parsed
 from tests.eval.toy_suite import ToySuite
 
 SETTINGS = {"suite": "toy", "model": "reader", "seed": 1, "dtype": "none", "device": "none"}
 WEIGHTS = (BUNDLED_MODEL / "model.safetensors").exists()
-
-
-@cache
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 
 
 class Reader:
@@ -47,7 +40,7 @@ class Reader:
         self.prompts.append(prompt)
         if self.wrong:
             raise RuntimeError("out of memory")
-        text = tokenizer().decode(prompt.ids.tolist())
+        text = bundled_tokenizer().decode(prompt.ids.tolist())
         key = re.findall(r"for (\S+) mentioned", text)[-1]
         found = re.findall(rf"for {key} is: (\S+)\.", text)
         seconds = {"prefill": 0.1, "index": 0.0, "decode": 0.2}
@@ -61,7 +54,7 @@ def make_run(suite: ToySuite | None = None, **options: Any) -> SuiteRun:
     chosen = {"tasks": ("niah_single_1",), "lengths": (500,), "n": 4, "seed": 1, **options}
     positions = chosen.pop("positions", ("inside", "after"))
     room = chosen.pop("max_positions", 131072)
-    form = PromptFormat.of(tokenizer())
+    form = PromptFormat.of(bundled_tokenizer())
     return SuiteRun(suite or ToySuite(), Selection(**chosen), form, positions=positions, max_positions=room)
 
 
@@ -224,9 +217,7 @@ def test_prompt_ids(tmp_path: Path) -> None:
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser, lengths="500", n=2)
-    return parser.parse_args(list(flags))
+    return parsed(arguments, *flags, lengths="500", n=2)
 
 
 @pytest.mark.parametrize(

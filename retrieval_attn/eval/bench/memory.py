@@ -203,7 +203,12 @@ def markdown(rows: Sequence[Row], report: dict[str, Any], problems: Sequence[str
         ("host process, GiB", "host_peak", ".2f", GIB),
     )
     cells = [
-        [f"{row.context:,}", row.method, row.how, *(shown(getattr(row, name), *how) for _, name, *how in measures)]
+        [
+            f"{row.context:,}",
+            row.method,
+            row.how,
+            *(shown(getattr(row, name), form, unit) for _, name, form, unit in measures),
+        ]
         for row in rows
     ]
     columns = ["context", "index", "keys", *(heading for heading, *_ in measures)]

@@ -104,13 +104,12 @@ def paired_difference(
     wins = sum(y and not x for x, y in right)
     losses = sum(x and not y for x, y in right)
     few = len(right) < LEAST_PAIRS or min(len(a) for a in first) < 2
-    p_value = mcnemar_exact(wins, losses)
     return Difference(
         n=len(right),
         mean=value / len(first),
         low=None if few else low,
         high=None if few else high,
-        p_value=p_value,
+        p_value=mcnemar_exact(wins, losses),
         wins=wins,
         losses=losses,
     )

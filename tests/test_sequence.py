@@ -123,3 +123,14 @@ def test_rows_share_the_host_until_they_write() -> None:
         forward(model, cache, random_ids(3, 1, seed=step))
     assert len({id(host) for host in layer.hosts}) == 3
     assert all(len(host) > 80 for host in layer.hosts)
+
+
+def test_a_fork_keeps_its_index_when_the_first_cache_begins_anew() -> None:
+    model = model_of("llama")
+    cache = ra.RetrievalCache(model, CONFIG)
+    forward(model, cache, random_ids(1, 80))
+    fork = cache.fork()
+    cache.reset()
+    assert fork.index is not cache.index
+    layers: Any = fork.layers
+    assert all(layer.index is fork.index for layer in layers)

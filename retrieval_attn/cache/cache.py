@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -94,8 +95,11 @@ class RetrievalCache(LayeredCache):
         self.quiet()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.batch = self.batch.fork()
+        other.batch, other.index = self.batch.fork(), copy.copy(self.index)
         other.layers = [layer.fork(other.batch) for layer in self._own_layers()]
+        for layer in other.layers:
+            if isinstance(layer, RetrievalLayer):
+                layer.index = other.index
         other.on_layer = None
         return other
 

@@ -122,6 +122,7 @@ class Binding:
             slot.forget()
         for layer in self.layers:
             layer.unbind()
+        self.layers = []  # they know this object: a circle would keep the cache's windows until Python collects it
 
     def _replan(self, changed: list[GraphLayer]) -> None:
         """Windows have moved: upload where they are, and plan what the host searches now."""

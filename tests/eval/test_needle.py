@@ -386,11 +386,13 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
     class Backwards(FlatIndex):
         kind = "backwards"
 
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.exact = False  # exact ones are scanned, not asked
+
         @classmethod
         def search_heads(cls, indexes: Any, queries: Any, k: int, *, limit: int | None = None) -> SearchResult:
             return FlatIndex.search_heads(indexes, -queries, k, limit=limit)
-
-        exact = False
 
         def compiled_search(self, request: Any) -> Any:
             """None: `search_heads` answers."""

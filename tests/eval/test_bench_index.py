@@ -184,19 +184,10 @@ def recorded(n: int) -> HeadRecording:
     train = rng.standard_normal((2, 40, DIM), dtype=np.float32)
     places = np.arange(40, dtype=np.int64)
     return HeadRecording(
-        layer=0,
-        kv_head=n % 2,
-        fmt=Format.BFLOAT16,
-        scale=0.25,
-        keys=keys,
-        values=keys,
-        train=train,
-        train_rotated=train,
-        train_positions=places,
-        train_targets=places + n,
-        decode=train[:, :5],
-        decode_positions=np.arange(n, n + 5, dtype=np.int64),
-    )
+        layer=0, kv_head=n % 2, fmt=Format.BFLOAT16, scale=0.25, keys=keys, values=keys,
+        train=train, train_rotated=train, train_positions=places, train_targets=places + n,
+        decode=train[:, :5], decode_positions=np.arange(n, n + 5, dtype=np.int64),
+    )  # fmt: skip
 
 
 def test_summary_and_table() -> None:

@@ -395,7 +395,7 @@ class Short:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "LEAST_CHUNK", 16)
+    monkeypatch.setattr(prefill, "MIN_CHUNK", 16)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
-from tests.test_tensor_parallel import QUESTION, text_with_needle
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import QUESTION, needle_text, random_ids, tiny_model
 
 TOTAL = 200
 GRAPH = {"exact_below": 0, "beam": 64, "list_k": 16}
@@ -107,7 +106,7 @@ def test_a_layer_samples_what_its_index_asks_for_or_what_it_is_told(
 def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
     """A needle 1,200 tokens back, found by a graph that scores a part of the keys, the question retrieving as well."""
     config = ra.Config(sink=8, window=64, spill=16, retrieve=50, index="roargraph", index_options=GRAPH)
-    context = ra.Context(*loaded, config).read(text_with_needle(16_000), progress=False)
+    context = ra.Context(*loaded, config).read(needle_text(16_000), progress=False)
     answer = context.ask(QUESTION, max_new_tokens=24, append="retrieval")
     assert "7391846" in answer.text
     assert answer.stats.indexes == {"roargraph": 10}

@@ -35,7 +35,7 @@ from retrieval_attn.offload.traffic import traffic
 
 log = logging.getLogger(__name__)
 
-LEAST_CHUNK = 256
+MIN_CHUNK = 256
 """Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
 _ORIGINAL = "_retrieval_attn_original_forward"
 
@@ -122,9 +122,9 @@ class _Stream:
 
         Also False where ranks share the model's heads: the others are in the middle of the same chunk.
         """
-        if size <= LEAST_CHUNK or tensor_ranks(self.model) > 1:
+        if size <= MIN_CHUNK or tensor_ranks(self.model) > 1:
             return False
-        self.chunk = max(LEAST_CHUNK, size // 2)
+        self.chunk = max(MIN_CHUNK, size // 2)
         log.warning(
             "layer %d: out of device memory with a chunk of %d tokens; prefill goes on with chunks of %d",
             layer,
@@ -179,7 +179,7 @@ class _ChunkedLayer:
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
         tokens = hidden_states.shape[1]
         # Linear-attention layers carry state from token to token in their own way: never split those.
-        if tokens <= min(self._stream.chunk, LEAST_CHUNK) or not isinstance(layer, CacheLayer):
+        if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer):
             result = self._original(hidden_states, *args, **kwargs)
         else:
             result = self._read(cache, layer, hidden_states, args, kwargs)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from retrieval_attn.errors import ConfigError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.eval.baselines import METHODS, budget_options, build_methods, make_method, option_names
 from retrieval_attn.eval.baselines.reader import ContextReader
-from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt
 from retrieval_attn.eval.tasks import make_sample
+from tests.eval.shared import bundled_tokenizer
 from tests.tiny_models import config_of, tiny_model
 
 BOTH = ("inside", "after")
@@ -31,20 +31,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
-def tokenizer() -> Any:
-    """The bundled model's."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
-
-
-@cache
 def random_model() -> Any:
     """Three layers of llama with random weights and the bundled tokenizer's vocabulary. Shared: leave it."""
     from transformers import AutoModelForCausalLM
 
     config = config_of(
-        "llama", vocab_size=len(tokenizer()), hidden_size=48, intermediate_size=64, num_hidden_layers=3,
+        "llama", vocab_size=len(bundled_tokenizer()), hidden_size=48, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, eos_token_id=1,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -59,19 +51,19 @@ def random_model() -> Any:
 @cache
 def prompt(tokens: int = 700, seed: int = 3) -> Prompt:
     """A number to be found at a third of the context."""
-    sample = make_sample("niah_single_1", tokens, seed, tokenizer(), depth=0.35)
-    context = np.array(tokenizer()(sample.context)["input_ids"], dtype=np.int64)
+    sample = make_sample("niah_single_1", tokens, seed, bundled_tokenizer(), depth=0.35)
+    context = np.array(bundled_tokenizer()(sample.context)["input_ids"], dtype=np.int64)
     return Prompt(context, ids_of(sample.question), sample.question)
 
 
 def ids_of(question: str) -> NDArray[np.int64]:
-    return np.array(tokenizer()(question, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    return np.array(bundled_tokenizer()(question, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
 
 @cache
 def full_ids() -> list[int]:
     """What full attention answers."""
-    return make_method("full", random_model(), tokenizer()).answers(prompt(), BOTH, NEW_TOKENS)["inside"].ids
+    return make_method("full", random_model(), bundled_tokenizer()).answers(prompt(), BOTH, NEW_TOKENS)["inside"].ids
 
 
 def generous(name: str) -> dict[str, Any]:
@@ -93,7 +85,7 @@ def test_names_and_options() -> None:
 def test_every_method_with_room_answers_as_full_attention(name: str) -> None:
     """Both question positions, through the model's own generation end, from output ids only."""
     given = generous(name) if name != "full" else {}
-    method = make_method(name, random_model(), tokenizer(), **given)
+    method = make_method(name, random_model(), bundled_tokenizer(), **given)
     asked = prompt()
     replies = method.answers(asked, BOTH, NEW_TOKENS)
     assert list(replies) == list(BOTH)
@@ -119,7 +111,7 @@ def test_equal_budgets_are_measured(name: str) -> None:
     options: dict[str, Any] = {"budget": budget}
     if name == "infllm":
         options["block"] = 32
-    method = make_method(name, random_model(), tokenizer(), **options)
+    method = make_method(name, random_model(), bundled_tokenizer(), **options)
     replies = method.answers(prompt(), BOTH, NEW_TOKENS)
     dense = {"quest": 2, "infinigen": 1}.get(name, 0)
     for reply in replies.values():
@@ -164,7 +156,7 @@ def test_one_reading_serves_methods_positions_and_questions() -> None:
     second = Prompt(first.context_ids, ids_of(text), text)
     options = {"quest": {"budget": 128}, "snapkv": {"budget": 256}, "flat": {"retrieve": 20, "window": 64, "sink": 16}}
     names = ("full", "snapkv", "quest", "flat")
-    methods = build_methods(names, random_model(), tokenizer(), options)
+    methods = build_methods(names, random_model(), bundled_tokenizer(), options)
     assert list(methods) == list(names)
     shared = {}
     for asked in (first, second):
@@ -176,7 +168,7 @@ def test_one_reading_serves_methods_positions_and_questions() -> None:
     alone = {}
     for name in names:
         given = {key: value for key, value in options.get(name, {}).items()}
-        method = make_method(name, random_model(), tokenizer(), **given)
+        method = make_method(name, random_model(), bundled_tokenizer(), **given)
         for asked in (first, second):
             for place, reply in method.answers(asked, BOTH, 4).items():
                 alone[name, asked is first, place] = reply.ids
@@ -189,7 +181,7 @@ def test_a_trained_index_reads_the_whole_prompt_and_a_scan_does_not() -> None:
     is asked what it became."""
     shared = {}
     for index, inside in (("roargraph", "prompt"), ("roargraph", "context"), ("auto", "prompt"), ("hnsw", "prompt")):
-        method = make_method("retrieval", random_model(), tokenizer(), index=index, inside=inside, window=64)
+        method = make_method("retrieval", random_model(), bundled_tokenizer(), index=index, inside=inside, window=64)
         replies = method.answers(prompt(), BOTH, 2)
         shared[index, inside] = [reply.stats["shared_prefill"] for reply in replies.values()]
     assert shared.pop(("roargraph", "prompt")) == [False, False]
@@ -197,7 +189,7 @@ def test_a_trained_index_reads_the_whole_prompt_and_a_scan_does_not() -> None:
 
 
 def test_another_context_is_read_anew() -> None:
-    method = make_method("quest", random_model(), tokenizer(), budget=128)
+    method = make_method("quest", random_model(), bundled_tokenizer(), budget=128)
     one, two = prompt(), prompt(500, 5)
     replies = [method.answers(asked, ("after",), 4)["after"] for asked in (one, two, one)]
     assert [reply.stats["shared_prefill"] for reply in replies] == [False] * 3
@@ -206,7 +198,7 @@ def test_another_context_is_read_anew() -> None:
 
 def test_a_failed_answer_leaves_the_context_usable() -> None:
     """An error in the middle of a question must not poison the next one."""
-    method = make_method("snapkv", random_model(), tokenizer(), budget=256)
+    method = make_method("snapkv", random_model(), bundled_tokenizer(), budget=256)
     asked = prompt()
     expected = method.answers(asked, ("after",), 4)["after"].ids
     with pytest.raises(ContextLengthError):
@@ -216,7 +208,7 @@ def test_a_failed_answer_leaves_the_context_usable() -> None:
 
 def test_no_token_through_the_method_is_no_measurement() -> None:
     """The first token of "inside" comes from reading: with one token there is nothing to measure."""
-    method = make_method("quest", random_model(), tokenizer(), budget=128)
+    method = make_method("quest", random_model(), bundled_tokenizer(), budget=128)
     replies = method.answers(prompt(), BOTH, 1)
     assert replies["inside"].stats["tokens_attended_per_step"] is None
     assert replies["after"].stats["tokens_attended_per_step"] > 0
@@ -225,15 +217,15 @@ def test_no_token_through_the_method_is_no_measurement() -> None:
 def test_a_budget_per_layer_reaches_the_layers() -> None:
     """retrieve on average, falling in equal steps; what is measured follows, and a share cannot be divided."""
     options = {"sink": 4, "window": 8, "retrieve": 40, "beta": 20}
-    method: Any = make_method("flat", random_model(), tokenizer(), **options)
+    method: Any = make_method("flat", random_model(), bundled_tokenizer(), **options)
     layers = [layer for layer in method._new_context().cache.layers if hasattr(layer, "window")]
     given = [layer.config.retrieve for layer in layers]
     assert given[0] == 78 and given[-1] == 2 and sum(given) == 40 * len(given) and method.options["beta"] == 20
-    even = make_method("flat", random_model(), tokenizer(), **{k: v for k, v in options.items() if k != "beta"})
+    even = make_method("flat", random_model(), bundled_tokenizer(), **{k: v for k, v in options.items() if k != "beta"})
     seen = [m.answers(prompt(), ("after",), 3)["after"] for m in (method, even)]
     assert seen[0].stats["tokens_attended_per_step"] == pytest.approx(seen[1].stats["tokens_attended_per_step"])
     with pytest.raises(ConfigError, match="retrieve as a whole number"):
-        make_method("flat", random_model(), tokenizer(), retrieve="all", beta=20)
+        make_method("flat", random_model(), bundled_tokenizer(), retrieve="all", beta=20)
 
 
 def test_the_bundled_model_finds_its_needle(needle_model_path: Path) -> None:
@@ -241,9 +233,9 @@ def test_the_bundled_model_finds_its_needle(needle_model_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(needle_model_path), dtype=torch.float32).eval()
-    sample = make_sample("niah_single_1", 700, 3, tokenizer(), depth=0.35)
+    sample = make_sample("niah_single_1", 700, 3, bundled_tokenizer(), depth=0.35)
     options: dict[str, Any] = {name: {"budget": 256} for name in ("streaming_llm", "quest")}
-    methods = build_methods(list(options), model, tokenizer(), options)
+    methods = build_methods(list(options), model, bundled_tokenizer(), options)
     for name, method in methods.items():
         reply = method.answers(prompt(), ("inside",), 12)["inside"]
         assert (sample.answers[0] in reply.text) is (name != "streaming_llm"), (name, reply.text)
@@ -256,14 +248,14 @@ def test_why_two_baselines_are_weak_on_the_bundled_model(needle_model_path: Path
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(needle_model_path), dtype=torch.float32).eval()
-    answer = make_sample("niah_single_1", 1500, 3, tokenizer(), depth=0.35).answers[0]
+    answer = make_sample("niah_single_1", 1500, 3, bundled_tokenizer(), depth=0.35).answers[0]
     reader = ContextReader(model)
     found = {}
     for name, options in (
         ("snapkv", {"kernel": 5}), ("snapkv", {"kernel": 33}),
         ("infinigen", {"dense_layers": 1}), ("infinigen", {"dense_layers": 2}),
     ):  # fmt: skip
-        method = make_method(name, model, tokenizer(), shared=reader, budget=256, **options)
+        method = make_method(name, model, bundled_tokenizer(), shared=reader, budget=256, **options)
         found[name, *options.values()] = answer in method.answers(prompt(1500), ("inside",), 10)["inside"].text
     assert found == {("snapkv", 5): False, ("snapkv", 33): True, ("infinigen", 1): False, ("infinigen", 2): True}
 
@@ -273,7 +265,7 @@ def test_bfloat16(name: str) -> None:
     """The model's own dtype, in which GPUs run it: a small budget answers, and the numbers stay finite."""
     options = {"block": 32} if name == "infllm" else {}
     model = copy.deepcopy(random_model()).to(torch.bfloat16)
-    reply = make_method(name, model, tokenizer(), budget=512, **options).answers(prompt(), BOTH, 3)
+    reply = make_method(name, model, bundled_tokenizer(), budget=512, **options).answers(prompt(), BOTH, 3)
     assert all(1 <= len(one.ids) <= 3 for one in reply.values())
 
 
@@ -320,13 +312,13 @@ def test_methods_that_need_more_of_a_model() -> None:
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
     """Each is one clear error when the method is made."""
     with pytest.raises(ConfigError, match=message):
-        make_method(name, random_model(), tokenizer(), **options)
+        make_method(name, random_model(), bundled_tokenizer(), **options)
 
 
 def test_published_defaults() -> None:
     """What a table that names no parameters stands for."""
     model = tiny_model("llama")
-    made = {name: make_method(name, model, tokenizer()).options for name in METHODS}
+    made = {name: make_method(name, model, bundled_tokenizer()).options for name in METHODS}
     assert made["streaming_llm"] == {"sink": 128, "window": 1920, "prefill": "full"}
     assert made["snapkv"] == {"capacity": 2048, "observe": 64, "kernel": 5, "pooling": "avg"}
     assert made["pyramidkv"]["beta"] == 20
@@ -357,8 +349,8 @@ def test_cuda_answers_as_the_cpu(name: str) -> None:
     """Same ids on both devices in float32, with budgets that leave most of the context out."""
     options: dict[str, Any] = {} if name == "full" else {"budget": 512}
     asked = prompt()
-    here = make_method(name, random_model(), tokenizer(), **options).answers(asked, BOTH, NEW_TOKENS)
-    there = make_method(name, copy.deepcopy(random_model()).cuda(), tokenizer(), **options).answers(
+    here = make_method(name, random_model(), bundled_tokenizer(), **options).answers(asked, BOTH, NEW_TOKENS)
+    there = make_method(name, copy.deepcopy(random_model()).cuda(), bundled_tokenizer(), **options).answers(
         asked, BOTH, NEW_TOKENS
     )
     for place in BOTH:

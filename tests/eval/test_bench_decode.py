@@ -34,6 +34,7 @@ from retrieval_attn.eval.bench.rows import measure
 from retrieval_attn.eval.bench.source import attentions, blocks
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.index import synthetic
+from tests.eval.shared import parsed
 
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--retrieve", "8", "--train", "64"]
 
@@ -42,9 +43,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arguments(folder: Path | str, *extra: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench_decode.add_arguments(parser)
-    return parser.parse_args([*SMALL, "--tokens", "2", "--lengths", "600", "--output-dir", str(folder), *extra])
+    shown = ("--tokens", "2", "--lengths", "600", "--output-dir", str(folder))
+    return parsed(bench_decode, *SMALL, *shown, *extra)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from retrieval_attn.eval.bench import command as bench
 from retrieval_attn.eval.bench import variants as bench_variants
 from retrieval_attn.eval.bench.heads import Head, Source, from_recording
 from retrieval_attn.eval.bench.index import measure
-from retrieval_attn.eval.bench.measure import Oracle, Point, WrongAnswer, measure_head
+from retrieval_attn.eval.bench.measure import Oracle, Point, WrongAnswer, measure_head, points_of
 from retrieval_attn.eval.bench.report import mean, plots, summary, table, worst_decile
 from retrieval_attn.eval.bench.variants import VARIANTS, HnswlibIndex, Variant, choose, lists_of
 from retrieval_attn.eval.recording.files import HeadRecording, Recording
 from retrieval_attn.index import FlatIndex, SearchResult
 from retrieval_attn.index.formats import Format, from_float32
+from tests.eval.shared import parsed
 
 DIM = 16
 
@@ -118,8 +118,7 @@ def test_every_variant_that_is_here_can_be_measured() -> None:
     for variant in VARIANTS.values():
         if variant.missing() is not None:
             continue
-        values: Any = variant.values or (None,)
-        points = {value: Point(variant.name, value, len(head.keys)) for value in values}
+        points = points_of(variant, len(head.keys))
         measure_head(variant, oracle, points, lists=lists, tokens=1, threads=1)
         recalls = [mean(point.recall) for point in points.values()]
         assert recalls[-1] >= recalls[0] and recalls[-1] > 0.5, (variant.name, recalls)
@@ -185,56 +184,18 @@ def recorded(n: int) -> HeadRecording:
     train = rng.standard_normal((2, 40, DIM), dtype=np.float32)
     places = np.arange(40, dtype=np.int64)
     return HeadRecording(
-        layer=0,
-        kv_head=n % 2,
-        fmt=Format.BFLOAT16,
-        scale=0.25,
-        keys=keys,
-        values=keys,
-        train=train,
-        train_rotated=train,
-        train_positions=places,
-        train_targets=places + n,
-        decode=train[:, :5],
-        decode_positions=np.arange(n, n + 5, dtype=np.int64),
-    )
+        layer=0, kv_head=n % 2, fmt=Format.BFLOAT16, scale=0.25, keys=keys, values=keys,
+        train=train, train_rotated=train, train_positions=places, train_targets=places + n,
+        decode=train[:, :5], decode_positions=np.arange(n, n + 5, dtype=np.int64),
+    )  # fmt: skip
 
 
 def test_summary_and_table() -> None:
     """Means, worst deciles and medians; the first setting of a kind that reaches .95 is marked."""
+    costs = ([64.0, 64.0], [5.0, 7.0], [10.0, 30.0], [4.0, 6.0], [9.0, 9.0], [2.0], [40.0])  # bytes read to index bytes
     points = [
-        Point(
-            "a",
-            1,
-            10,
-            [0.9, 0.9],
-            [1, 1],
-            [0.5, 0.7],
-            [0.1, 0.3],
-            [64, 64],
-            [5, 7],
-            [10, 30],
-            [4, 6],
-            [9, 9],
-            [2],
-            [40],
-        ),
-        Point(
-            "a",
-            2,
-            10,
-            [0.96, 0.98],
-            [1, 1],
-            [0.5, 0.7],
-            [0.2, 0.4],
-            [64, 64],
-            [5, 7],
-            [10, 30],
-            [4, 6],
-            [9, 9],
-            [2],
-            [40],
-        ),
+        Point("a", 1, 10, [0.9, 0.9], [1, 1], [0.5, 0.7], [0.1, 0.3], *costs),
+        Point("a", 2, 10, [0.96, 0.98], [1, 1], [0.5, 0.7], [0.2, 0.4], *costs),
         Point("a", 3, 10, [0.99, 0.99], [1, 1], [0.5, 0.7], [float("nan")] * 2, [1, 1], [], [], [], [], [2], [40]),
     ]
     row = summary(points[0])
@@ -249,9 +210,7 @@ def test_summary_and_table() -> None:
 
 
 def command(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.run(parser.parse_args(flags))
+    return bench.run(parsed(bench, *flags))
 
 
 SMALL = ("--source", "synthetic:mid", "--head-dim", "32", "--limit", "1", "--train", "128")
@@ -298,21 +257,14 @@ def test_wrong_answers_end_the_command(
     assert "inner products" in captured.err and "|" not in captured.out and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--lengths", "0"),
-        ("--lengths", "a"),
-        ("--kinds", "nothing"),
-        ("--threads", "0"),
-        ("--threads", "4096"),
-        ("--tokens", "0"),
-        ("--limit", "0"),
-        ("--train", "0"),
-        ("--source", "synthetic:soft"),
-    ],
-)
-def test_bad_flags(flags: tuple[str, str], tmp_path: Path) -> None:
+WRONG = (
+    "--lengths 0", "--lengths a", "--kinds nothing", "--threads 0", "--threads 4096", "--tokens 0", "--limit 0",
+    "--train 0", "--source synthetic:soft",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_bad_flags(flags: str, tmp_path: Path) -> None:
     """Named before anything is recorded or built."""
     with pytest.raises(RetrievalAttentionError):
-        command("index", *SMALL, *flags, "--output-dir", str(tmp_path / "out"))
+        command("index", *SMALL, *flags.split(), "--output-dir", str(tmp_path / "out"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import pytest
 
 from retrieval_attn.errors import ConfigError, InputDataError, RunFolderError
 from retrieval_attn.eval.infinitebench import command
+from tests.eval.shared import parsed
 
 
 def _run(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([*flags, "--no-plot"] if "--no-plot" not in flags else list(flags)))
+    return command.run(parsed(command, *flags, "--no-plot"))
 
 
 def test_a_dry_run_shows_every_block(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

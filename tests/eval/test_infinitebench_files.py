@@ -46,13 +46,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(needle_model_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(needle_model_path, local_files_only=True)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for task, sample in SAMPLES.items():

@@ -30,13 +30,6 @@ seeds = st.integers(min_value=0, max_value=2**31)
 numbers = st.integers(min_value=0, max_value=2000)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(needle_model_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(needle_model_path, local_files_only=True)
-
-
 def _greedy_tokenizer(merges: int) -> Any:
     """A tokenizer whose counts of parts do not add up: it merges what it likes, across words and lines."""
     from tokenizers import Tokenizer, models, trainers

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from retrieval_attn.eval.runs import load_run
 from retrieval_attn.eval.suite import Row, tables
 from retrieval_attn.eval.suite.arguments import Options
 from retrieval_attn.eval.suite.runner import Selection, SuiteRun
+from tests.eval.shared import bundled_tokenizer, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = (BUNDLED_MODEL / "model.safetensors").exists()
@@ -43,9 +43,7 @@ needs_weights = pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weig
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    needle.add_arguments(parser)
-    return parser.parse_args(list(flags))
+    return parsed(needle, *flags)
 
 
 def asked(*flags: str) -> tuple[NeedleSuite, Options]:
@@ -64,13 +62,6 @@ def rows_of(*flags: str) -> tuple[NeedleSuite, list[Row]]:
 def ids_of(suite: NeedleSuite, row: Row) -> list[int]:
     assert suite.form is not None
     return list(Prompts(suite.form).of(row).ids.tolist())
-
-
-@cache
-def bundled_tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 
 
 # ---- flags -----------------------------------------------------------------------------------------
@@ -395,13 +386,13 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
     class Backwards(FlatIndex):
         kind = "backwards"
 
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.exact = False  # exact ones are scanned, not asked
+
         @classmethod
         def search_heads(cls, indexes: Any, queries: Any, k: int, *, limit: int | None = None) -> SearchResult:
             return FlatIndex.search_heads(indexes, -queries, k, limit=limit)
-
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.exact = False  # else a step scans the keys itself
 
         def compiled_search(self, request: Any) -> Any:
             """None: `search_heads` answers."""

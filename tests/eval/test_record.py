@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from retrieval_attn.eval.recording.options import RecordOptions
 from retrieval_attn.eval.recording.record import record
 from retrieval_attn.index.formats import to_float32
 from retrieval_attn.model.rotation import Rotation
+from tests.eval.shared import parsed
 from tests.tiny_models import config_of, random_ids, tiny_model
 
 CONTEXT, AFTER = 70, 9
@@ -187,9 +187,7 @@ def test_damaged_recordings_are_named(tmp_path: Path, ids: list[int]) -> None:
 
 
 def command(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    record_command.add_arguments(parser)
-    return record_command.run(parser.parse_args(flags))
+    return record_command.run(parsed(record_command, *flags))
 
 
 def test_the_command_records_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,16 +218,9 @@ def test_the_command_reads_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--tokens", "0"),
-        ("--layers", "x"),
-        ("--kv-heads", "-1"),
-        ("--task", "no_such_task"),
-        ("--tokens", "5"),
-        ("--model", "no/such/folder"),
-    ],
+    ["--tokens 0", "--layers x", "--kv-heads -1", "--task no_such_task", "--tokens 5", "--model no/such/folder"],
 )
-def test_bad_flags_are_one_line(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_bad_flags_are_one_line(flags: str, tmp_path: Path) -> None:
     """Every mistake is an error of this package, which the command line prints in one line."""
     with pytest.raises(RetrievalAttentionError):
-        command(*flags, "--output-dir", str(tmp_path / "out"))
+        command(*flags.split(), "--output-dir", str(tmp_path / "out"))

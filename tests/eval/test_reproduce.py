@@ -14,13 +14,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.reproduce import EXPERIMENTS, command, compare
 from retrieval_attn.eval.reproduce.experiments import Size, Step
 from retrieval_attn.eval.reproduce.paper import CLAIMS, SLIPS, TABLES
-
-
-def parse(*flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(list(flags))
-
+from tests.eval.shared import parsed
 
 # ---- the paper's numbers -----------------------------------------------------------------------------
 
@@ -114,7 +108,7 @@ def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_print_shows_commands_and_the_papers_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs nothing anywhere."""
-    assert command.run(parse(name, "--print")) == 0
+    assert command.run(parsed(command, name, "--print")) == 0
     shown = capsys.readouterr().out
     assert "$ retrieval-attn" in shown
     assert "appendix" in shown or "section" in shown
@@ -128,7 +122,7 @@ def test_without_a_gpu_nothing_is_pretended(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for flags in (("table8", "--full"), ("figure8", "--full"), ("table4", "--full"), ("Table-5", "--full")):
         with pytest.raises(ConfigError, match="the paper's size needs a CUDA device"):
-            command.run(parse(*flags))
+            command.run(parsed(command, *flags))
 
 
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
@@ -145,7 +139,7 @@ def test_scaled_down_everything_runs_without_a_gpu(name: str, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(command, "_execute", execute)
     monkeypatch.setattr(compare, "comparison", lambda *given: "")
-    assert command.run(parse(name, "--output-dir", str(tmp_path))) == 0
+    assert command.run(parsed(command, name, "--output-dir", str(tmp_path))) == 0
     assert len(ran) == len(EXPERIMENTS[name].steps(Size(False)))
     for step in ran:
         flag = next(word for word in step.words if word in ("--lengths", "--length"))
@@ -155,8 +149,8 @@ def test_scaled_down_everything_runs_without_a_gpu(name: str, monkeypatch: pytes
 
 def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="'table7' is unknown; choose list or one of table2, table3"):
-        command.run(parse("table7"))
-    assert command.run(parse("list")) == 0
+        command.run(parsed(command, "table7"))
+    assert command.run(parsed(command, "list")) == 0
     assert (
         "table8    Table 8: decode latency on an A100, and from 100K to 1M  [--full needs a GPU]"
         in capsys.readouterr().out
@@ -165,19 +159,8 @@ def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -
 
 def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
     """The exit code of a real command comes back: 0 for a dry run, 2 for bad input; finished results are kept."""
-    dry = (
-        "bench",
-        "study",
-        "--figures",
-        "2",
-        "--length",
-        "64",
-        "--source",
-        "synthetic:mid",
-        "--limit",
-        "1",
-        "--dry-run",
-    )
+    source = ("--source", "synthetic:mid", "--limit", "1")
+    dry = ("bench", "study", "--figures", "2", "--length", "64", *source, "--dry-run")
     assert command._execute(Step(dry, "a"), tmp_path) == 0
     assert command._execute(Step(("no-such-command",), "b"), tmp_path) == 2
     (tmp_path / "b").mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.plans import NOISE_LINE
 from retrieval_attn.eval.prompts import PromptFormat, Prompts
 from retrieval_attn.eval.ruler import RulerSuite, command
@@ -23,15 +21,9 @@ from retrieval_attn.eval.ruler.specs import SPECS, TASKS
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.text.haystack import shipped_prose
 from retrieval_attn.eval.text.tokens import TokenCounter
+from tests.eval.shared import bundled_tokenizer, parsed
 
 ESSAY = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
-
-
-@cache
-def bundled() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 
 
 @cache
@@ -72,7 +64,7 @@ def count(tokenizer: Any, text: str) -> int:
 
 
 def rows(task: str, length: int, indices: Any, seed: int = 42, tokenizer: Any = None, **options: Any) -> list[Row]:
-    return list(RulerSuite(**options).rows(task, length, indices, tokenizer or bundled(), seed))
+    return list(RulerSuite(**options).rows(task, length, indices, tokenizer or bundled_tokenizer(), seed))
 
 
 ALL = RulerSuite().tasks()
@@ -87,7 +79,7 @@ KINDS = [("bundled", task) for task in ALL] + [
 
 @pytest.mark.parametrize(("kind", "task"), KINDS)
 def test_contexts_are_filled_from_below(kind: str, task: str) -> None:
-    tokenizer = bundled() if kind == "bundled" else trained(kind)
+    tokenizer = bundled_tokenizer() if kind == "bundled" else trained(kind)
     suite = RulerSuite()
     # the fewest common words take 303 entries: more than 4,096 tokens of a small vocabulary hold
     for length, seed in ((2048, 1), (4096 if task != "cwe" else 8192, 42), (5003 if task != "cwe" else 9001, 7)):
@@ -103,16 +95,23 @@ def test_contexts_are_filled_from_below(kind: str, task: str) -> None:
 @pytest.mark.parametrize("task", ["niah_multikey_2", "fwe"])
 def test_long_contexts_are_filled(task: str) -> None:
     (row,) = rows(task, 131072, [3])
-    used = count(bundled(), row.context) + count(bundled(), row.question + row.answer_prefix) + row.max_new_tokens
+    used = (
+        count(bundled_tokenizer(), row.context)
+        + count(bundled_tokenizer(), row.question + row.answer_prefix)
+        + row.max_new_tokens
+    )
     assert 0.995 * 131072 <= used <= 131072
 
 
 @pytest.mark.parametrize("task", ALL)
 def test_a_row_depends_on_its_own_numbers_alone(task: str) -> None:
     suite = RulerSuite()
-    together = list(suite.rows(task, 2048, range(5), bundled(), 42))
-    list(suite.rows(task, 4096, [0], bundled(), 42))
-    assert [row for i in (3, 1) for row in suite.rows(task, 2048, [i], bundled(), 42)] == [together[3], together[1]]
+    together = list(suite.rows(task, 2048, range(5), bundled_tokenizer(), 42))
+    list(suite.rows(task, 4096, [0], bundled_tokenizer(), 42))
+    assert [row for i in (3, 1) for row in suite.rows(task, 2048, [i], bundled_tokenizer(), 42)] == [
+        together[3],
+        together[1],
+    ]
     assert rows(task, 2048, [4]) == together[4:]
     assert [row.id for row in together] == [f"ruler/{task}/2048/42/{i}" for i in range(5)]
     assert len({row.context for row in together}) == 5 and len({row.answers for row in together}) == 5
@@ -200,7 +199,7 @@ def test_variable_tracking(typo: bool) -> None:
 def test_example_of_variable_tracking_has_at_most_500_tokens() -> None:
     row = rows("vt", 2048, [0])[0]
     example = row.context.split("they are:  ")[0] + "they are: "
-    assert 400 <= count(bundled(), example) <= 510  # three-letter names differ in tokens
+    assert 400 <= count(bundled_tokenizer(), example) <= 510  # three-letter names differ in tokens
 
 
 @pytest.mark.parametrize(("length", "often", "seldom"), [(2048, 6, 1), (4096, 30, 3)])
@@ -262,7 +261,7 @@ def test_format_of_the_prompt_is_counted() -> None:
 
 @pytest.mark.parametrize("kind", ["bundled", "bytes", "metaspace"])
 def test_counting_in_pieces_is_exact(kind: str) -> None:
-    tokenizer = bundled() if kind == "bundled" else trained(kind)
+    tokenizer = bundled_tokenizer() if kind == "bundled" else trained(kind)
     counter = TokenCounter(tokenizer)
     texts = [shipped_prose(90_000, 5), "\n".join([NOISE_LINE] * 900), "x y " * 9 + "\n\n3 4. 5\n" * 8000]
     assert counter._local
@@ -314,7 +313,7 @@ def test_too_short_a_length_says_what_is_needed(task: str) -> None:
 def test_lengths_and_names_are_checked() -> None:
     for length in (0, None):
         with pytest.raises(ConfigError, match="needs a length in tokens"):
-            list(RulerSuite().rows("vt", length, [0], bundled(), 42))
+            list(RulerSuite().rows("vt", length, [0], bundled_tokenizer(), 42))
     with pytest.raises(ConfigError, match="'qa' is unknown; choose from niah_single_1"):
         rows("qa", 4096, [0])
     with pytest.raises(ConfigError, match="qa_2 needs --hotpotqa FILE .* use qa_synth_2"):
@@ -332,9 +331,7 @@ def test_stand_ins_are_named() -> None:
 
 
 def _run(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(flags))
+    return command.run(parsed(command, *flags))
 
 
 def test_command_runs_and_scores_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

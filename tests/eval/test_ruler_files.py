@@ -5,24 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.ruler import RulerSuite
 from retrieval_attn.eval.ruler.qa_files import read_hotpotqa, read_squad
 from retrieval_attn.eval.text.prose import sentences
-
-
-@cache
-def bundled() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+from tests.eval.shared import bundled_tokenizer
 
 
 def _paragraph(article: int, place: int) -> str:
@@ -71,7 +63,7 @@ def saved(path: Path, tree: Any) -> Path:
 def test_squad_rows(tmp_path: Path) -> None:
     suite = RulerSuite(squad=saved(tmp_path / "dev.json", squad()))
     assert suite.count("qa_1") == 48 and suite.tasks()[-2:] == ("qa_1", "qa_synth_2")
-    for i, row in enumerate(suite.rows("qa_1", 2048, range(12), bundled(), 42)):
+    for i, row in enumerate(suite.rows("qa_1", 2048, range(12), bundled_tokenizer(), 42)):
         a, p = divmod(i, 4)
         assert row.question.endswith(f"Question: Which fact is {a}-{p}?") and row.answer_prefix == " Answer:"
         assert row.answers == (f"{a}-{p}", f"Fact {a}-{p}")
@@ -80,20 +72,20 @@ def test_squad_rows(tmp_path: Path) -> None:
         assert all(f"Fact {a}-{other}." in row.context for other in range(4))
         head = "Answer the question based on the given documents."
         assert row.context.startswith(head) and row.question.startswith(f"\n\n{head}")
-    places = {row.meta["depths"][0] // 25 for row in suite.rows("qa_1", 2048, range(40), bundled(), 42)}
+    places = {row.meta["depths"][0] // 25 for row in suite.rows("qa_1", 2048, range(40), bundled_tokenizer(), 42)}
     assert places == {0, 1, 2, 3}  # unlike the original's one shuffle for all, the answer is everywhere
 
 
 def test_documents_are_shown_again_when_there_are_no_others(tmp_path: Path) -> None:
     suite = RulerSuite(squad=saved(tmp_path / "dev.json", squad(2, 2)))
-    (row,) = suite.rows("qa_1", 4096, [0], bundled(), 42)
+    (row,) = suite.rows("qa_1", 4096, [0], bundled_tokenizer(), 42)
     assert row.meta["fill"] >= 0.99 and row.meta["repeats"] and row.context.count(_paragraph(0, 0)) == 1
     assert row.context.count(_paragraph(1, 1)) > 2
 
 
 def test_squad_without_other_documents(tmp_path: Path) -> None:
     suite = RulerSuite(squad=saved(tmp_path / "dev.json", squad(1, 1)))
-    (row,) = suite.rows("qa_1", 2048, [0], bundled(), 42)
+    (row,) = suite.rows("qa_1", 2048, [0], bundled_tokenizer(), 42)
     assert 0.99 <= row.meta["fill"] <= 1
 
 
@@ -108,7 +100,7 @@ def test_squad_1_1_has_no_impossible_questions(tmp_path: Path) -> None:
 
 def test_hotpotqa_rows(tmp_path: Path) -> None:
     suite = RulerSuite(hotpotqa=saved(tmp_path / "dev.json", hotpot()))
-    for i, row in enumerate(suite.rows("qa_2", 2048, range(5), bundled(), 42)):
+    for i, row in enumerate(suite.rows("qa_2", 2048, range(5), bundled_tokenizer(), 42)):
         assert row.answers == (f"N{i}",) and 0.99 <= row.meta["fill"] <= 1
         assert all(f":\nThing {i}.{k}\nIt has N{i}. " in row.context for k in range(3))
         assert len(row.meta["depths"]) == 3
@@ -123,7 +115,7 @@ def test_files_decide_the_fingerprint(tmp_path: Path) -> None:
 def test_past_the_end_of_a_file(tmp_path: Path) -> None:
     suite = RulerSuite(squad=saved(tmp_path / "dev.json", squad(2, 2)))
     with pytest.raises(InputDataError, match="needed question 4, the file has 4; ask for fewer samples"):
-        list(suite.rows("qa_1", 2048, [4], bundled(), 42))
+        list(suite.rows("qa_1", 2048, [4], bundled_tokenizer(), 42))
 
 
 def _broken(tree: Any, path: list[Any], value: Any) -> Any:

@@ -10,8 +10,7 @@ import pytest
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.plans import make_plan
 from retrieval_attn.eval.ruler import RulerSuite, specs
-from retrieval_attn.eval.ruler.aggregate import aggregate
-from retrieval_attn.eval.ruler.scoring import clean, is_null, match_all, match_part
+from retrieval_attn.eval.ruler.scoring import aggregate, clean, is_null, match_all, match_part
 from retrieval_attn.eval.suite.sample import Row
 
 

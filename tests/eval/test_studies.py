@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from retrieval_attn.eval.bench import command as bench
 from retrieval_attn.eval.bench.heads import Head
 from retrieval_attn.eval.bench.studies import mahalanobis, recovery
 from retrieval_attn.index.formats import Format
+from tests.eval.shared import parsed
 
 
 def test_mahalanobis_of_known_distributions() -> None:
@@ -48,9 +48,7 @@ def test_recovery_of_a_query_that_moves() -> None:
 
 
 def command(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.run(parser.parse_args(["study", *flags]))
+    return bench.run(parsed(bench, "study", *flags))
 
 
 def test_all_figures_of_a_synthetic_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,13 @@ from retrieval_attn.eval.baselines import Reply
 from retrieval_attn.eval.models import BUNDLED_MODEL
 from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts
 from retrieval_attn.eval.suite import Row, arguments
-from retrieval_attn.eval.suite.runner import RunOptions, Selection, SuiteRun, run_suite
+from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 from retrieval_attn.eval.suite.scoring import score_again
+from tests.eval.shared import bundled_tokenizer, parsed
 from tests.eval.toy_suite import ToySuite
 
 SETTINGS = {"suite": "toy", "model": "reader", "seed": 1, "dtype": "none", "device": "none"}
 WEIGHTS = (BUNDLED_MODEL / "model.safetensors").exists()
-
-
-@cache
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 
 
 class Reader:
@@ -47,7 +40,7 @@ class Reader:
         self.prompts.append(prompt)
         if self.wrong:
             raise RuntimeError("out of memory")
-        text = tokenizer().decode(prompt.ids.tolist())
+        text = bundled_tokenizer().decode(prompt.ids.tolist())
         key = re.findall(r"for (\S+) mentioned", text)[-1]
         found = re.findall(rf"for {key} is: (\S+)\.", text)
         seconds = {"prefill": 0.1, "index": 0.0, "decode": 0.2}
@@ -61,7 +54,7 @@ def make_run(suite: ToySuite | None = None, **options: Any) -> SuiteRun:
     chosen = {"tasks": ("niah_single_1",), "lengths": (500,), "n": 4, "seed": 1, **options}
     positions = chosen.pop("positions", ("inside", "after"))
     room = chosen.pop("max_positions", 131072)
-    form = PromptFormat.of(tokenizer())
+    form = PromptFormat.of(bundled_tokenizer())
     return SuiteRun(suite or ToySuite(), Selection(**chosen), form, positions=positions, max_positions=room)
 
 
@@ -224,9 +217,7 @@ def test_prompt_ids(tmp_path: Path) -> None:
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser, lengths="500", n=2)
-    return parser.parse_args(list(flags))
+    return parsed(arguments, *flags, lengths="500", n=2)
 
 
 @pytest.mark.parametrize(
@@ -274,25 +265,6 @@ def test_export_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixtur
     prompts = [(row["id"], row["context"] + row["question"] + row["answer_prefix"]) for row in written]
     assert prompts == [(row.id, row.prompt) for row in expected]
     assert "2 samples" in capsys.readouterr().out and list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")
-def test_run_suite_on_a_loaded_model(tmp_path: Path) -> None:
-    """The call for scripts: methods as objects, report written, too long lengths refused before a row is made."""
-    from retrieval_attn.eval.models import load_model
-
-    model = load_model(str(BUNDLED_MODEL), "cpu", "float32")
-    outcome = run_suite(
-        ToySuite(), Selection(("niah_single_1",), (500,), 2), {"a": Reader("a")}, model, tokenizer(), tmp_path / "run",
-        RunOptions(positions=("after",), plot=False, progress=False),
-    )  # fmt: skip
-    assert [(row["score"], row["position"]) for row in outcome.rows] == [(1.0, "after")] * 2
-    assert "| a | - | 100.0 ±0.0 | 100.0 |" in (tmp_path / "run" / "summary.md").read_text()
-    suite = ToySuite()
-    with pytest.raises(ContextLengthError, match="the model has 131072"):
-        chosen = Selection(("niah_single_1",), (1 << 18,), 2)
-        run_suite(suite, chosen, ["full"], model, tokenizer(), tmp_path / "other")
-    assert not suite.made and not (tmp_path / "other").exists()
 
 
 @pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")

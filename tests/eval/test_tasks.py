@@ -12,13 +12,6 @@ from retrieval_attn.eval.tasks import TASKS, Sample, make_sample, score
 
 
 @pytest.fixture(scope="module")
-def tokenizer(needle_model_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(needle_model_path, local_files_only=True)
-
-
-@pytest.fixture(scope="module")
 def samples(tokenizer: Any) -> list[Sample]:
     return [make_sample(task, 4096, seed, tokenizer) for task in TASKS for seed in (0, 1)]
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,15 +76,15 @@ class RetrievalAttention:
             if position == "inside" and not self._shares_inside(prompt):
                 ids = prompt.ids.tolist()
                 context, read = self._read(ids[:-1])
-                ask = _Asked(context.continue_with, (ids[-1:],), {})
+                ask = partial(context.continue_with, ids[-1:])
             else:
                 context, read = self._shared(prompt)
                 append = "exact" if position == "inside" else self._append
-                ask = _Asked(context.ask, (prompt.question_text,), {"raw": True, "append": append})
+                ask = partial(context.ask, prompt.question_text, raw=True, append=append)
             meter = _Meter(position == "after" and self._append == "retrieval")
             begin = time.perf_counter()
             with meter.watching(self._model):
-                answer = ask.call(*ask.arguments, **ask.keywords, max_new_tokens=max_new_tokens)
+                answer = ask(max_new_tokens=max_new_tokens)
             built = context.cache.stats().index_seconds if read else 0.0
             replies[position] = _reply(answer, read, built, time.perf_counter() - begin, meter)
         return replies
@@ -126,13 +127,6 @@ def _falling(context: Any, config: Any, beta: int) -> Any:
     for number, layer in enumerate(layers):
         layer.config = replace(config, retrieve=max(1, pyramid(config.retrieve, beta, number, len(layers))))
     return context
-
-
-class _Asked:
-    """A call that asks."""
-
-    def __init__(self, call: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.call, self.arguments, self.keywords = call, arguments, keywords
 
 
 class _Meter:

@@ -5,34 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from retrieval_attn.eval.bench.plots import Plot
+from retrieval_attn.eval.bench.plots import Plot, shown, table
 from retrieval_attn.eval.bench.row import Row, median_ms, same_tokens
 
 GIB = 1 << 30
 MIB = 1 << 20
-_COLUMNS = (
-    "context",
-    "method",
-    "ms/token",
-    "tokens/s",
-    "x static",
-    "recall",
-    "mass",
-    "captured",
-    "same tokens",
-    "scanned",
-    "waits",
-    "search, ms",
-    "attend, ms",
-    "copy, ms",
-    "GPU, ms",
-    "device, GiB",
-    "peak",
-    "prepare peak",
-    "host, GiB",
-    "device MiB/token",
-    "host MiB/token",
+_MEASURES = (  # heading, field of a row, form, unit
+    ("recall", "recall", ".3f", 1),
+    ("mass", "mass", ".4f", 1),
+    ("captured", "captured", ".3f", 1),
+    ("same tokens", "same_tokens", ".0%", 1),
+    ("scanned", "scanned", ".2%", 1),
+    ("waits", "wait", ".0%", 1),
+    ("search, ms", "search", ".2f", 1),
+    ("attend, ms", "attend", ".2f", 1),
+    ("copy, ms", "copy", ".2f", 1),
+    ("GPU, ms", "gpu", ".2f", 1),
+    ("device, GiB", "device_allocated", ",.2f", GIB),
+    ("peak", "device_process", ",.2f", GIB),
+    ("prepare peak", "prepare_peak", ",.2f", GIB),
+    ("host, GiB", "host_bytes", ",.2f", GIB),
+    ("device MiB/token", "device_touched", ",.2f", MIB),
+    ("host MiB/token", "host_touched", ",.2f", MIB),
 )
+_COLUMNS = ("context", "method", "ms/token", "tokens/s", "x static", *(heading for heading, *_ in _MEASURES))
 
 
 def header(report: dict[str, Any]) -> list[str]:
@@ -59,10 +55,8 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         f"- keys: {report['keys']}; sink {config['sink']}, window {config['window']}, retrieve {config['retrieve']}, "
         f"{config['train_queries']} training queries per query head, host keys {config['host_dtype']}",
         "",
-        f"| {' | '.join(_COLUMNS)} |",
-        f"|---:|:---|{'---:|' * (len(_COLUMNS) - 2)}",
+        *table(_COLUMNS, [_cells(row, rows) for row in rows]),
     ]
-    lines += [f"| {' | '.join(_cells(row, rows))} |" for row in rows]
     worst = max((row.error for row in rows if row.error is not None), default=None)
     checked = "nothing was" if worst is None else f"largest relative difference {worst:.1e}"
     noise = "" if report.get("noise") is None else f"; transformers' sdpa and eager attention: {report['noise']:.1e}"
@@ -87,42 +81,20 @@ def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
     label = row.method + ("" if not row.how or row.how == "eager" else f" ({row.how.partition(':')[0]})")
     if row.ms is None:
         return [f"{row.context:,}", label, row.status, *[""] * (len(_COLUMNS) - 3)]
+    values = {**vars(row), "same_tokens": same_tokens(row, rows)}
     return [
         f"{row.context:,}",
         label + (" (beyond the cap)" if row.beyond else ""),
         f"{row.ms.median:.2f} ({row.ms.low:.2f} to {row.ms.high:.2f})",
         f"{row.tokens_per_second:,.1f}",
         times,
-        _shown(row.recall, "{:.3f}"),
-        _shown(row.mass, "{:.4f}"),
-        _shown(row.captured, "{:.3f}"),
-        _shown(same_tokens(row, rows), "{:.0%}"),
-        _shown(row.scanned, "{:.2%}"),
-        _shown(row.wait, "{:.0%}"),
-        _shown(row.search, "{:.2f}"),
-        _shown(row.attend, "{:.2f}"),
-        _shown(row.copy, "{:.2f}"),
-        _shown(row.gpu, "{:.2f}"),
-        _scaled(row.device_allocated, GIB),
-        _scaled(row.device_process, GIB),
-        _scaled(row.prepare_peak, GIB),
-        _scaled(row.host_bytes, GIB),
-        _scaled(row.device_touched, MIB),
-        _scaled(row.host_touched, MIB),
+        *(shown(values[name], form, unit) for _, name, form, unit in _MEASURES),
     ]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
     told = [f"- {row.context:,} {row.method}: {row.status}: {row.note}" for row in rows if row.note]
     return ["", *told] if told else []
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _scaled(value: int | None, unit: int) -> str:
-    return "" if value is None else f"{value / unit:,.2f}"
 
 
 def plots(rows: Sequence[Row], title: str) -> list[Plot]:

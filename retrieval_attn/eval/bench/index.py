@@ -99,7 +99,7 @@ def measure(
     """Points of all variants on the heads of one length, in the variants' order. Raises WrongAnswer."""
     from tqdm import tqdm
 
-    from retrieval_attn.eval.bench.measure import Oracle, Point, measure_head
+    from retrieval_attn.eval.bench.measure import Oracle, measure_head, points_of
     from retrieval_attn.eval.bench.variants import lists_of
     from retrieval_attn.index.threads import kernel_threads
 
@@ -116,10 +116,7 @@ def measure(
                     lists = lists_of(head)
                     seconds.append(time.perf_counter() - started)
             for variant in variants:
-                values: tuple[int | None, ...] = variant.values or (None,)
-                mine = points.setdefault(
-                    variant.name, {value: Point(variant.name, value, len(head.keys)) for value in values}
-                )
+                mine = points.setdefault(variant.name, points_of(variant, len(head.keys)))
                 bar.set_postfix_str(f"{head.name} {variant.name}")
                 measure_head(variant, oracle, mine, lists=lists, tokens=tokens, threads=threads)
                 for point in mine.values():

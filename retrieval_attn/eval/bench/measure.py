@@ -61,6 +61,11 @@ class Point:
         return self.variant if self.value is None else f"{self.variant} {self.value}"
 
 
+def points_of(variant: Variant, keys: int) -> dict[int | None, Point]:
+    """An empty point for every value of the variant's knob."""
+    return {value: Point(variant.name, value, keys) for value in variant.values or (None,)}
+
+
 class Oracle:
     """Exact answers of one head for its decode queries, in float64."""
 

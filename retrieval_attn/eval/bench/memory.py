@@ -17,7 +17,7 @@ from typing import Any
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of
-from retrieval_attn.eval.bench.plots import Plot, save_results
+from retrieval_attn.eval.bench.plots import Plot, save_results, shown, table
 from retrieval_attn.eval.flags import as_tokens, new_folder
 from retrieval_attn.memory.units import parse_tokens
 
@@ -190,37 +190,29 @@ def markdown(rows: Sequence[Row], report: dict[str, Any], problems: Sequence[str
     """Header lines, the table, the verdict."""
     from retrieval_attn.eval.bench.decode_report import header
 
-    columns = [
-        "context",
-        "index",
-        "keys",
-        "prefill, GiB",
-        "planned",
-        "decode, GiB",
-        "planned",
-        "windows, MiB",
-        "codes, MiB",
-        "host, GiB",
-        "planned",
-        "host bytes/token",
-        "host process, GiB",
-    ]
-    lines = [*header(report), "", f"| {' | '.join(columns)} |", f"|---:|:---|:---|{'---:|' * (len(columns) - 3)}"]
-    for row in rows:
-        sizes = (row.prefill_process, row.planned_prefill, row.decode_process, row.planned_decode)
-        cells = [
+    measures = (  # heading, field of a row, form, unit
+        ("prefill, GiB", "prefill_process", ".2f", GIB),
+        ("planned", "planned_prefill", ".2f", GIB),
+        ("decode, GiB", "decode_process", ".2f", GIB),
+        ("planned", "planned_decode", ".2f", GIB),
+        ("windows, MiB", "windows", ".1f", 1 << 20),
+        ("codes, MiB", "codes", ".1f", 1 << 20),
+        ("host, GiB", "host_bytes", ".2f", GIB),
+        ("planned", "planned_host", ".2f", GIB),
+        ("host bytes/token", "host_token", ",.0f", 1),
+        ("host process, GiB", "host_peak", ".2f", GIB),
+    )
+    cells = [
+        [
             f"{row.context:,}",
             row.method,
             row.how,
-            *("" if size is None else f"{size / GIB:.2f}" for size in sizes),
-            f"{row.windows / (1 << 20):.1f}",
-            f"{row.codes / (1 << 20):.1f}",
-            f"{row.host_bytes / GIB:.2f}",
-            f"{row.planned_host / GIB:.2f}",
-            f"{row.host_token:,.0f}",
-            "" if row.host_peak is None else f"{row.host_peak / GIB:.2f}",
+            *(shown(getattr(row, name), form, unit) for _, name, form, unit in measures),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        for row in rows
+    ]
+    columns = ["context", "index", "keys", *(heading for heading, *_ in measures)]
+    lines = [*header(report), "", *table(columns, cells, left=2)]
     but = ", codes of keys left out," if any(row.codes for row in rows) else ""
     said = problems or [
         f"Device memory while decoding{but} does not depend on the context, and nothing went beyond the plan."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
@@ -64,11 +65,8 @@ def make(spec: MethodSpec, model: Any, config: Config) -> Method:
 
 
 def _value(text: str) -> Any:
-    if text in ("True", "False"):
-        return text == "True"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    """A number, True or False where the text is one, else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -12,17 +12,8 @@ from typing import Any
 from retrieval_attn.eval.runs import write_atomically
 
 _COLOURS = (
-    "#1b6ca8",
-    "#d1495b",
-    "#3c8d5a",
-    "#e3a72f",
-    "#7a5195",
-    "#4c4c4c",
-    "#00a6a6",
-    "#b5651d",
-    "#888888",
-    "#c06c84",
-)
+    "#1b6ca8", "#d1495b", "#3c8d5a", "#e3a72f", "#7a5195", "#4c4c4c", "#00a6a6", "#b5651d", "#888888", "#c06c84",
+)  # fmt: skip
 _MARKERS = "os^Dv<>PX*"
 
 
@@ -38,6 +29,17 @@ class Plot:
     log_y: bool = False
     y_range: tuple[float, float] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
+
+
+def shown(value: float | None, form: str, unit: float = 1) -> str:
+    """A cell: the value in this unit as `form` says, such as ",.2f"; empty for what is not known."""
+    return "" if value is None else format(value / unit, form)
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A Markdown table; after the first column `left` ones with words stand left, numbers right."""
+    rule = f"|---:|{':---|' * left}{'---:|' * (len(columns) - 1 - left)}"
+    return [f"| {' | '.join(columns)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def save_results(folder: Path, name: str, report: Mapping[str, Any], text: str, panels: Sequence[Plot] = ()) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 from retrieval_attn.eval.bench.model import Bench, about, add_model_arguments, check_arguments, lengths_of
-from retrieval_attn.eval.bench.plots import Plot, save_results
+from retrieval_attn.eval.bench.plots import Plot, save_results, shown, table
 from retrieval_attn.eval.flags import new_folder
 
 if TYPE_CHECKING:
@@ -279,25 +279,23 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     columns = ["context", "prefill", "logits, s", "indexes ready, s", "x plain"]
     columns += [name.removesuffix("_seconds") + ", s" for name in names]
     columns += ["device peak, GiB", "process, GiB", "host, GiB", "host peak, GiB", "logit error"]
-    lines = [*header(report), "", f"| {' | '.join(columns)} |", f"|---:|:---|{'---:|' * (len(columns) - 2)}"]
+    cells = []
     for row in rows:
         if row.seconds is None or row.ready_seconds is None:
-            cells = [f"{row.context:,}", row.method, row.status, *[""] * (len(columns) - 3)]
-        else:
-            cells = [
+            cells.append([f"{row.context:,}", row.method, row.status, *[""] * (len(columns) - 3)])
+            continue
+        sizes = (row.device_peak, row.device_process, row.host_bytes, row.host_peak)
+        cells.append(
+            [
                 f"{row.context:,}",
                 row.method,
-                f"{row.seconds:.2f}",
-                f"{row.ready_seconds:.2f}",
-                "" if row.ratio is None else f"{row.ratio:.2f}",
-                *("" if name not in row.phases else f"{row.phases[name]:.2f}" for name in names),
-                *(
-                    "" if size is None else f"{size / GIB:.2f}"
-                    for size in (row.device_peak, row.device_process, row.host_bytes, row.host_peak)
-                ),
-                "" if row.error is None else f"{row.error:.1e}",
+                *(shown(value, ".2f") for value in (row.seconds, row.ready_seconds, row.ratio)),
+                *(shown(row.phases.get(name), ".2f") for name in names),
+                *(shown(size, ".2f", GIB) for size in sizes),
+                shown(row.error, ".1e"),
             ]
-        lines.append(f"| {' | '.join(cells)} |")
+        )
+    lines = [*header(report), "", *table(columns, cells)]
     lines += [
         "",
         "plain: one forward with transformers' attention and DynamicCache. logits: when the next token can be chosen; "

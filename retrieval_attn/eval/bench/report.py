@@ -10,6 +10,7 @@ import numpy as np
 
 from retrieval_attn.eval.bench.measure import Point
 from retrieval_attn.eval.bench.plots import Plot
+from retrieval_attn.eval.bench.plots import table as markdown_table
 
 AIM = 0.95
 """The recall at which kinds are compared: RetrievalAttention's figure 6."""
@@ -53,13 +54,25 @@ def summary(point: Point) -> dict[str, Any]:
     return {name: None if isinstance(value, float) and value != value else value for name, value in found.items()}
 
 
+_MEASURES = (  # heading, name in the summary, factor, form
+    ("recall@k", "recall", 1, "{:.3f}"),
+    ("worst decile", "recall_worst_decile", 1, "{:.3f}"),
+    ("mass of the exact k", "mass", 1, "{:.4f}"),
+    ("captured", "captured", 1, "{:.3f}"),
+    ("keys scored", "scanned", 100, "{:.2f} %"),
+    ("KiB of keys", "key_bytes", 1 / 1024, "{:,.0f}"),
+    ("us warm", "warm_us", 1, "{:,.0f}"),
+    ("us cold", "cold_us", 1, "{:,.0f}"),
+    ("CPU us warm", "warm_cpu_us", 1, "{:,.0f}"),
+    ("CPU us cold", "cold_cpu_us", 1, "{:,.0f}"),
+    ("build, s", "build_seconds", 1, "{:.2f}"),
+    ("bytes/key", "bytes_per_key", 1, "{:,.0f}"),
+)
+
+
 def table(points: Sequence[Point]) -> str:
     """Markdown, one line per point; the first point of each variant at or above recall AIM is marked."""
-    lines = [
-        "| keys | index | recall@k | worst decile | mass of the exact k | captured | keys scored | KiB of keys "
-        "| us warm | us cold | CPU us warm | CPU us cold | build, s | bytes/key |",
-        "|---:|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    cells = []
     reached: set[tuple[int, str]] = set()
     for point in points:
         row = summary(point)
@@ -67,30 +80,9 @@ def table(points: Sequence[Point]) -> str:
         if row["recall"] >= AIM and (point.keys, point.variant) not in reached:
             reached.add((point.keys, point.variant))
             mark = " *"
-        scanned = None if row["scanned"] is None else 100 * row["scanned"]
-        kib = None if row["key_bytes"] is None else row["key_bytes"] / 1024
-        cells = [
-            f"{point.keys:,}",
-            point.label + mark,
-            _shown(row["recall"], "{:.3f}"),
-            _shown(row["recall_worst_decile"], "{:.3f}"),
-            _shown(row["mass"], "{:.4f}"),
-            _shown(row["captured"], "{:.3f}"),
-            _shown(scanned, "{:.2f} %"),
-            _shown(kib, "{:,.0f}"),
-            _shown(row["warm_us"], "{:,.0f}"),
-            _shown(row["cold_us"], "{:,.0f}"),
-            _shown(row["warm_cpu_us"], "{:,.0f}"),
-            _shown(row["cold_cpu_us"], "{:,.0f}"),
-            _shown(row["build_seconds"], "{:.2f}"),
-            _shown(row["bytes_per_key"], "{:,.0f}"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+        values = ("-" if row[name] is None else form.format(factor * row[name]) for _, name, factor, form in _MEASURES)
+        cells.append([f"{point.keys:,}", point.label + mark, *values])
+    return "\n".join(markdown_table(["keys", "index", *(heading for heading, *_ in _MEASURES)], cells)) + "\n"
 
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:

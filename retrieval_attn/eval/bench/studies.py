@@ -155,7 +155,7 @@ def _scans(heads: Sequence[Head], k: int) -> dict[str, list[Point]]:
     """
     from tqdm import tqdm
 
-    from retrieval_attn.eval.bench.measure import Oracle, Point, measure_head
+    from retrieval_attn.eval.bench.measure import Oracle, measure_head, points_of
     from retrieval_attn.eval.bench.variants import VARIANTS, lists_of
 
     found: dict[str, list[Point]] = {}
@@ -170,10 +170,7 @@ def _scans(heads: Sequence[Head], k: int) -> dict[str, list[Point]]:
                 for variant in (VARIANTS[name] for name in SCANS):
                     if variant.missing() is not None or (what == "keys" and variant.takes_lists):
                         continue
-                    values: tuple[int | None, ...] = variant.values or (None,)
-                    mine = points.setdefault(
-                        variant.name, {value: Point(variant.name, value, len(head.keys)) for value in values}
-                    )
+                    mine = points.setdefault(variant.name, points_of(variant, len(head.keys)))
                     shown = replace(variant, shared=False)
                     measure_head(shown, oracle, mine, lists=lists, tokens=0, threads=1)
                 bar.update()

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"$ {shown(step, folder)}")
     print(flush=True)
     if args.only_print:
-        print(paper_only(name, experiment, args.paper_model) or _claim(name))
+        print(paper_only(name, experiment, args.paper_model))
     _require(experiment, args)
     if args.only_print:
         return 0
@@ -140,9 +140,3 @@ def _folder(name: str, args: argparse.Namespace) -> Path:
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(args.model).name if args.model else "bundled").strip("-")
     size = "full" if args.full else "small"
     return Path("results") / "reproduce" / f"{name}-{size}-{model}{'-after' if args.after else ''}"
-
-
-def _claim(name: str) -> str:
-    from retrieval_attn.eval.reproduce.paper import CLAIMS
-
-    return "" if name not in CLAIMS else f"the paper ({CLAIMS[name][0]}): {CLAIMS[name][1]}"

@@ -74,31 +74,22 @@ def _budgets(size: Size, methods: tuple[str, ...], retrieve: int | None = None) 
 
 def _suite(size: Size, command: str, methods: tuple[str, ...], lengths: str, n: int, *more: str) -> tuple[str, ...]:
     model = ["--model", size.model] if size.model else []
-    return (
-        command,
-        *model,
-        "--device",
-        size.device,
-        "--methods",
-        ",".join(methods),
-        "--question-position",
-        size.position,
-        *(("--lengths", size.lengths or lengths) if lengths else ()),
-        "--n",
-        str(size.n or n),
-        *more,
-    )
+    span = ["--lengths", size.lengths or lengths] if lengths else []
+    asked = ["--methods", ",".join(methods), "--question-position", size.position]
+    return (command, *model, "--device", size.device, *asked, *span, "--n", str(size.n or n), *more)
+
+
+def _papers_tasks(size: Size) -> tuple[str, int, list[str]]:
+    """Lengths, samples and flags of InfiniteBench: from its files, or those tasks that can be generated."""
+    if size.data_dir:
+        return "", 200, ["--data-dir", size.data_dir, "--tasks", ",".join(PAPER_TASKS)]
+    return *(("128k", 200) if size.full else ("4k", 3)), ["--tasks", GENERATED]
 
 
 def _table2(size: Size) -> list[Step]:
     indexes = ("flat", "ivf", "retrieval")
     methods = ("full", "streaming_llm", "snapkv", "infllm", "infinigen", "quest", *indexes)
-    if size.data_dir:
-        lengths, n = "", 200
-        more = ["--data-dir", size.data_dir, "--tasks", ",".join(PAPER_TASKS)]
-    else:
-        lengths, n = ("128k", 200) if size.full else ("4k", 3)
-        more = ["--tasks", GENERATED]
+    lengths, n, more = _papers_tasks(size)
     many = 2000 if size.full else 256
     only = [*more[:-1], "kv_retrieval"]
     return [
@@ -166,11 +157,7 @@ def _table10(size: Size) -> list[Step]:
     """The paper's tasks with top-2000 everywhere, then with as many on average, falling from layer to layer."""
     methods = ("full", "retrieval")
     many, beta = (2000, 20) if size.full else (256, 20)
-    if size.data_dir:
-        lengths, n, more = "", 200, ["--data-dir", size.data_dir, "--tasks", ",".join(PAPER_TASKS)]
-    else:
-        lengths, n = ("128k", 200) if size.full else ("4k", 3)
-        more = ["--tasks", GENERATED]
+    lengths, n, more = _papers_tasks(size)
     falling = ["--method-option", f"retrieval.beta={beta}"]
     return [
         Step(_suite(size, "infinitebench", methods, lengths, n, *more, *_budgets(size, methods, many)), "run"),
@@ -191,104 +178,68 @@ def _table11(size: Size) -> list[Step]:
     return [Step(_suite(size, "infinitebench", methods, lengths, n, *task, *_budgets(size, methods)), "run"), decode]
 
 
+_EIGHTH = "budgets an eighth"
+_FEW_HEADS = "four key-value heads"
+_GRID = "2K and 4K at 5 depths instead of"
+_WITH_FILES = "Code.D, En.QA and En.MC need --data-dir"
+
 EXPERIMENTS: dict[str, Experiment] = {
     "table2": Experiment(
-        "Table 2: InfiniteBench",
-        "tasks",
-        _table2,
-        ("table2",),
-        scaled="4K instead of 128K, 3 samples instead of 200, budgets an eighth (16 sinks, 64 window, top-12; 256"
-        " for 2K); Code.D, En.QA and En.MC need --data-dir",
+        "Table 2: InfiniteBench", "tasks", _table2, ("table2",),
+        scaled=f"4K instead of 128K, 3 samples instead of 200, {_EIGHTH} (16 sinks, 64 window, top-12; 256 for 2K);"
+        f" {_WITH_FILES}",
     ),
     "table3": Experiment(
-        "Table 3: RULER by length",
-        "lengths",
-        _table3,
-        ("table3",),
-        scaled="2K and 4K instead of 4K to 128K, 2 samples per task instead of 200, budgets an eighth",
+        "Table 3: RULER by length", "lengths", _table3, ("table3",),
+        scaled=f"2K and 4K instead of 4K to 128K, 2 samples per task instead of 200, {_EIGHTH}",
     ),
     "table4": Experiment(
-        "Table 4: decode latency",
-        "decode",
-        _decode("4k,8k,16k,32k,64k,128k", "2k,4k"),
-        ("table4",),
-        cuda=True,
+        "Table 4: decode latency", "decode", _decode(FULL_LENGTHS, "2k,4k"), ("table4",), cuda=True,
         scaled="2K and 4K on the CPU instead of 4K to 128K on a GPU",
     ),
     "table5": Experiment(
-        "Table 5: parts of a decoded token",
-        "parts",
-        _decode("128k", "4k"),
-        ("table5",),
-        cuda=True,
+        "Table 5: parts of a decoded token", "parts", _decode("128k", "4k"), ("table5",), cuda=True,
         scaled="4K on the CPU instead of 128K on a GPU",
     ),
     "table8": Experiment(
-        "Table 8: decode latency on an A100, and from 100K to 1M",
-        "decode",
-        _decode("100000,200000,500000,1000000", "4k,16k"),
-        ("table8a", "table8b"),
-        cuda=True,
+        "Table 8: decode latency on an A100, and from 100K to 1M", "decode",
+        _decode("100000,200000,500000,1000000", "4k,16k"), ("table8a", "table8b"), cuda=True,
         scaled="4K and 16K on the CPU instead of 100K to 1M on a GPU",
     ),
     "table9": Experiment(
-        "Table 9: RULER by task",
-        "tasks",
-        _table9,
-        ("table9",),
-        scaled="4K instead of 128K, 3 samples per task instead of 200, budgets an eighth",
+        "Table 9: RULER by task", "tasks", _table9, ("table9",),
+        scaled=f"4K instead of 128K, 3 samples per task instead of 200, {_EIGHTH}",
     ),
     "table10": Experiment(
-        "Table 10: budget per layer",
-        "layers",
-        _table10,
-        ("table10",),
-        scaled="4K instead of 128K, 3 samples instead of 200, 256 keys instead of 2,000; Code.D, En.QA and En.MC need"
-        " --data-dir",
+        "Table 10: budget per layer", "layers", _table10, ("table10",),
+        scaled=f"4K instead of 128K, 3 samples instead of 200, 256 keys instead of 2,000; {_WITH_FILES}",
     ),
     "table11": Experiment(
-        "Table 11: key-value retrieval and decode latency of a large model",
-        "accuracy",
-        _table11,
-        ("table11",),
+        "Table 11: key-value retrieval and decode latency of a large model", "accuracy", _table11, ("table11",),
         scaled="the bundled model on one device instead of Llama-3-70B over eight GPUs, 4K instead of 128K, 3 samples"
-        " instead of 200, budgets an eighth; quest has no latency here",
+        f" instead of 200, {_EIGHTH}; quest has no latency here",
     ),
     "figure2": Experiment(
-        "Figure 2: attention held by 1,000 keys",
-        "study",
-        _study("2"),
-        scaled="8K tokens instead of 100K, four key-value heads",
+        "Figure 2: attention held by 1,000 keys", "study", _study("2"),
+        scaled=f"8K tokens instead of 100K, {_FEW_HEADS}",
     ),
     "figure3": Experiment(
-        "Figure 3: off-the-shelf indexes, distance of queries",
-        "study",
-        _study("3a,3b"),
-        scaled="8K tokens instead of 100K, four key-value heads",
+        "Figure 3: off-the-shelf indexes, distance of queries", "study", _study("3a,3b"),
+        scaled=f"8K tokens instead of 100K, {_FEW_HEADS}",
     ),
     "figure5": Experiment(
-        "Figure 5: needle grid",
-        "needle",
-        _grid("figure5"),
-        scaled="2K and 4K at 5 depths instead of 4K to 128K at 10, budgets an eighth",
+        "Figure 5: needle grid", "needle", _grid("figure5"), scaled=f"{_GRID} 4K to 128K at 10, {_EIGHTH}",
     ),
     "figure6": Experiment(
-        "Figure 6: recall against keys scored",
-        "study",
-        _study("6"),
-        scaled="8K tokens instead of 128K, four key-value heads",
+        "Figure 6: recall against keys scored", "study", _study("6"),
+        scaled=f"8K tokens instead of 128K, {_FEW_HEADS}",
     ),
     "figure7": Experiment(
-        "Figure 7: needle grid of the other methods",
-        "needle",
-        _grid("figure7"),
-        scaled="2K and 4K at 5 depths instead of 4K to 128K at 10, budgets an eighth",
+        "Figure 7: needle grid of the other methods", "needle", _grid("figure7"),
+        scaled=f"{_GRID} 4K to 128K at 10, {_EIGHTH}",
     ),
     "figure8": Experiment(
-        "Figure 8: needles from 250K to 1M",
-        "needle",
-        _grid("figure8"),
-        cuda=True,
-        scaled="2K and 4K at 5 depths instead of 250K to 1M at 10, budgets an eighth",
+        "Figure 8: needles from 250K to 1M", "needle", _grid("figure8"), cuda=True,
+        scaled=f"{_GRID} 250K to 1M at 10, {_EIGHTH}",
     ),
-}
+}  # fmt: skip

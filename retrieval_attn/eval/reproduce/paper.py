@@ -38,8 +38,7 @@ _LENGTHS = ("4K", "8K", "16K", "32K", "64K", "128K")
 
 TABLES: dict[str, PaperTable] = {
     "table2": PaperTable(
-        "InfiniteBench, percent",
-        "section 4.2, Table 2",
+        "InfiniteBench, percent", "section 4.2, Table 2",
         ("Retr.N", "Retr.P", "Retr.KV", "Code.D", "Math.F", "En.QA", "En.MC", "Avg."),
         {
             "Llama-3-8B": {
@@ -77,9 +76,7 @@ TABLES: dict[str, PaperTable] = {
         {**_TOKENS, "flat": "640+100/2K", "ivf": "640+100/2K", "retrieval": "640+100/2K"},
     ),
     "table3": PaperTable(
-        "RULER, mean over 13 tasks, percent",
-        "section 4.2, Table 3",
-        (*_LENGTHS, "Avg."),
+        "RULER, mean over 13 tasks, percent", "section 4.2, Table 3", (*_LENGTHS, "Avg."),
         {
             "Llama-3-8B": {
                 "full": (93.13, 90.49, 89.27, 85.11, 82.51, 78.74, 86.54),
@@ -112,9 +109,7 @@ TABLES: dict[str, PaperTable] = {
         _TOKENS,
     ),
     "table4": PaperTable(
-        "decode, seconds per token, RTX 4090 and i9-10900X",
-        "section 4.3, Table 4",
-        _LENGTHS,
+        "decode, seconds per token, RTX 4090 and i9-10900X", "section 4.3, Table 4", _LENGTHS,
         {
             "Llama-3-8B": {
                 "full, no cache": (0.527, 1.167, 2.672, 6.214, 15.263, 43.927),
@@ -129,8 +124,7 @@ TABLES: dict[str, PaperTable] = {
         },
     ),
     "table5": PaperTable(
-        "parts of one decoded token at 128K, seconds",
-        "section 4.3, Table 5",
+        "parts of one decoded token at 128K, seconds", "section 4.3, Table 5",
         ("Retrieval", "Attention", "Others", "Total"),
         {
             "Llama-3-8B": {
@@ -141,8 +135,7 @@ TABLES: dict[str, PaperTable] = {
         },
     ),
     "table8a": PaperTable(
-        "decode at 128K, seconds per token, A100 80GB",
-        "appendix A.4, Table 8 (first)",
+        "decode at 128K, seconds per token, A100 80GB", "appendix A.4, Table 8 (first)",
         ("Yi-6B", "Yi-9B", "Llama-3-8B"),
         {
             "": {
@@ -158,8 +151,7 @@ TABLES: dict[str, PaperTable] = {
         },
     ),
     "table8b": PaperTable(
-        "decode of Llama-3-8B, seconds per token, A100 80GB",
-        "appendix A.4, Table 8 (second)",
+        "decode of Llama-3-8B, seconds per token, A100 80GB", "appendix A.4, Table 8 (second)",
         ("100K", "200K", "500K", "1M"),
         {
             "Llama-3-8B": {
@@ -175,8 +167,7 @@ TABLES: dict[str, PaperTable] = {
         },
     ),
     "table9": PaperTable(
-        "RULER at 128K by task, percent",
-        "appendix E, Table 9",
+        "RULER at 128K by task, percent", "appendix E, Table 9",
         ("S1", "S2", "S3", "M1", "M2", "M3", "MQ", "MV", "VT", "CW", "FW", "Q1", "Q2", "Avg."),
         {
             "Llama-3-8B": {
@@ -189,8 +180,7 @@ TABLES: dict[str, PaperTable] = {
         _TOKENS,
     ),
     "table10": PaperTable(
-        "InfiniteBench with a budget per layer, mean 2,000 tokens, percent",
-        "appendix F, Table 10",
+        "InfiniteBench with a budget per layer, mean 2,000 tokens, percent", "appendix F, Table 10",
         ("Retr.N", "Retr.P", "Retr.KV", "Code.D", "Math.F", "En.QA", "En.MC", "Avg."),
         {
             "Llama-3-8B": {
@@ -202,8 +192,7 @@ TABLES: dict[str, PaperTable] = {
     ),
     "table11": PaperTable(
         "key-value retrieval with Llama-3-70B-262k on eight A100 40GB: percent, seconds per token",
-        "appendix G, Table 11",
-        ("Accuracy", "Decoding latency"),
+        "appendix G, Table 11", ("Accuracy", "Decoding latency"),
         {
             "Llama-3-70B": {
                 "full": (35.0, 248.0),
@@ -214,7 +203,7 @@ TABLES: dict[str, PaperTable] = {
             }
         },
     ),
-}
+}  # fmt: skip
 
 # (table, model, method, column): what the printed number would be if it were the mean of its row.
 SLIPS: dict[tuple[str, str, str, str], float] = {

@@ -14,9 +14,9 @@ from typing import Any
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.text.tokens import TokenCounter
 
-__all__ = ["LEAST_FILL", "Draft", "Fitted", "fit"]
+__all__ = ["MIN_FILL", "Draft", "Fitted", "fit"]
 
-LEAST_FILL = 0.99
+MIN_FILL = 0.99
 _CLOSE = 0.002  # of the target: near enough not to count the text again
 _MARGIN = 0.001  # of the target: what an estimate by averages keeps free at first
 _ROUNDS = 16
@@ -118,7 +118,7 @@ class _Search:
 
     def _tune(self, room: int) -> None:
         assert self.best is not None
-        enough = room <= (1 - LEAST_FILL) * self.target
+        enough = room <= (1 - MIN_FILL) * self.target
         if enough or not self._attempts or not self.draft.tune(self.best.units, room):
             self.done = True
             return

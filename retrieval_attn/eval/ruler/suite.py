@@ -11,7 +11,6 @@ from typing import Any
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.prompts import PromptFormat
 from retrieval_attn.eval.ruler import scoring
-from retrieval_attn.eval.ruler.aggregate import PAPER_002_THRESHOLD, THRESHOLD, aggregate
 from retrieval_attn.eval.ruler.chains import Chains, Example
 from retrieval_attn.eval.ruler.documents import Documents
 from retrieval_attn.eval.ruler.essay import Essay, EssaySource
@@ -127,12 +126,12 @@ class RulerSuite:
 
     def summary(self, scores: dict[int, dict[str, float]]) -> list[str]:
         """Markdown lines with RULER's aggregates of one method: length -> task -> mean score (0 to 1)."""
-        found = aggregate(scores)
+        found = scoring.aggregate(scores)
         lines = [f"mean {length}: {mean:.2f}" for length, mean in found.means.items()]
         lines.append(f"wAvg (inc) {found.wavg_inc:.2f}, wAvg (dec) {found.wavg_dec:.2f}")
         lines.append(
-            f"effective length {found.effective or 'none'} (mean >= {THRESHOLD}),"
-            f" {found.effective_paper_002 or 'none'} (mean >= {PAPER_002_THRESHOLD})"
+            f"effective length {found.effective or 'none'} (mean >= {scoring.THRESHOLD}),"
+            f" {found.effective_paper_002 or 'none'} (mean >= {scoring.PAPER_002_THRESHOLD})"
         )
         if not found.same_tasks:
             lines.append("the lengths have different tasks: averages over lengths compare different things")

@@ -11,18 +11,18 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn.eval.baselines.reply import POSITIONS
-from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts, frame
+from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts
 from retrieval_attn.eval.runs import RunFolder, utc_now, write_atomically
 from retrieval_attn.eval.suite.sample import Row
 from retrieval_attn.eval.suite.suite import TaskSuite
 
-__all__ = ["Block", "Outcome", "RunOptions", "Selection", "SuiteRun", "run_suite", "score_fields"]
+__all__ = ["Block", "Outcome", "Selection", "SuiteRun", "score_fields"]
 
 
 @dataclass(frozen=True)
@@ -360,53 +360,3 @@ class _Bar:
 def _cost(block: Block) -> int:
     length = block.length if block.length is not None else 1 << 16
     return length * (length + 16384)
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How a suite is run on a loaded model.  options: of the methods given by name, as in `build_methods`."""
-
-    positions: tuple[str, ...] = POSITIONS
-    chat_template: str = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    plot: bool = True
-    progress: bool = True
-
-
-def run_suite(
-    suite: TaskSuite,
-    selection: Selection,
-    methods: Mapping[str, Any] | Sequence[str],
-    model: Any,
-    tokenizer: Any,
-    out: Path,
-    how: RunOptions | None = None,
-) -> Outcome:
-    """Run a suite on a loaded model and write the report; continues `out` if it holds the same settings.
-
-    methods: names, or methods by name.  Raises RetrievalAttentionError before anything runs on bad input.
-    """
-    from retrieval_attn.eval.baselines import build_methods
-    from retrieval_attn.eval.runs import environment
-    from retrieval_attn.eval.suite.report import write_report
-
-    how = how or RunOptions()
-    form = frame(suite, tokenizer, how.chat_template)
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    run = SuiteRun(suite, selection, form, positions=how.positions, max_positions=room)
-    settings = {
-        "suite": suite.name,
-        "rows": suite.fingerprint(),
-        "seed": selection.seed,
-        "model": getattr(model.config, "_name_or_path", ""),
-        "device": str(model.device.type),
-        "dtype": str(model.dtype),
-        "chat_template": how.chat_template,
-        "options": dict(how.options),
-    }
-    RunFolder.check(out, settings)
-    run.check_contexts()
-    answerers = methods if isinstance(methods, Mapping) else build_methods(methods, model, tokenizer, how.options)
-    outcome = run.execute(answerers, out, settings, start=environment(), progress=how.progress)
-    write_report(out, outcome.rows, suite, settings, plot=how.plot)
-    return outcome

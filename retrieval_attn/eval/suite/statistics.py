@@ -25,7 +25,7 @@ __all__ = [
 
 EFFECTIVE = 85.6  # RULER, section 4: Llama-2-7B-chat at 4K, percent
 RESAMPLES = 10_000
-LEAST_PAIRS = 5
+MIN_PAIRS = 5
 _BLOCK_NUMBERS = 1 << 22  # random indices drawn at once
 
 
@@ -81,7 +81,7 @@ def paired_difference(
     """Mean difference of paired scores with a percentile bootstrap interval.
 
     first, second: one list of scores per task, sample by sample in the same order.  The mean weighs tasks equally,
-    and samples are drawn again within each task.  One sample of a task, or fewer than LEAST_PAIRS in all, say nothing
+    and samples are drawn again within each task.  One sample of a task, or fewer than MIN_PAIRS in all, say nothing
     about their spread: then there is no interval.  Raises ValueError if they do not pair or there is nothing.
     """
     if [len(a) for a in first] != [len(b) for b in second] or not first or any(not len(a) for a in first):
@@ -103,14 +103,13 @@ def paired_difference(
     right = [(x >= 1.0, y >= 1.0) for a, b in zip(first, second, strict=True) for x, y in zip(a, b, strict=True)]
     wins = sum(y and not x for x, y in right)
     losses = sum(x and not y for x, y in right)
-    few = len(right) < LEAST_PAIRS or min(len(a) for a in first) < 2
-    p_value = mcnemar_exact(wins, losses)
+    few = len(right) < MIN_PAIRS or min(len(a) for a in first) < 2
     return Difference(
         n=len(right),
         mean=value / len(first),
         low=None if few else low,
         high=None if few else high,
-        p_value=p_value,
+        p_value=mcnemar_exact(wins, losses),
         wins=wins,
         losses=losses,
     )

@@ -11,158 +11,44 @@ import re
 
 import numpy as np
 
-from retrieval_attn.eval.text.words import ADJECTIVES, ADVERBS, MATERIALS, NOUNS, PEOPLE, PLACES, TIMES
+from retrieval_attn.eval.text.words import ADJECTIVES, ADVERBS, MATERIALS, NOUNS, PEOPLE, PLACES, TIMES, entries
 
 __all__ = ["prose", "sentences"]
 
-_TRANSITIVE = tuple(
-    [
-        "admired",
-        "borrowed",
-        "bought",
-        "carried",
-        "cleaned",
-        "copied",
-        "described",
-        "discovered",
-        "drew",
-        "examined",
-        "explained",
-        "followed",
-        "found",
-        "forgot",
-        "hid",
-        "ignored",
-        "inspected",
-        "kept",
-        "lifted",
-        "lost",
-        "measured",
-        "mended",
-        "noticed",
-        "ordered",
-        "packed",
-        "painted",
-        "passed",
-        "polished",
-        "praised",
-        "prepared",
-        "preserved",
-        "pushed",
-        "remembered",
-        "repaired",
-        "replaced",
-        "returned",
-        "saved",
-        "sketched",
-        "sold",
-        "studied",
-        "tested",
-        "traded",
-        "watched",
-        "weighed",
-        "wrapped",
-    ]
-)
-_INTRANSITIVE = (
-    "worked",
-    "waited",
-    "slept",
-    "laughed",
-    "sang",
-    "wandered about",
-    "sat down",
-    "argued",
-    "rested",
-    "stood still",
-    "read aloud",
-    "kept watch",
-    "lost the way",
-    "told old stories",
-    "said nothing",
-    "listened",
-    "looked around",
-    "took notes",
-    "made plans",
-    "grew tired",
-    "started again",
-    "whistled",
-)
-_THING_VERBS = (
-    "gleamed",
-    "creaked",
-    "stood empty",
-    "was covered with dust",
-    "needed repair",
-    "could be seen",
-    "had been moved",
-    "seemed out of place",
-    "smelled of smoke",
-    "was wet with rain",
-    "had lost its color",
-    "was worth very little",
-    "made no sound",
-    "lay in pieces",
-    "looked almost new",
-    "was kept locked",
-)
-_ABSTRACT = (
-    "patience",
-    "the weather",
-    "the price of grain",
-    "the old road",
-    "the new law",
-    "the train schedule",
-    "good advice",
-    "the missing page",
-    "the shape of the coast",
-    "the harvest",
-    "the long voyage",
-    "the local dialect",
-    "the city council",
-    "the cost of repairs",
-    "the art of printing",
-    "silence",
-    "the water supply",
-    "the history of the bridge",
-    "a change of plan",
-    "the evening news",
-    "trade",
-)
-_OPINIONS = (
-    "nobody was surprised",
-    "this was considered normal",
-    "the result was better than expected",
-    "there was nothing left to say",
-    "the reason was never explained",
-    "most people agreed",
-    "few visitors understood why",
-    "the records do not mention it",
-    "it hardly mattered",
-    "everyone had a different opinion",
-    "that was the end of it",
-    "the rumor spread quickly",
-    "it took years to find out",
-    "the matter was soon forgotten",
-    "some still doubt it",
-)
+_TRANSITIVE = entries("""
+admired borrowed bought carried cleaned copied described discovered drew examined explained followed found
+forgot hid ignored inspected kept lifted lost measured mended noticed ordered packed painted passed polished
+praised prepared preserved pushed remembered repaired replaced returned saved sketched sold studied tested
+traded watched weighed wrapped
+""")
+_INTRANSITIVE = entries("""
+worked, waited, slept, laughed, sang, wandered about, sat down, argued, rested, stood still, read aloud,
+kept watch, lost the way, told old stories, said nothing, listened, looked around, took notes, made plans,
+grew tired, started again, whistled
+""")
+_THING_VERBS = entries("""
+gleamed, creaked, stood empty, was covered with dust, needed repair, could be seen, had been moved, seemed
+out of place, smelled of smoke, was wet with rain, had lost its color, was worth very little, made no sound,
+lay in pieces, looked almost new, was kept locked
+""")
+_ABSTRACT = entries("""
+patience, the weather, the price of grain, the old road, the new law, the train schedule, good advice, the
+missing page, the shape of the coast, the harvest, the long voyage, the local dialect, the city council, the
+cost of repairs, the art of printing, silence, the water supply, the history of the bridge, a change of
+plan, the evening news, trade
+""")
+_OPINIONS = entries("""
+nobody was surprised, this was considered normal, the result was better than expected, there was nothing
+left to say, the reason was never explained, most people agreed, few visitors understood why, the records do
+not mention it, it hardly mattered, everyone had a different opinion, that was the end of it, the rumor
+spread quickly, it took years to find out, the matter was soon forgotten, some still doubt it
+""")
 _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "a dozen", "twenty", "forty")
 
 _POOLS: dict[str, tuple[str, ...]] = {
-    "a": ADJECTIVES,
-    "n": NOUNS,
-    "w": PEOPLE,
-    "p": PLACES,
-    "t": TIMES,
-    "v": ADVERBS,
-    "m": MATERIALS,
-    "x": _TRANSITIVE,
-    "i": _INTRANSITIVE,
-    "h": _THING_VERBS,
-    "b": _ABSTRACT,
-    "o": _OPINIONS,
-    "d": _NUMBERS,
-}
+    "a": ADJECTIVES, "n": NOUNS, "w": PEOPLE, "p": PLACES, "t": TIMES, "v": ADVERBS, "m": MATERIALS, "x": _TRANSITIVE,
+    "i": _INTRANSITIVE, "h": _THING_VERBS, "b": _ABSTRACT, "o": _OPINIONS, "d": _NUMBERS,
+}  # fmt: skip
 
 # one letter in braces draws from the pool of that letter
 _TEMPLATES = (

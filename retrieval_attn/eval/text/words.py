@@ -9,12 +9,13 @@ from __future__ import annotations
 __all__ = ["ACTIVITIES", "ADJECTIVES", "ADVERBS", "CITIES", "MATERIALS", "NOUNS", "PEOPLE", "PLACES", "TIMES"]
 
 
-def _split(text: str, separator: str | None = None) -> tuple[str, ...]:
-    """Unique entries of a text block, first occurrence first."""
-    return tuple(dict.fromkeys(" ".join(part.split()) for part in text.split(separator) if part.strip()))
+def entries(text: str) -> tuple[str, ...]:
+    """Unique entries of a text block, first occurrence first: parted by commas if it has any, else by blanks."""
+    parts = text.split("," if "," in text else None)
+    return tuple(dict.fromkeys(" ".join(part.split()) for part in parts if part.strip()))
 
 
-ADJECTIVES = _split("""
+ADJECTIVES = entries("""
 able absent active agile airy amber ample ancient angular ardent arid austere awkward balmy bare basic
 bitter black bland bleak blue blunt bold brave brief bright brisk brittle broad bronze brown burnt busy
 calm candid careful careless cautious chalky cheerful chilly civil clean clear clever cloudy clumsy
@@ -43,7 +44,7 @@ true twin uneven upper urban useful usual vague valid vast velvet violet vivid w
 wet white whole wide wild willing windy winter wise witty wooden woolen worn worthy yellow young zealous
 """)
 
-NOUNS = _split("""
+NOUNS = entries("""
 abbey acorn actor album alley almond almanac anchor ankle anthem anvil apple apron arbor arch armor
 arrow artist ash atlas attic autumn avenue awning badge badger bakery balcony ball bamboo banjo bank
 banner barge bark barley barn barrel basil basin basket bay beacon bead beam bean bear beard beaver bed
@@ -92,8 +93,7 @@ water wave wax weather weaver well whale wharf wheat wheel whistle willow wind w
 wood wool workshop wreath wren yacht yard yarn yeast zebra zipper
 """)
 
-PEOPLE = _split(
-    """
+PEOPLE = entries("""
 actor, apprentice, archer, architect, artist, astronomer, baker, barber, beekeeper, boatman, bookbinder,
 botanist, bricklayer, brewer, builder, butcher, carpenter, cartographer, clerk, cobbler, collector,
 composer, conductor, cook, dancer, doctor, driver, editor, engineer, farmer, ferryman, fiddler,
@@ -104,12 +104,9 @@ pilot, plumber, poet, porter, postman, potter, printer, professor, ranger, repai
 sculptor, shepherd, shopkeeper, singer, smith, stranger, student, surgeon, surveyor, tailor, teacher,
 traveler, vendor, watchmaker, weaver, widow, woodcutter, writer, young clerk, old captain, night
 watchman, traveling actor, village elder, school principal, chess player, lighthouse keeper
-""",
-    ",",
-)
+""")
 
-PLACES = _split(
-    """
+PLACES = entries("""
 across the bay, across the square, along the canal, along the coast road, among the hills, at the edge
 of town, at the end of the lane, at the foot of the mountain, at the old mill, at the railway station,
 behind the bakery, behind the chapel, below the dam, beneath the bridge, beside the river, beside the
@@ -126,12 +123,9 @@ second floor, on the train, opposite the town hall, outside the city walls, over
 tannery, round the bend of the road, through the pine forest, through the tunnel, under the arches,
 under the oak tree, under the stairs, up the winding path, upstream from the ferry, within sight of the
 sea
-""",
-    ",",
-)
+""")
 
-TIMES = _split(
-    """
+TIMES = entries("""
 after a long silence, after breakfast, after the concert, after the flood, after the harvest, all
 afternoon, all through the winter, as the sun went down, at dawn, at first, at midnight, at noon, at
 that moment, at the end of the season, before anyone noticed, before sunrise, before the storm, by the
@@ -144,12 +138,9 @@ the month, on the last evening, once a week, one cold morning, one quiet afterno
 days, since the previous spring, some weeks later, soon afterwards, the day before, the next morning,
 this time, throughout the night, toward evening, twice a month, until the thaw, when the bells rang,
 when the fog lifted, when the tide turned, while the kettle boiled, within the hour
-""",
-    ",",
-)
+""")
 
-ADVERBS = _split(
-    """
+ADVERBS = entries("""
 abruptly, almost, anxiously, awkwardly, badly, barely, boldly, bravely, briefly, calmly, carefully,
 casually, cautiously, cheaply, cheerfully, clearly, closely, coldly, eagerly, easily, evenly, faintly,
 firmly, frankly, freely, gently, gladly, gradually, happily, hastily, heavily, honestly, humbly, idly,
@@ -158,22 +149,16 @@ politely, poorly, promptly, proudly, quickly, quietly, rarely, readily, roughly,
 sharply, silently, simply, slowly, smoothly, softly, solemnly, soundly, steadily, sternly, strangely,
 suddenly, swiftly, tenderly, thoroughly, tightly, warmly, weakly, wisely, without haste, with some
 effort, with great care, with obvious pleasure, as usual
-""",
-    ",",
-)
+""")
 
-MATERIALS = _split(
-    """
+MATERIALS = entries("""
 amber, brass, bronze, canvas, cedar, clay, copper, cork, cotton, felt, flint, glass, gold leaf, granite,
 iron, ivory, jade, lace, lead, leather, limestone, linen, marble, oak, paper, pewter, pine, plaster,
 porcelain, sandstone, silk, silver, slate, steel, straw, terracotta, tin, velvet, walnut, wax, wicker,
 wool
-""",
-    ",",
-)
+""")
 
-CITIES = _split(
-    """
+CITIES = entries("""
 Aberdeen, Accra, Adelaide, Algiers, Amsterdam, Ankara, Antwerp, Athens, Atlanta, Auckland, Austin,
 Baghdad, Bangkok, Barcelona, Basel, Beijing, Beirut, Belfast, Belgrade, Bergen, Berlin, Bogota, Bologna,
 Bordeaux, Boston, Brasilia, Bremen, Brisbane, Bristol, Brussels, Bucharest, Budapest, Buenos Aires,
@@ -190,20 +175,15 @@ Santiago, Sao Paulo, Sapporo, Seattle, Seoul, Seville, Shanghai, Singapore, Sofi
 Sydney, Taipei, Tallinn, Tampa, Tbilisi, Tehran, Tokyo, Toronto, Toulouse, Tripoli, Tunis, Turin,
 Utrecht, Valencia, Vancouver, Venice, Vienna, Vilnius, Warsaw, Washington, Wellington, Yokohama, Zagreb,
 Zurich
-""",
-    ",",
-)
+""")
 
 # verb phrases with holes: {a} adjective, {n} noun, {p} place
-ACTIVITIES = _split(
-    """
-eat a sandwich and sit {p} on a {a} day| watch the {n} boats {p}| climb the {a} tower and look at the
-{n} | ride a {a} bicycle {p}| taste the {a} {n} soup {p}| listen to {a} music {p}| visit the {n} museum
-on a {a} morning | rent a {a} boat and row past the {n}| drink {a} tea {p}| walk {p} with a {a} dog| buy
-a {a} {n} from the market | paint the {a} {n} {p}| take the {a} tram to the {n} garden| feed the {a}
-ducks {p}| learn to bake {a} {n} bread | photograph the {a} {n} before sunrise| play chess with a {a}
-stranger {p}| sleep {p} under a {a} blanket | join the {a} {n} festival| swim {p} after a {a} lunch|
-read a {a} book about the {n} {p} | fly a {a} kite {p}| hear the {n} choir {p}| count the {a} swans {p}
-""",
-    "|",
-)
+ACTIVITIES = entries("""
+eat a sandwich and sit {p} on a {a} day, watch the {n} boats {p}, climb the {a} tower and look at the
+{n}, ride a {a} bicycle {p}, taste the {a} {n} soup {p}, listen to {a} music {p}, visit the {n} museum
+on a {a} morning, rent a {a} boat and row past the {n}, drink {a} tea {p}, walk {p} with a {a} dog, buy
+a {a} {n} from the market, paint the {a} {n} {p}, take the {a} tram to the {n} garden, feed the {a}
+ducks {p}, learn to bake {a} {n} bread, photograph the {a} {n} before sunrise, play chess with a {a}
+stranger {p}, sleep {p} under a {a} blanket, join the {a} {n} festival, swim {p} after a {a} lunch,
+read a {a} book about the {n} {p}, fly a {a} kite {p}, hear the {n} choir {p}, count the {a} swans {p}
+""")

@@ -11,13 +11,13 @@ import retrieval_attn as ra
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.errors import CacheMismatchError
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import build_model, random_ids
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=6, decode_tokens=4, prefill_chunk=64)
 
 
 def model_of(name: str) -> Any:
-    return ra.enable(tiny_model(name), CONFIG)
+    return ra.enable(build_model(name), CONFIG)
 
 
 def held(cache: Any) -> set[int]:

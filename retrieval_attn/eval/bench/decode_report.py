@@ -64,8 +64,8 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         "",
         "Times: median of single steps (10th to 90th percentile), sampling and reading the token included. MiB/token: "
         "keys and values, without weights. x static: against sinks and window only under the same loop. recall: of the "
-        "exact best retrieve; mass: of their attention weight; captured: of all attention, sinks and window included. "
-        "same tokens: of those decoded, up to the first that is not full attention's. "
+        "keys that exact search finds; mass: of their attention weight; captured: of all attention, sinks and window "
+        "included. same tokens: of those decoded, up to the first that is not full attention's. "
         "waits: share of a step in which the device has nothing to do. GPU: kernels; copy: between host and device. "
         "prepare peak: device memory of the process while the context was placed. Checked before timing: logits of "
         f"every method against its definition ({checked}{noise}), and retrieved attention against that over the keys "

@@ -135,9 +135,13 @@ def test_interrupted_it_stops_and_says_so(
 def test_ctrl_c_from_a_keyboard(document: str) -> None:
     """The signal itself, while the worker is inside compiled code: status 130, and no crash at the end."""
     command = [sys.executable, "-m", "retrieval_attn.cli", "ask", document, "Who?", "--temperature", "9", "--seed", "1"]
-    with subprocess.Popen(
-        [*command, "--max-new-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-    ) as asked:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+
+    def as_in_a_terminal() -> None:
+        """A shell starts what runs in its background with the signal ignored, and children inherit that."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen([*command, "--max-new-tokens", "2000"], preexec_fn=as_in_a_terminal, **pipes) as asked:
         assert asked.stdout is not None and asked.stdout.read(1)
         asked.send_signal(signal.SIGINT)
         _, said = asked.communicate(timeout=60)

@@ -137,7 +137,8 @@ class AnswerLoop:
         ]
 
     def _answer(self, row: list[int], stats: Stats, sampling: Sampling) -> Answer:
-        ended = next((place for place, token in enumerate(row) if token in self._eos), None)
+        eos = self._eos
+        ended = next((place for place, token in enumerate(row) if token in eos), None)
         tokens = row if ended is None else row[:ended]
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         stopped = ended is not None or any(stop in text for stop in sampling.stop)

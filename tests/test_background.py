@@ -22,7 +22,7 @@ CREWS = tuple(f"retrieval_attn-{name}" for name in ("copy", "layer", "index"))
 
 
 def workers(patience: float = 10.0) -> list[str]:
-    """Threads of the crews that are still there after so many seconds."""
+    """Threads of the pools that are still there after so many seconds."""
     until = time.monotonic() + patience
     while True:
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith(CREWS)]
@@ -73,8 +73,8 @@ def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, mo
     assert got == [[0, 1, 2, 3]]
 
 
-def test_a_crew_works_at_once_keeps_order_and_goes_home() -> None:
-    crew = ThreadPool(3, "retrieval_attn-test")
+def test_a_pool_works_at_once_keeps_order_and_goes_home() -> None:
+    pool = ThreadPool(3, "retrieval_attn-test")
     together = threading.Barrier(3)
 
     def work(number: int) -> int:
@@ -82,8 +82,8 @@ def test_a_crew_works_at_once_keeps_order_and_goes_home() -> None:
             together.wait(10)  # breaks unless three run at the same time
         return number * number
 
-    assert crew.map(work, range(10)) == [number * number for number in range(10)]
+    assert pool.map(work, range(10)) == [number * number for number in range(10)]
     with pytest.raises(ZeroDivisionError):
-        crew.map(lambda number: 1 // number, [1, 0, 2])
-    assert crew.submit(lambda: 7).result(10) == 7
-    assert not workers() and crew.busy == 0
+        pool.map(lambda number: 1 // number, [1, 0, 2])
+    assert pool.submit(lambda: 7).result(10) == 7
+    assert not workers() and pool.busy == 0

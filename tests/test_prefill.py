@@ -259,8 +259,8 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
 
 def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """While layer 0 is being indexed, layer 1's queries and lists are already on the host: they would pile up."""
-    crew = ThreadPool(1, "retrieval_attn-layer")
-    monkeypatch.setattr(host_work, "_layers", lambda: crew)
+    pool = ThreadPool(1, "retrieval_attn-layer")
+    monkeypatch.setattr(host_work, "_layers", lambda: pool)
     release = threading.Event()
     around_each_build(monkeypatch, lambda: release.wait(20))
     try:

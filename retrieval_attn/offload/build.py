@@ -161,16 +161,16 @@ class IndexBuild:
             with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready):
                 job.host.build_index(job.start, job.stop, job.queries, job.lists, each, coder)
 
-    def _each(self, crew: ThreadPool, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
-        """build(head) for all heads by the crew, each with the threads that are left to it."""
+    def _each(self, pool: ThreadPool, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
+        """build(head) for all heads by the pool, each with the threads that are left to it."""
 
         def one(head: int) -> Any:
             if self._stop.is_set():
                 raise CancelledError
-            with kernel_threads(max(1, crew.most // max(1, crew.busy))), single_blas():
+            with kernel_threads(max(1, pool.most // max(1, pool.busy))), single_blas():
                 return build(head)
 
-        return crew.map(one, heads)
+        return pool.map(one, heads)
 
 
 def event_now(device: torch.device, timing: bool = False) -> torch.cuda.Event | None:

@@ -39,7 +39,7 @@ class ThreadPool:
         return self._submit_all(work, [args])[0]
 
     def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """[work(item) for item in items], each done by a thread; not to be called by the crew's own.
+        """[work(item) for item in items], each done by a thread; not to be called by the pool's own.
 
         After an error what has not begun is dropped, the rest is waited for, and the first error is raised.
         """

@@ -1,6 +1,6 @@
 """HostWork: a finished pass of one layer on its way to the host: keys and values first, then the indexes over them.
 
-Beside a GPU both happen in threads while the next layers compute: one thread copies (`offload/staging.py`), a crew
+Beside a GPU both happen in threads while the next layers compute: one thread copies (`offload/staging.py`), a pool
 builds the indexes of several heads at once. The device holds the keys of the layer that computes and of one that is
 being copied (`offload/traffic.py`). On the CPU, where all want the same cores, the same work is done on the spot.
 """

@@ -18,6 +18,7 @@ from retrieval_attn.cpu.host_attend import prepare
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
+from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
@@ -41,13 +42,13 @@ class Context:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config | None = None, **overrides: Any
     ) -> None:
         """An empty context of `model`. Raises UnsupportedModelError, ConfigError or InputDataError (chat template)."""
-        self.model = model
+        self.model: PreTrainedModel = unwrapped(model)
         self.tokenizer = tokenizer
         self.config = resolve(config if config is not None else enabled_config(model), overrides)
         self.template = PromptTemplate.of(tokenizer)
         self.read_seconds = 0.0
-        self._loop = AnswerLoop(model, tokenizer)
-        self._cache = RetrievalCache(model, self.config)
+        self._loop = AnswerLoop(self.model, tokenizer)
+        self._cache = RetrievalCache(self.model, self.config)
         self._whole = True  # False while text is appended, and for good if that could not be undone
 
     @property

@@ -22,6 +22,7 @@ from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.memory.device_room import IndexChoice
+from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.stats import LayerStats
 
 
@@ -36,11 +37,14 @@ class RetrievalCache(LayeredCache):
     def __init__(
         self, model: PreTrainedModel, config: Config | None = None, *, check: bool = True, **overrides: Any
     ) -> None:
-        """An empty cache for `model`. Raises UnsupportedModelError with the reason, ConfigError for options.
+        """An empty cache for `model`, a transformers model or a `PeftModel` around one.
+
+        Raises UnsupportedModelError with the reason, ConfigError for options.
 
         check=False skips the support check (and its one-time verification of untested model types).
         """
         self.config = resolve(config, overrides)
+        model = unwrapped(model)
         self.index = IndexChoice(model, self.config)
         if check:
             require_supported(model, unchecked_cache)

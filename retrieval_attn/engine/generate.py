@@ -36,13 +36,17 @@ def generate(
     retrieval: options for the cache made here; not together with a RetrievalCache in past_key_values.
     on_token: called with the new token id of every row (transformers 5.17 does not hand `streamer` to custom
     loops, so this is the streaming hook). Several samples (num_return_sequences) share one prefill.
-    Raises ConfigError for beam search: use plain model.generate with past_key_values=RetrievalCache(model).
+    Raises ConfigError for beam search: use plain model.generate with past_key_values=RetrievalCache(model); and for
+    output_attentions and output_hidden_states, which this loop does not collect.
     """
     if generation_config.num_beams != 1:
         raise ConfigError(
             f"num_beams={generation_config.num_beams} is not served by this loop; call model.generate without "
             "custom_generate and with past_key_values=retrieval_attn.RetrievalCache(model)."
         )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, None):
+            raise ConfigError(f"{name}=True was asked for, but this loop does not collect it; leave it out.")
     cache = _cache(model, model_kwargs.get("past_key_values"), retrieval)
     samples = generation_config.num_return_sequences or 1
     mask = model_kwargs.get("attention_mask")

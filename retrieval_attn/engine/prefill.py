@@ -28,6 +28,7 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttenti
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import host_memory_bytes
+from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.layers import decoder_layers, final_norms
 from retrieval_attn.model.placement import tensor_ranks
@@ -80,14 +81,15 @@ def _wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
 @contextmanager
 def prefill_by_layer(model: PreTrainedModel, chunk: int = 8192) -> Iterator[PreTrainedModel]:
     """Within this context, forwards with a RetrievalCache go layer by layer in chunks of `chunk` tokens."""
-    before = wrapped_chunk(model)
-    wrap_layers(model, chunk)
+    inner = unwrapped(model)
+    before = wrapped_chunk(inner)
+    wrap_layers(inner, chunk)
     try:
         yield model
     finally:
-        unwrap_layers(model)
+        unwrap_layers(inner)
         if before is not None:
-            wrap_layers(model, before)
+            wrap_layers(inner, before)
 
 
 def wrapped_chunk(model: nn.Module) -> int | None:
@@ -178,6 +180,9 @@ class _ChunkedLayer:
             return self._original(hidden_states, *args, **kwargs)
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
         tokens = hidden_states.shape[1]
+        spec = next((item for item in (*args, *kwargs.values()) if isinstance(item, MaskSpec)), None)
+        if spec is not None:  # here, where nothing is cut into chunks yet
+            spec.positions.require_one_text(spec.padding, tokens, kwargs)
         # Linear-attention layers carry state from token to token in their own way: never split those.
         if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer):
             result = self._original(hidden_states, *args, **kwargs)

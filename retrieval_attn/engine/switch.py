@@ -13,6 +13,7 @@ from retrieval_attn.engine.attention import set_attention
 from retrieval_attn.engine.prefill import unwrap_layers, wrap_layers
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.model import hooks
+from retrieval_attn.model.adapters import unwrapped
 
 _STATE = "_retrieval_attn_state"
 _GENERATE_HOOK = "_prepare_cache_for_generation"
@@ -21,11 +22,13 @@ _GENERATE_HOOK = "_prepare_cache_for_generation"
 def enable(model: PreTrainedModel, config: Config | None = None, **overrides: Any) -> PreTrainedModel:
     """Switch `model` to retrieval attention with layer-major prefill, in place; returns the model.
 
+    model: a transformers model, or a `PeftModel` around one: its adapters go on acting.
     Afterwards `model.generate(...)` without `past_key_values` makes a RetrievalCache by itself; with one it
     uses that. Calling enable again replaces the options. `disable` restores the model as it was.
     Raises UnsupportedModelError (with the reason) or ConfigError; the model is then unchanged.
     """
     options = resolve(config, overrides)
+    given, model = model, unwrapped(model)
     require_supported(model, unchecked_cache)
     before = getattr(model, _STATE, None)
     original = before["attn_implementation"] if before else model.config._attn_implementation
@@ -35,24 +38,25 @@ def enable(model: PreTrainedModel, config: Config | None = None, **overrides: An
     if before is None:
         # transformers makes a DynamicCache for a generate() call without past_key_values; make ours instead.
         setattr(model, _GENERATE_HOOK, functools.partial(_prepare_cache, model, getattr(model, _GENERATE_HOOK)))
-    return model
+    return given
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `enable`: the attention implementation, the layers and generate() are the model's own again."""
+    given, model = model, unwrapped(model)
     state = getattr(model, _STATE, None)
     if state is None:
-        return model
+        return given
     delattr(model, _STATE)
     delattr(model, _GENERATE_HOOK)
     unwrap_layers(model)
     set_attention(model, state["attn_implementation"])
-    return model
+    return given
 
 
 def enabled_config(model: PreTrainedModel) -> Config | None:
     """The options `enable` was called with, or None when the model is not enabled."""
-    state = getattr(model, _STATE, None)
+    state = getattr(unwrapped(model), _STATE, None)
     return state["config"] if state else None
 
 

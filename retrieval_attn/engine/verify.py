@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import unchecked_cache
 from retrieval_attn.engine.compare import Report, compare
 from retrieval_attn.engine.support import mark_verified
+from retrieval_attn.model.adapters import unwrapped
 
 
 def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> Report:
@@ -14,6 +15,7 @@ def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> R
 
     A model that passes is not verified again when a cache is made for it.
     """
+    model = unwrapped(model)
     report = compare(model, unchecked_cache, tokens, decode_steps)
     mark_verified(model, report)
     return report

@@ -76,8 +76,10 @@ def model_shape(source: Any, dtype: Any = None) -> ModelShape:
     """
     from torch import nn
 
+    from retrieval_attn.model.adapters import unwrapped
+
     if isinstance(source, nn.Module):
-        return _of_model(source, dtype)
+        return _of_model(unwrapped(source), dtype)
     config = load_config(source)
     name = str(source) if isinstance(source, str | Path) else (config.name_or_path or config.model_type)
     model = _on_meta(config)

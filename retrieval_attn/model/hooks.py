@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.errors import CacheMismatchError, UnsupportedMaskError, UnsupportedModelError
+from retrieval_attn.errors import CacheMismatchError, ConfigError, UnsupportedMaskError, UnsupportedModelError
 from retrieval_attn.model.padding import Padding
+from retrieval_attn.model.positions import PositionCheck
 
 NAME = "retrieval"
 
@@ -31,6 +32,7 @@ class MaskSpec:
     window: keys a query may look back to, itself included, or None for full causal attention.
     unsupported: why this mask cannot be served through a retrieval cache, or None.
     dense_arguments: what transformers passed, to build the dense mask where no retrieval cache is used.
+    positions: looked at once for the whole forward; its parts share it.
     """
 
     q_offset: int
@@ -39,6 +41,7 @@ class MaskSpec:
     window: int | None = None
     unsupported: str | None = None
     dense_arguments: dict[str, Any] = field(default_factory=dict, repr=False)
+    positions: PositionCheck = field(default_factory=PositionCheck, repr=False, compare=False)
 
     def part(self, start: int, stop: int) -> MaskSpec:
         """The recipe for queries [start, stop) of this forward (layer-major prefill)."""
@@ -159,10 +162,17 @@ def attention(
     plain tensors when the model runs without a retrieval cache (then: ordinary scaled dot-product attention).
     kwargs: what models add: dropout, softcap, s_aux (learned sink logits), and others for plain attention alone.
     Returns (batch, queries, q_heads, value_dim) in the query's dtype, and None for the weights.
+    Raises ConfigError where the weights were asked for, UnsupportedMaskError for several texts in one row.
     """
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        raise ConfigError(
+            'output_attentions=True was asked for, but attn_implementation="retrieval" computes no attention weights. '
+            'Leave it out, or switch with model.set_attn_implementation("eager") (retrieval_attn.disable(model)).'
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if isinstance(key, KVView):
-        spec = _checked_spec(module, attention_mask, key, query)
+        spec = _checked_spec(module, attention_mask)
+        spec.positions.require_one_text(spec.padding, spec.q_length, kwargs)
         sinks = kwargs.get("s_aux")
         out = key.layer.attend(module, query, spec, scale=scale, softcap=kwargs.get("softcap"), sink_logits=sinks)
         return out.transpose(1, 2).to(query.dtype), None
@@ -176,7 +186,7 @@ def attention(
     return _plain_attention(module, (query, key, value), attention_mask, scale, kwargs), None
 
 
-def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None, key: KVView, query: Tensor) -> MaskSpec:
+def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None) -> MaskSpec:
     if not isinstance(attention_mask, MaskSpec):
         given = "no mask recipe" if attention_mask is None else f"a dense mask {tuple(attention_mask.shape)}"
         raise UnsupportedMaskError(

@@ -21,6 +21,7 @@ from retrieval_attn.engine.graph.slot import LayerSlot
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.model.adapters import adapter_state
 
 
 class StepKind(NamedTuple):
@@ -87,4 +88,4 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
     weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))
     hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
-    return id(runtime), id(default_pool()), weights, hooks, tuple(layers)
+    return id(runtime), id(default_pool()), weights, hooks, adapter_state(model), tuple(layers)

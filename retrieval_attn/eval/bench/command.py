@@ -12,6 +12,10 @@ _WHAT = {
     "index": ("retrieval_attn.eval.bench.index", "recall, work, time and memory of every index on attention keys"),
     "memory": ("retrieval_attn.eval.bench.memory", "device and host memory over context lengths, beside the plan"),
     "prefill": ("retrieval_attn.eval.bench.prefill", "a plain prefill beside ours with every index ready, and peaks"),
+    "session": (
+        "retrieval_attn.eval.bench.session.command",
+        "what a user waits for, through the public API, with compile caches cold and warm",
+    ),
     "study": (
         "retrieval_attn.eval.bench.studies",
         "figures 2, 3a, 3b and 6 of the RetrievalAttention paper, on your heads",

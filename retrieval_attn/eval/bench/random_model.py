@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["RANDOM_SHAPES", "random_model"]
+__all__ = ["RANDOM_SHAPES", "random_config", "random_model"]
 
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -45,13 +45,18 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(shape: str, dtype: torch.dtype, seed: int, device: str | torch.device = "cpu") -> Any:
-    """A Llama of one of RANDOM_SHAPES with random weights, in evaluation mode, made on `device`. Raises ConfigError."""
+def random_config(shape: str, dtype: torch.dtype = torch.bfloat16) -> LlamaConfig:
+    """The configuration of one of RANDOM_SHAPES. Raises ConfigError."""
     if shape not in RANDOM_SHAPES:
         raise ConfigError(f"--shape {shape} is not known; use one of {', '.join(RANDOM_SHAPES)}.")
-    torch.manual_seed(seed)
     # tokens of a random model mean nothing: no end of sequence to stop at
-    config = LlamaConfig(**RANDOM_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype)
+    return LlamaConfig(**RANDOM_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype)
+
+
+def random_model(shape: str, dtype: torch.dtype, seed: int, device: str | torch.device = "cpu") -> Any:
+    """A Llama of one of RANDOM_SHAPES with random weights, in evaluation mode, made on `device`. Raises ConfigError."""
+    config = random_config(shape, dtype)
+    torch.manual_seed(seed)
     before = torch.get_default_dtype()
     # numbers drawn in float32 and rounded are the same on every dtype; a large model has no room for them
     direct = torch.device(device).type == "cuda"

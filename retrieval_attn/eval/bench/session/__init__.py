@@ -1,0 +1,1 @@
+"""`retrieval-attn bench session`: what a user waits for, through the public API alone."""

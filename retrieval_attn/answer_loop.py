@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
+from retrieval_attn.engine.ready import compilation, make_ready
 from retrieval_attn.model.placement import input_device
 
 
@@ -88,13 +88,18 @@ class AnswerLoop:
         return PromptState(batch.ids, logits, place[:, -1], mask)
 
     def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
-        """As `read`, until the keys are on the host and indexed; with a bar if `progress`. Returns the seconds."""
+        """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
+        once; with bars if `progress`. Returns the seconds of all of it.
+        """
         started = time.perf_counter()
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
-        with _Progress(cache, f"reading {tokens:,} tokens", progress):
-            self.read(cache, batch)
-        with _Progress(cache, "waiting for the last indexes", progress):
-            finish_prefill(cache, cache.on_layer)
+        with compilation(self.model, cache, batch.ids.shape[1], progress=progress):
+            with _Progress(cache, f"reading {tokens:,} tokens", progress):
+                self.read(cache, batch)
+            with _Progress(cache, "waiting for the last indexes", progress):
+                finish_prefill(cache, cache.on_layer)
+        with using_retrieval(self.model, cache.config.prefill_chunk):
+            make_ready(self.model, cache)
         return time.perf_counter() - started
 
     def answer(
@@ -183,19 +188,6 @@ class _Progress:
         self._cache.on_layer = None
         if self._show:
             self._bar.close()
-
-
-@contextmanager
-def notice_after(what: str, show: bool, seconds: float = 2.0) -> Iterator[None]:
-    """Say `what` on the error output if this takes longer than so many seconds, and if `show`."""
-    timer = threading.Timer(seconds, tqdm.write, (what,), {"file": sys.stderr})
-    timer.daemon = True
-    if show:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class _TextPieces:

@@ -9,17 +9,15 @@ from typing import Any, Literal, NoReturn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
-from retrieval_attn.answer_loop import AnswerLoop, notice_after
+from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.cpu.host_attend import prepare
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.model.adapters import unwrapped
-from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
 
@@ -193,16 +191,9 @@ class Context:
 
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
-        with notice_after("compiling the search, once on this machine: this can take a minute", progress):
-            self._prepare(len(ids))
         batch = self._loop.batch([ids], before=self._ids)
         self.read_seconds += self._loop.fill(self._cache, batch, progress)
         self._cache.batch.note_ids(batch.ids)
-
-    def _prepare(self, tokens: int) -> None:
-        """Decide the index and compile now what the first token would wait for."""
-        spec = self._cache.index.decide(tokens)
-        prepare(host_format(self.config.host_dtype, self.model.dtype), spec, tokens)
 
     def _require_whole(self) -> None:
         if not self._whole:

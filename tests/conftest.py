@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,34 +64,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pins torch's threads, and lets processes side by side write to one cache of kernels."""
+    """Pins torch's threads."""
     import torch
 
     torch.set_num_threads(torch_threads(PROCESSES))
-    if PROCESSES > 1:
-        _save_kernels_in_turn(os.environ["PYTEST_XDIST_TESTRUNUID"])
-
-
-def _save_kernels_in_turn(run: str) -> None:
-    """One process at a time writes to Numba's cache.
-
-    Two that save a kernel of the same function for different types at once would give both the same file name, and a
-    later process would load the machine code of one for the other.
-    """
-    import fcntl
-
-    from numba.core import caching
-
-    files: Any = caching.IndexDataCacheFile
-    save = files.save
-    path = Path(tempfile.gettempdir()) / f"numba-cache-{run}.lock"
-
-    def in_turn(self: Any, key: Any, data: Any) -> None:
-        with path.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            save(self, key, data)
-
-    files.save = in_turn
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

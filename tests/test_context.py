@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
-from retrieval_attn.answer_loop import notice_after
 from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.instruments import measure_mass
 from retrieval_attn.engine import decode
@@ -368,21 +365,6 @@ TURNS = [
     {"role": "assistant", "content": "She."},
     {"role": "user", "content": "Why?"},
 ]
-
-
-def test_a_long_compilation_is_announced(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first context on a machine waits for the compiler, and says so after a while, where bars are shown."""
-    monkeypatch.setattr("retrieval_attn.context.prepare", lambda *arguments: time.sleep(0.5))
-    monkeypatch.setattr("retrieval_attn.context.notice_after", functools.partial(notice_after, seconds=0.05))
-    for progress in (False, True):
-        ra.Context(*loaded, CONFIG).read("The sky is blue.", progress=progress)
-        assert ("compiling the search" in capsys.readouterr().err) == progress
-    with notice_after("never", True, seconds=0.2):
-        pass
-    time.sleep(0.4)
-    assert "never" not in capsys.readouterr().err
 
 
 def test_messages_are_put_through_the_chat_template(loaded: Loaded) -> None:

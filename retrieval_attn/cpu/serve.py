@@ -171,7 +171,7 @@ class Server:
         self.head[COPY : QUERY_EVENT + 1] = functions
         self.head[ANSWERS_BY], self.head[LIMIT] = answers_by, int(limit_seconds * 1e9)
         self.table = int(self._words.ctypes.data)
-        serve_calls.compile("int64(int64)")
+        compile_server()
 
     def add(
         self, *, request: int, function: int, argument: int, target: int, source: int, size: int, answer: int
@@ -188,3 +188,8 @@ class Server:
     def served(self) -> int:
         """Calls that the last replay got answered."""
         return int(self.head[SERVED])
+
+
+def compile_server() -> None:
+    """Compile `serve_calls`, or load it."""
+    serve_calls.compile("int64(int64)")

@@ -7,6 +7,7 @@ exact scan finds for them (DESIGN section 6: recall is measured at build time an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import MAX_KEYS, HeadShape, HeldBytes, KeyIndex, Training, check_training
+from retrieval_attn.index.base import MAX_KEYS, Alternatives, HeadShape, HeldBytes, KeyIndex, Training, check_training
 from retrieval_attn.index.flat import FlatIndex, FlatOptions, search_exact
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
@@ -61,6 +62,17 @@ class AutoOptions:
         return SCAN_BELOW if self.scan_below is None else self.scan_below
 
 
+def _kinds(options: AutoOptions, tokens: int | None) -> Alternatives:
+    """See KeyIndex.may_be: what `AutoIndex.make` may choose."""
+    many = MAX_KEYS if tokens is None else tokens
+    kinds: list[tuple[int, str, dict[str, Any]]] = [
+        (SKETCH_FROM, "sketch", {}),
+        (max(EXACT_BELOW, options.below), "roargraph", {}),
+        (EXACT_BELOW, "flat", {"codes": "int8"}),
+    ]
+    return tuple((kind, own) for least, kind, own in kinds if many >= least)
+
+
 @register
 class AutoIndex(KeyIndex):
     """Not an index itself (and abstract): `make` returns a `flat`, `sketch` or `roargraph` one; its `note` says why."""
@@ -68,6 +80,7 @@ class AutoIndex(KeyIndex):
     kind: ClassVar[str] = "auto"
     trains: ClassVar[bool] = True
     Options = AutoOptions
+    may_be: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(_kinds)
 
     @classmethod
     def list_length(cls, options: AutoOptions, num_keys: int) -> int:
@@ -82,12 +95,8 @@ class AutoIndex(KeyIndex):
 
     @classmethod
     def prepare(cls, options: AutoOptions, fmt: Format, tokens: int | None = None) -> bool:
-        """See KeyIndex.prepare: all that may be made of so many tokens."""
-        FlatIndex.prepare(CODED, fmt)
-        if tokens is None or tokens >= SKETCH_FROM:
-            SketchIndex.prepare(SketchOptions(), fmt)
-            RoarGraphIndex.prepare(GraphOptions(), fmt)
-        return True
+        """See KeyIndex.prepare: an exact scan, beside the kinds of `may_be`."""
+        return FlatIndex.prepare(FlatOptions(), fmt)
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: AutoOptions, training: Training) -> KeyIndex:

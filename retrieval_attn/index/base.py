@@ -7,7 +7,7 @@ softmax belong to the attention that follows. It never copies keys that it does 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -25,6 +25,7 @@ TRAIN_QUERIES = 2048
 TOKENS_PER_QUERY = 16
 """A kind that asks for more gets one query of so many tokens."""
 
+Alternatives = tuple[tuple[str, dict[str, Any]], ...]
 StateValue = npt.NDArray[Any] | int | float | str
 
 
@@ -100,6 +101,9 @@ class KeyIndex(ABC):
     """Whether keys are coded on the device; callers then leave a layer's keys there until its indexes are built."""
     max_queries: ClassVar[int] = TRAIN_QUERIES
     """A kind that finds more in long contexts the more queries it saw asks for so many there."""
+    may_be: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())
+    """(options, tokens of the context, None: any number): other kinds, and their options, that an index may turn out to
+    be."""
     note: str = ""
     """Why this kind was chosen, where something chose it."""
     exact: bool = False

@@ -8,9 +8,6 @@ instead of two. Only `Format` knows of those bytes: `width`, `dim_of` and `row_b
 Inside kernels the dtype alone says the format (float32; uint16 = bfloat16; int16 = float16; int8 = steps, with
 the step's size right behind the row), see `kernel_view`, so every load is resolved at compile time. Arithmetic is
 always float32: formats differ only through the bytes that they move.
-
-Numba's cache of other files does not notice edits of this one: after changing an intrinsic here, delete the
-`__pycache__` folders of `index` and `cpu`.
 """
 
 from __future__ import annotations

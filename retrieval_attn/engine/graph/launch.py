@@ -10,6 +10,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from retrieval_attn.engine.graph.binding import Binding
@@ -71,6 +72,14 @@ class Launcher:
             binding.make_room()
         self.decoder.memory.place(token, position)
         return self._launch(self._captured(token, position))
+
+    @ordinary_tensors
+    def rehearse(self) -> None:
+        """Capture the step that comes next and launch it once, for token 0. It did not happen. Raises as `step`."""
+        place = torch.tensor(self._binding.cache.batch.columns, device=self.chosen.device)
+        rows = self.chosen.shape[0]
+        self.step(self.chosen.new_zeros(rows), place.expand(rows))
+        self.discard()
 
     @ordinary_tensors
     def launch_next(self) -> bool:

@@ -1,0 +1,209 @@
+"""Compiling kernels ahead: named jobs, done by a few other processes at once, each once per machine.
+
+Numba holds one lock while it compiles, so that threads cannot compile side by side; processes can, and share what they
+made through the cache's folder (`place.py`). A job is a function of this package and its arguments: whoever adds a
+kernel that a first token would wait for names a function here that runs it on a few numbers. This process goes on
+meanwhile; who is about to run kernels calls `wait_until_compiled`, or compiles what is missing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from retrieval_attn.compiled import place
+
+MAX_PROCESSES = 8
+REASON = "compiling kernels for this processor, once per machine"
+
+logger = logging.getLogger(__name__)
+_under_way: set[Compilation] = set()
+
+
+class Job(NamedTuple):
+    """target: "module:function" of the package, which imports no torch. arguments: what it gets, plain strings.
+
+    The function runs kernels on a few numbers, exactly as they are run later: Numba compiles for types and layouts.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Compile here, or load what is compiled."""
+        module, name = self.target.split(":")
+        getattr(importlib.import_module(module), name)(*self.arguments)
+
+    @property
+    def mark(self) -> Path:
+        """The file that says that this job is done, for this processor and these sources."""
+        module = self.target.split(":")[0]
+        key = hashlib.sha256(json.dumps([*self, place.source_key(module)]).encode()).hexdigest()[:24]
+        return place.numba_folder() / "jobs" / key
+
+    def __str__(self) -> str:
+        name = self.target.removeprefix("retrieval_attn.").replace(":", ".")
+        return f"{name}({', '.join(self.arguments)})"
+
+
+def missing(jobs: Sequence[Job]) -> list[Job]:
+    """Those of `jobs` that nobody has done on this machine, each once."""
+    return [job for job in dict.fromkeys(jobs) if not job.mark.exists()]
+
+
+class Compilation:
+    """Jobs that other processes do from now on, at most `processes` at once. Used as a context, it ends with it.
+
+    failed: why a job was not done; it is done in this process when its kernels are called. With a bar if `progress`
+    and it takes longer than two seconds.
+    """
+
+    def __init__(self, jobs: Sequence[Job], *, progress: bool = True, processes: int | None = None) -> None:
+        """Jobs that are done already are left out. Nothing is started where no process can be, or no kernel be kept:
+        this process compiles then, as it goes.
+        """
+        self.jobs = missing(jobs)
+        self.failed: dict[Job, str] = {}
+        self._waiting = list(self.jobs)
+        self._lock, self._workers = threading.Lock(), list[subprocess.Popen[str]]()
+        self._threads: list[threading.Thread] = []
+        self._bar: Any = None
+        if not self.jobs or not sys.executable or not _can_keep():
+            self._waiting = []
+            return
+        most = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)) if _LINUX else os.cpu_count() or 1)
+        if progress:
+            self._bar = tqdm(total=len(self.jobs), desc=REASON, unit="kernel", delay=2.0, leave=False)
+        self._threads = [
+            threading.Thread(target=self._drive, name=f"retrieval_attn-compile-{number}", daemon=True)
+            for number in range(min(most, len(self.jobs)))
+        ]
+        _under_way.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Until all jobs are done, or have failed."""
+        for thread in self._threads:
+            thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """Begin no other job, end the processes."""
+        with self._lock:
+            self._waiting.clear()
+            workers, self._workers = self._workers, []
+            for worker in workers:
+                worker.kill()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        _under_way.discard(self)
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Compilation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self.close()
+
+    def _drive(self) -> None:
+        """A thread's work: start a process, hand it one job after the other."""
+        worker: subprocess.Popen[str] | None = None
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    break
+                job = self._waiting.pop(0)
+                if worker is None:
+                    try:
+                        worker = _start()
+                    except OSError as error:
+                        self._waiting.clear()
+                        self.failed[job] = str(error)
+                        return
+                    self._workers.append(worker)
+            self._do(job, worker)
+            if worker.poll() is not None:
+                _end(worker)
+                worker = None
+        if worker is not None:
+            _end(worker)
+
+    def _do(self, job: Job, worker: subprocess.Popen[str]) -> None:
+        assert worker.stdin is not None and worker.stdout is not None
+        try:
+            worker.stdin.write(json.dumps([job.target, *job.arguments]) + "\n")
+            worker.stdin.flush()
+            answer = worker.stdout.readline()
+        except (OSError, ValueError) as error:
+            answer = str(error)
+        if answer != "done\n":
+            self.failed[job] = answer.strip() or "the process ended"
+            worker.kill()
+            worker.wait()
+            logger.info("%s was not compiled ahead: %s", job, self.failed[job])
+        with self._lock:
+            if self._bar is not None:
+                self._bar.update()
+
+
+def wait_until_compiled() -> None:
+    """Until no compilation that this process began is under way: its kernels load then, in place of being compiled."""
+    for compilation in list(_under_way):
+        compilation.wait()
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    """Let it end after its job, if it still runs."""
+    with contextlib.suppress(BrokenPipeError), worker:
+        pass
+
+
+_LINUX = hasattr(os, "sched_getaffinity")
+
+
+def _can_keep() -> bool:
+    try:
+        place.require_writable(place.numba_folder() / "jobs")
+    except OSError as error:
+        place.complain(place.numba_folder(), error)
+        return False
+    return True
+
+
+def _start() -> subprocess.Popen[str]:
+    """A process that does jobs (`worker.py`). A signal of the terminal reaches this process alone, which ends it."""
+    paths = [str(place.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    environment[place.VARIABLE] = str(place.folder())
+    if place.numba_folder_is_given():
+        environment["NUMBA_CACHE_DIR"] = str(place.numba_folder())
+    return subprocess.Popen(
+        [sys.executable, "-m", "retrieval_attn.compiled.worker"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,105 @@
+"""What the host compiles before its first token, as jobs for other processes (`compiled/jobs.py`), and loading it here.
+
+Each function runs the real kernels on a few numbers: types and memory layouts are then those of real keys.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+
+from retrieval_attn.compiled.jobs import Job
+from retrieval_attn.cpu.host_attend import attend_apart, attend_path
+from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.cpu.serve import compile_server
+from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.index.flat import search_exact
+from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.spec import IndexSpec
+
+KEYS, LATER, DIM, QUERIES = 8448, 64, 64, 256
+"""Of the index that is built to compile what builds one: enough for leaves, landmarks and a held-out share."""
+
+
+def kernel_jobs(
+    fmt: Format, spec: IndexSpec, tokens: int | None = None, *, retrieve_all: bool = False, serves_graphs: bool = False
+) -> list[Job]:
+    """What reading `tokens` tokens (None: any number) and decoding after them compile, the longest first.
+
+    retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host.
+    """
+    name = fmt.value
+    found = [spec, *spec.may_be(tokens)]
+    arguments = [(name, one.kind, json.dumps(asdict(one.options), sort_keys=True)) for one in dict.fromkeys(found)]
+    jobs = [Job(f"{__name__}:search", own) for own in arguments if own[1] != "auto"]
+    jobs += [Job(f"{__name__}:build", own) for own in arguments if own[1] != "auto"]
+    jobs += [Job(f"{__name__}:step", (name,)), Job(f"{__name__}:scan", (name,))]
+    if retrieve_all:
+        jobs.append(Job(f"{__name__}:attend_all", (name,)))
+    if serves_graphs:
+        jobs.append(Job(f"{__name__}:server"))
+    return jobs
+
+
+def load_kernels(fmt: Format, spec: IndexSpec, tokens: int | None = None) -> None:
+    """Load into this process what decodes after so many tokens, or compile what is missing."""
+    step(fmt.value)
+    for one in dict.fromkeys([spec, *spec.may_be(tokens)]):
+        one.prepare(fmt, tokens)
+
+
+def step(fmt: str) -> None:
+    """One token's step: lists joined, the best attended to, threads."""
+    LayerStep(default_pool(), Format.from_name(fmt))
+
+
+def scan(fmt: str) -> None:
+    """The exact search of a step, for short ranges and what no index covers yet."""
+    path = _path(Format.from_name(fmt), IndexSpec.of("flat"), LATER)
+    attend_path(path, _queries(1), 0, LATER, 1, scale=1.0)
+
+
+def search(fmt: str, kind: str, options: str) -> None:
+    """The search of one kind of index, in a step or, where it has none, by itself."""
+    form, spec = Format.from_name(fmt), IndexSpec.of(kind, json.loads(options))
+    if not spec.prepare(form):
+        attend_apart(_path(form, spec, LATER), _queries(1), 0, LATER, 1, 1.0, None, None)
+
+
+def build(fmt: str, kind: str, options: str) -> None:
+    """Building an index of one kind, judging it as `auto` does, and inserting later keys."""
+    form, spec = Format.from_name(fmt), IndexSpec.of(kind, json.loads(options))
+    path = _path(form, spec, KEYS + LATER)
+    path.build_index(0, KEYS, _queries(QUERIES))
+    index = path.segments[0].indexes[0]
+    held_out = np.ascontiguousarray(_queries(QUERIES)[:, 0])
+    index.search(held_out, 8)
+    search_exact(path.segments[0].keys[:, :KEYS], held_out[None], 8, form)
+    path.extend_index(KEYS + LATER)
+
+
+def attend_all(fmt: str) -> None:
+    """Attention to all keys, the reference."""
+    attend_path(_path(Format.from_name(fmt), IndexSpec.of("flat"), LATER), _queries(1), 0, LATER, None, scale=1.0)
+
+
+def server() -> None:
+    """What answers a graph's layers."""
+    compile_server()
+
+
+def _path(fmt: Format, spec: IndexSpec, tokens: int) -> SequenceKV:
+    """One key-value head of random keys."""
+    numbers = np.random.default_rng(0).standard_normal((1, tokens, DIM), np.float32)
+    rows = from_float32(numbers, fmt)
+    path = SequenceKV(1, DIM, DIM, fmt, index=spec).reserve(2 * tokens)
+    path.append(rows, rows)
+    return path
+
+
+def _queries(count: int) -> np.ndarray:
+    """(2, count, DIM) float32: two heads that share the keys."""
+    return np.random.default_rng(1).standard_normal((2, count, DIM), np.float32)

@@ -1,0 +1,76 @@
+"""What the first answer would wait for, done while a context is read: kernels compiled, the decode step captured.
+
+Whoever adds something that is made once for a model, device or machine adds it here: kernels of the host to
+`cpu/ahead.kernel_jobs`, which other processes compile while the model reads, and what needs the model or its device to
+REHEARSALS, which run at the end of a read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.compiled.jobs import Compilation
+from retrieval_attn.cpu.ahead import kernel_jobs, load_kernels
+from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
+from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.transfer import host_format
+
+logger = logging.getLogger(__name__)
+
+Rehearsal = Callable[[PreTrainedModel, RetrievalCache], None]
+"""Does once what answers do later. The cache holds a context and is as it was afterwards; no token is appended."""
+
+
+def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, progress: bool = True) -> Compilation:
+    """Begin to compile, in other processes, what reading up to `tokens` tokens into `cache` and decoding need.
+
+    Used as a context around the read. Decides the index.
+    """
+    config, spec = cache.config, cache.index.decide(tokens)
+    return Compilation(
+        kernel_jobs(
+            host_format(config.host_dtype, model.dtype),
+            spec,
+            tokens,
+            retrieve_all=config.retrieve == "all",
+            serves_graphs=config.graph is not False and input_device(model).type == "cuda",
+        ),
+        progress=progress,
+    )
+
+
+def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """Load what was compiled, and rehearse, so that the first answer after `cache` costs what the second does."""
+    load_kernels(host_format(cache.config.host_dtype, model.dtype), cache.index.spec, cache.batch.columns)
+    for rehearsal in REHEARSALS:
+        rehearsal(model, cache)
+
+
+def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """Make the trial of the exchange, capture the step of one token, launch it once. Nothing on a CPU.
+
+    Where that cannot be, the first answer says why.
+    """
+    if cache.config.graph is False:
+        return
+    try:
+        runtime = runtime_for(model)
+        if runtime is None:
+            return
+        launcher = bind(model, cache, runtime)
+        try:
+            launcher.rehearse()
+        finally:
+            unbind(model, launcher)
+    except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:
+        logger.info("no step was captured while reading: %s", error)
+
+
+REHEARSALS: tuple[Rehearsal, ...] = (capture_step,)
+"""In this order."""

@@ -18,6 +18,7 @@ HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 
 Retrieve = int | float | Literal["all"]
 GraphMode = bool | Literal["auto"]
+HiddenStatesPlace = Literal["auto", "device", "host"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Config:
     train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
         None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
+    hidden_states: where the hidden states of a prompt lie while it is read, "device" or "host" (page-locked memory, of
+        which chunks visit the device). "auto": on the device if they fit.
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
         keys visit the device one layer at a time). False: they go through retrieval like generated tokens.
     decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
@@ -53,6 +56,7 @@ class Config:
     index_options: Mapping[str, Any] = field(default_factory=dict)
     train_queries: int | None = None
     prefill_chunk: int = 8192
+    hidden_states: HiddenStatesPlace = "auto"
     exact_append: bool = True
     decode_tokens: int = 8
     spill: int = 128
@@ -78,6 +82,8 @@ class Config:
             )
         if self.host_dtype not in HOST_DTYPES:
             raise ConfigError(f"host_dtype must be one of {', '.join(HOST_DTYPES)}; got {self.host_dtype!r}.")
+        if self.hidden_states not in ("auto", "device", "host"):
+            raise ConfigError(f'hidden_states must be "auto", "device" or "host", got {self.hidden_states!r}.')
         if not isinstance(self.graph, bool) and self.graph != "auto":
             raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if self.threads is not None:

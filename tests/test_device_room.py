@@ -10,7 +10,8 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.memory import device_room
-from retrieval_attn.memory.device_room import chosen_index, free_device_bytes
+from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.device_room import chosen_index, free_device_bytes, reading_layout
 from retrieval_attn.memory.plan import GIB, plan
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model
@@ -23,9 +24,52 @@ def test_codes_go_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert chosen_index(llama3_8b(), AUTO, 131072, 8 * GIB).index == "device"
     assert "codes of all keys lie on the device" in caplog.text
-    assert chosen_index(llama3_8b(), AUTO, 131072, 5 * GIB) is AUTO
+    assert chosen_index(llama3_8b(), AUTO, 131072, 2 * GIB) is AUTO
     assert "do not fit" in caplog.text
     assert plan(llama3_8b(), config={"index": "device"}, host_memory="64GiB").fits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "free_gib", "options"),
+    [
+        (262144, 8.2, {}),
+        (393216, 8.2, {"key_bytes": 48, "rescore": 4}),
+        (524288, 8.2, {"key_bytes": 32, "rescore": 12}),
+        (524288, 7.5, {"key_bytes": 24, "rescore": 16}),
+        (1048576, 8.2, None),
+    ],
+)
+def test_smaller_codes_where_the_usual_ones_do_not_fit(
+    tokens: int, free_gib: float, options: dict[str, int] | None
+) -> None:
+    """What a card of 24 GiB has beside Llama-3-8B's weights: codes shrink with the context, and name more keys. The
+    plan of what was chosen fits; more retrieved keys than a program can pick among leave the keys to the host.
+    """
+    free = int(free_gib * GIB)
+    chosen = chosen_index(llama3_8b(), AUTO, tokens, free)
+    if options is None:
+        assert chosen is AUTO
+        return
+    assert (chosen.index, dict(chosen.index_options)) == ("device", options)
+    weights = plan(llama3_8b()).shape.weight_bytes
+    assert plan(llama3_8b(), tokens, free + weights + DEVICE_RESERVE, "128GiB", config=chosen).fits
+    many = AUTO.replace(retrieve=1000)
+    assert (chosen_index(llama3_8b(), many, tokens, free) is many) == bool(options)
+
+
+@pytest.mark.parametrize("tokens", [65536, 131072, 262144, 524288, 1048576])
+@pytest.mark.parametrize("limit_gib", [20, 24, 32])
+@pytest.mark.parametrize("place", ["auto", "device", "host"])
+def test_reading_does_as_the_plan_says(tokens: int, limit_gib: int, place: str) -> None:
+    """Hidden states on the host or not, one layer's keys on the device or two: one arithmetic decides both."""
+    config = AUTO.replace(index="flat", hidden_states=place)
+    answer = plan(llama3_8b(), tokens, limit_gib * GIB, "1TiB", config=config)
+    layout = reading_layout(llama3_8b(), config, tokens, limit_gib * GIB - answer.shape.weight_bytes - DEVICE_RESERVE)
+    host, device = ({item.name for item in items} for items in (answer.host, answer.device))
+    assert layout.hidden_on_host == ("prefill: hidden states" in host)
+    assert (layout.kv_layers == 2) == ("prefill: KV being copied" in device)
+    if place != "auto":
+        assert layout.hidden_on_host == (place == "host")
 
 
 def test_nothing_is_chosen_without_need() -> None:

@@ -50,6 +50,7 @@ class CacheLayer(HandleLayer):
         self.stats = LayerStats()
         self.graph: GraphHook | None = None
         self._announced: int | None = None
+        self._alone = False
 
     @property
     def window(self) -> WindowCache | None:
@@ -70,9 +71,12 @@ class CacheLayer(HandleLayer):
 
     # -- passes -------------------------------------------------------------------------------------
 
-    def begin_pass(self, total: int) -> None:
-        """Announce that `total` new tokens arrive in several `attend` calls (layer-major prefill)."""
-        self._announced = total
+    def begin_pass(self, total: int, alone: bool = False) -> None:
+        """Announce that `total` new tokens arrive in several `attend` calls (layer-major prefill).
+
+        alone: the device has room for the keys of one layer only, so those of an earlier one must have left.
+        """
+        self._announced, self._alone = total, alone
 
     def end_pass(self) -> None:
         """All tokens of the pass have arrived."""

@@ -13,8 +13,8 @@ index.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +23,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.cache.layer import CacheLayer, LayeredCache
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.engine.hidden_states import (
+    HiddenStates,
+    NotedEmbedding,
+    NotedHead,
+    NotedHolder,
+    NotedRotary,
+    layered_cache,
+    modules_beside_layers,
+    on_device,
+)
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
@@ -32,6 +42,7 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.layers import decoder_layers, final_norms
 from retrieval_attn.model.placement import tensor_ranks
+from retrieval_attn.offload.hidden import HiddenRows
 from retrieval_attn.offload.traffic import traffic
 
 log = logging.getLogger(__name__)
@@ -60,13 +71,22 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
     for norm in final_norms(model):
         _wrap(norm, _ChunkedNorm(norm, chunk, stream))
+    states, size = stream.states, functools.partial(getattr, stream, "chunk")
     for embedding in _embeddings(model):
-        _wrap(embedding, _NotedEmbedding(embedding, stream))
+        _wrap(embedding, NotedEmbedding(embedding, states, size))
+    holders, rotaries, heads = modules_beside_layers(model)
+    for holder in holders:
+        _wrap(holder, NotedHolder(holder, states, size))
+    for rotary in rotaries:
+        _wrap(rotary, NotedRotary(rotary, states))
+    for head in heads:
+        _wrap(head, NotedHead(head))
 
 
 def unwrap_layers(model: nn.Module) -> None:
     """Give the decoder layers their own forward back. Nothing happens when they are not wrapped."""
-    for module in [*(layer for layer, _ in decoder_layers(model)), *final_norms(model), *_embeddings(model)]:
+    beside = itertools.chain(final_norms(model), _embeddings(model), *modules_beside_layers(model))
+    for module in [*(layer for layer, _ in decoder_layers(model)), *beside]:
         if _ORIGINAL in module.__dict__:
             del module.forward  # the instance attribute; the class's forward shows again
             if (before := module.__dict__.pop(_ORIGINAL)) is not None:
@@ -102,22 +122,16 @@ def wrapped_chunk(model: nn.Module) -> int | None:
 
 
 class _Stream:
-    """The hidden states on their way through the layers of one model.
-
-    A wrapped layer may write its output over its input, but only when the input is the output of the layer before it,
-    or of the model's own embedding (models keep that until they return, and look at it no more), and nobody else holds
-    it: not the caller's embeddings, and not what a forward hook recorded.
-    """
+    """What the wrapped modules of one model share: how many tokens go through at once, and where the rest waits."""
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
         self.chunk = chunk  # tokens; halved where memory does not suffice
-        self._model = weakref.ref(model)
-        self._latest: weakref.ref[Tensor] | None = None
+        self.states = HiddenStates(model)
 
     @property
     def model(self) -> Any:
         """The model whose layers are wrapped."""
-        return self._model()
+        return self.states.model
 
     def shrink(self, size: int, layer: int) -> bool:
         """A chunk of `size` tokens did not fit: go on with half of it. False if it was as small as it gets.
@@ -145,26 +159,6 @@ class _Stream:
         except RetrievalAttentionError as error:
             return f"(no arithmetic for this model: {error})"
 
-    def may_overwrite(self, hidden_states: Tensor) -> bool:
-        """Whether `hidden_states` is dead once it has been read."""
-        return not torch.is_grad_enabled() and self._latest is not None and self._latest() is hidden_states
-
-    def passed(self, out: Tensor, module: nn.Module, seen: bool) -> None:
-        """`out` leaves `module`. seen: somebody else may keep it (forward hooks, output_hidden_states)."""
-        self._latest = None if seen or module._forward_hooks else weakref.ref(out)
-
-
-class _NotedEmbedding:
-    """A token embedding's forward whose output the first layer may overwrite."""
-
-    def __init__(self, embedding: nn.Module, stream: _Stream) -> None:
-        self._embedding, self._original, self._stream = embedding, embedding.forward, stream
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self._original(*args, **kwargs)
-        self._stream.passed(out, self._embedding, seen=False)
-        return out
-
 
 class _ChunkedLayer:
     """A decoder layer's forward that splits the token axis when a retrieval cache is in use."""
@@ -175,7 +169,7 @@ class _ChunkedLayer:
         self.chunk = chunk
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = next((item for item in (*args, *kwargs.values()) if isinstance(item, LayeredCache)), None)
+        cache = layered_cache(args, kwargs)
         if cache is None:
             return self._original(hidden_states, *args, **kwargs)
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
@@ -199,12 +193,13 @@ class _ChunkedLayer:
             model = self._stream.model
             batch, tokens = hidden_states.shape[:2]
             cache.index.decide(tokens, batch)
-            require_host_room(model.config, cache.index.config, tokens, batch)
+            place: Any = "device" if self._stream.states.ferry is None else "host"
+            require_host_room(model.config, cache.index.config.replace(hidden_states=place), tokens, batch)
         for other in cache.layers:
             if isinstance(other, CacheLayer):
                 other.check_index()  # an index that failed five layers ago need not wait for the last layer
         try:
-            layer.begin_pass(hidden_states.shape[1])
+            layer.begin_pass(hidden_states.shape[1], self._stream.states.layout.kv_layers == 1)
             result = self._walk(cache, layer, hidden_states, args, kwargs)
             layer.end_pass()
         except RuntimeError as error:
@@ -228,54 +223,46 @@ class _ChunkedLayer:
     ) -> Any:
         tokens = hidden_states.shape[1]
         seen = bool(kwargs.get("output_hidden_states")) or bool(self._layer._forward_hooks)
-        whole = hidden_states if not seen and self._stream.may_overwrite(hidden_states) else None
+        rows = self._stream.states.rows(hidden_states, seen)
         rest: tuple[Any, ...] | None = None
         start = 0
         while start < tokens:
             stop = min(start + self._stream.chunk, tokens)
             mark = layer.mark()
-            part = self._fitting(hidden_states, start, stop, whole, args, kwargs)
+            part = self._fitting(rows, (start, stop, tokens), args, kwargs)
             if part is None:
                 self._step_back(cache, layer, mark, hidden_states, stop - start)
                 continue
-            whole, rest = part
+            out, rest = part
+            rows.write(start, stop, out)
+            del out, part
             start = stop
-        assert whole is not None
-        self._stream.passed(whole, self._layer, seen=seen)
+        whole = rows.result()
+        self._stream.states.passed(whole, self._layer, seen=seen)
         return whole if rest is None else (whole, *rest)
 
     def _fitting(
-        self,
-        hidden_states: Tensor,
-        start: int,
-        stop: int,
-        whole: Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, rows: HiddenRows, span: tuple[int, int, int], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...] | None] | None:
-        """The output with tokens [start, stop) filled in, and what else the layer returned; None: out of memory.
+        """The output of tokens [start, stop) of all, and what else the layer returned; None: out of memory.
 
-        Nothing is written to `whole`, which may be the input, before all of the chunk is there.
+        span: start, stop, all tokens. `rows` has room for the output then; nothing was written.
         """
-        tokens = hidden_states.shape[1]
+        start, stop, tokens = span
         try:
-            part = self._original(
-                hidden_states[:, start:stop],
-                *(_cut(item, start, stop, tokens) for item in args),
-                **{name: _cut(item, start, stop, tokens) for name, item in kwargs.items()},
-            )
+            hidden_states = rows.read(start, stop)
+            cut = [_cut(item, start, stop, tokens) for item in (args, *kwargs.values())]
+            if self._stream.states.ferry is not None:
+                cut = [on_device(item, hidden_states.device) for item in cut]
+            part = self._original(hidden_states, *cut[0], **dict(zip(kwargs, cut[1:], strict=True)))
             out = part[0] if isinstance(part, tuple) else part
             rest = part[1:] if isinstance(part, tuple) else None
-            if stop - start == tokens:
-                return out, rest
-            if whole is None or out.dtype != whole.dtype or out.device != whole.device:
-                whole = out.new_empty(out.shape[0], tokens, *out.shape[2:])
+            rows.make_room(out)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             return None  # the error, and with it what the layer had in its hands, is gone once this returns
-        whole[:, start:stop] = out
-        return whole, rest
+        return out, rest
 
     def _step_back(self, cache: Any, layer: CacheLayer, mark: object, hidden_states: Tensor, size: int) -> None:
         """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
@@ -333,14 +320,16 @@ class _ChunkedNorm:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else 0
-        chunk = min(self.chunk, self._stream.chunk)
+        chunk, states = min(self.chunk, self._stream.chunk), self._stream.states
         if tokens <= chunk or torch.is_grad_enabled():
             return self._original(hidden_states, *args, **kwargs)
-        whole = hidden_states if self._stream.may_overwrite(hidden_states) else torch.empty_like(hidden_states)
+        rows = states.rows(hidden_states)
         for start in range(0, tokens, chunk):
             stop = min(start + chunk, tokens)
-            whole[:, start:stop] = self._original(hidden_states[:, start:stop], *args, **kwargs)
-        return whole
+            out = self._original(rows.read(start, stop), *args, **kwargs)
+            rows.make_room(out)
+            rows.write(start, stop, out)
+        return rows.result()
 
 
 def _cut(item: Any, start: int, stop: int, tokens: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
@@ -14,6 +15,30 @@ DEVICE_RESERVE = 9 * GIB // 8
 # Beside a chunk's activations, this part of them: blocks that the allocator keeps and that fit no other tensor. Up to
 # 0.4 were measured while reading 16K to 128K tokens there.
 FRAGMENTED = 0.5
+# Chunks of hidden states on the device at once where the rest lies on the host, beside the input and output that a
+# chunk's activations count: the next one on its way up, and those on their way down.
+CHUNKS_UNDER_WAY = 3
+
+
+class Layout(NamedTuple):
+    """Where a pass has what grows with the context.
+
+    hidden_on_host: hidden states lie in host memory, and their chunks visit the device. kv_layers: layers whose keys
+    and values the device holds at once: two where one is copied to the host while the next computes.
+    """
+
+    hidden_on_host: bool = False
+    kv_layers: int = 2
+
+
+def layouts(options: Config) -> tuple[Layout, ...]:
+    """The layouts that the options allow, the fastest first: a layer that waits for a copy costs less than chunks
+    that travel.
+    """
+    if options.hidden_states == "host":
+        return Layout(True), Layout(True, 1)
+    on_device = Layout(), Layout(False, 1)
+    return on_device if options.hidden_states == "device" else (*on_device, Layout(True, 1))
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,22 @@ class DeviceSize:
     options: Config
     context: int
     batch: int = 1
+    layout: Layout = Layout()
+
+    def fitting(self, limit: int) -> DeviceSize:
+        """This with the first of the options' layouts that reads within `limit` bytes, the last if none does."""
+        sizes = choices(self)
+        return next((size for size in sizes if size.reading_bytes <= limit), sizes[-1])
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that go through a layer at once."""
+        return min(self.options.prefill_chunk, self.context)
+
+    @property
+    def reading_bytes(self) -> int:
+        """All bytes at the peak of reading."""
+        return self.fixed_bytes + self.context * self.token_bytes + self.chunk_bytes(self.chunk)
 
     @property
     def chunk_token_bytes(self) -> int:
@@ -45,11 +86,26 @@ class DeviceSize:
 
     def chunk_bytes(self, chunk: int) -> int:
         """All bytes that a chunk of so many tokens costs."""
-        return chunk * self.chunk_token_bytes + self.unusable(chunk)
+        return chunk * (self.chunk_token_bytes + self.visiting_bytes) + self.unusable(chunk)
 
     def most_chunk(self, free: int) -> int:
         """Tokens of the largest chunk that so many bytes are enough for; negative where `free` is."""
-        return int(free / (1 + FRAGMENTED)) // self.chunk_token_bytes
+        return int(free / ((1 + FRAGMENTED) * self.chunk_token_bytes + self.visiting_bytes))
+
+    @property
+    def hidden_token_bytes(self) -> int:
+        """Bytes of the hidden states of one column, wherever they lie."""
+        return self.batch * self.shape.hidden * self.shape.dtype_bytes
+
+    @property
+    def visiting_bytes(self) -> int:
+        """Bytes per token of a chunk of hidden states that are on their way between host and device."""
+        return CHUNKS_UNDER_WAY * self.hidden_token_bytes if self.layout.hidden_on_host else 0
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers whose keys and values the device holds at once."""
+        return min(self.layout.kv_layers, max(1, self.shape.full_layers))
 
     @property
     def token_bytes(self) -> int:
@@ -58,9 +114,8 @@ class DeviceSize:
         """
         shape = self.shape
         rope = 2 * shape.key_dim * shape.dtype_bytes
-        layers = min(2, max(1, shape.full_layers))
-        prefill = shape.hidden * shape.dtype_bytes + layers * shape.kv_layer_bytes
-        return self.batch * prefill + self.coded_token_bytes + rope
+        hidden = 0 if self.layout.hidden_on_host else self.hidden_token_bytes
+        return hidden + self.batch * self.kv_layers * shape.kv_layer_bytes + self.coded_token_bytes + rope
 
     @property
     def coded_token_bytes(self) -> int:
@@ -118,3 +173,8 @@ class DeviceSize:
     def decode_bytes(self) -> int:
         """Bytes while generating."""
         return self.fixed_bytes + self.context * self.coded_token_bytes
+
+
+def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
+    """`size` with each of the layouts that its options allow."""
+    return tuple(replace(size, layout=layout) for layout in layouts(size.options))

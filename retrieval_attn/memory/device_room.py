@@ -12,9 +12,10 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import device_memory
 from retrieval_attn.index.auto import SKETCH_FROM
+from retrieval_attn.index.device import code_sizes
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory.device import DEVICE_RESERVE
-from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, layouts
+from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
@@ -62,25 +63,57 @@ def free_device_bytes(model: Any) -> int | None:
 def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Config:
     """`config`, or where it says index="auto" and `free` bytes of device memory are enough, one with index="device".
 
-    Enough for reading so many tokens of each of `batch` sequences and for their codes, beside what is there already. A
-    scan on the device takes a tenth of the host's time, and nothing is built while the device waits; the choice is
-    logged.
+    Enough for reading so many tokens of each of `batch` sequences, in the tightest layout that the options allow, and
+    for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
+    which more candidates get an exact score (`SMALLER_CODES`). A scan on the device takes a tenth of the host's time,
+    and nothing is built while the device waits; the choice is logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
         return config
-    coded = config.replace(index="device")
     try:
-        needs = plan(model_config, context=tokens, batch=batch, config=coded, host_memory=1)
+        shape = model_shape(model_config, None)
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    needed = needs.device_bytes - needs.shape.weight_bytes - DEVICE_RESERVE  # those are there
-    fits = needed <= free
+    needed = 0
+    for options in code_sizes(shape.key_dim, config.retrieve_count(tokens)):
+        coded = config.replace(index="device", index_options=options)
+        size = DeviceSize(shape, coded, tokens, batch).fitting(free + _there(shape))
+        needed = size.reading_bytes - _there(shape)
+        if needed <= free:
+            log.info(
+                "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each (reading takes %s, %s "
+                "is free)",
+                tokens,
+                IndexSpec.of("device", options).device_key_bytes(shape.key_dim),
+                show_bytes(needed),
+                show_bytes(free),
+            )
+            return coded
     log.info(
-        "index 'auto' for %d tokens: codes of all keys %s on the device (reading takes %s, %s is free)",
+        "index 'auto' for %d tokens: codes of all keys do not fit on the device (reading takes %s with the smallest, "
+        "%s is free)",
         tokens,
-        "lie" if fits else "do not fit",
         show_bytes(needed),
         show_bytes(free),
     )
-    return coded if fits else config
+    return config
+
+
+def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Layout:
+    """Where a pass has what grows with `tokens` tokens of each of `batch` sequences, see `Layout`.
+
+    free: bytes of device memory beside what is there already; None: not known, and the first of `layouts` is taken.
+    """
+    try:
+        shape = None if free is None else model_shape(model_config, None)
+    except RetrievalAttentionError:
+        shape = None
+    if free is None or shape is None:
+        return layouts(config)[0]
+    return DeviceSize(shape, config, tokens, batch).fitting(free + _there(shape)).layout
+
+
+def _there(shape: ModelShape) -> int:
+    """Bytes of the arithmetic that a loaded model has taken already."""
+    return shape.weight_bytes + DEVICE_RESERVE

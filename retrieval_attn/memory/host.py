@@ -60,14 +60,18 @@ class HostSize:
         """What the most of `index_bytes` is."""
         return max(self.index_size(), key=lambda held: held.bytes(tokens)).text
 
-    def most_tokens(self, room: int) -> int | None:
-        """Tokens of each sequence that fit `room` bytes with their indexes; None: any number, nothing is held."""
-        if not self.token_bytes:
+    def most_tokens(self, room: int, beside: int = 0) -> int | None:
+        """Tokens of each sequence that fit `room` bytes with their indexes; None: any number, nothing is held.
+
+        beside: bytes per token that something else takes there.
+        """
+        held = self.token_bytes + beside
+        if not held:
             return None
         fitting = []
         for each, limit, _, other in self.index_size():
-            tokens = room // (self.token_bytes + self.heads * each)
+            tokens = room // (held + self.heads * each)
             if limit is not None and tokens > limit:
-                tokens = (room - self.heads * (each - other) * limit) // (self.token_bytes + self.heads * other)
+                tokens = (room - self.heads * (each - other) * limit) // (held + self.heads * other)
             fitting.append(tokens)
         return max(0, min(fitting))

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, choices
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.split import part_of
@@ -158,7 +158,10 @@ def plan(
     shape = model_shape(model_or_config_or_path, dtype)
     count, split = gpus if isinstance(gpus, tuple) and len(gpus) == 2 else (gpus, "layers")
     part = part_of(shape, count, split)
-    arithmetic = _Arithmetic(shape, options, context, batch, part, count if split == "heads" else 1)
+    # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`)
+    placed = options if count == 1 else options.replace(hidden_states="device")
+    size = DeviceSize(part, placed, context, batch).fitting(device_limit)
+    arithmetic = _Arithmetic(shape, size, count if split == "heads" else 1)
     device, host = arithmetic.device(), arithmetic.host()
     return Plan(
         shape=shape,
@@ -185,23 +188,32 @@ def plan(
 class _Arithmetic:
     """The formulas for one model, one set of options, one context length and batch.
 
-    part: what the GPU that holds most has of the model; processes: that share the host's memory.
+    device_size: of the GPU that holds most of the model; processes: that share the host's memory.
     """
 
     shape: ModelShape
-    options: Config
-    context: int
-    batch: int
-    part: ModelShape
+    device_size: DeviceSize
     processes: int
 
     @property
-    def chunk(self) -> int:
-        return min(self.options.prefill_chunk, self.context)
+    def part(self) -> ModelShape:
+        return self.device_size.shape
 
     @property
-    def device_size(self) -> DeviceSize:
-        return DeviceSize(self.part, self.options, self.context, self.batch)
+    def options(self) -> Config:
+        return self.device_size.options
+
+    @property
+    def context(self) -> int:
+        return self.device_size.context
+
+    @property
+    def batch(self) -> int:
+        return self.device_size.batch
+
+    @property
+    def chunk(self) -> int:
+        return self.device_size.chunk
 
     @property
     def host_size(self) -> HostSize:
@@ -210,7 +222,9 @@ class _Arithmetic:
     def device(self) -> tuple[Item, ...]:
         shape, n, size = self.part, self.context, self.device_size
         kv = self.batch * n * shape.kv_layer_bytes
-        hidden = self.batch * n * shape.hidden * shape.dtype_bytes
+        on_host = size.layout.hidden_on_host
+        hidden = self.chunk * size.visiting_bytes if on_host else n * size.hidden_token_bytes
+        whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
         items = [
             Item("weights", shape.weight_bytes, shape.weights_note),
             Item(
@@ -223,9 +237,9 @@ class _Arithmetic:
                 size.sliding_bytes,
                 f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
             ),
-            Item("prefill: hidden states", hidden, f"{n:,} tokens x {shape.hidden}"),
+            Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
             Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
-            Item("prefill: KV being copied", kv if shape.full_layers > 1 else 0, "of the layer before, to the host"),
+            Item("prefill: KV being copied", kv * (size.kv_layers - 1), "of the layer before, to the host"),
             Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
             Item("prefill: one chunk", self.chunk * size.chunk_token_bytes, f"{self.chunk:,} tokens"),
             Item("blocks of no use", size.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
@@ -243,22 +257,33 @@ class _Arithmetic:
         shape, n, size = self.shape, self.context, self.host_size
         key, value = size.rows
         stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
-        return (
+        items = (
             Item("keys and values", n * size.token_bytes, stored),
             Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
+            Item("prefill: hidden states", n * self._hidden_on_host(self.device_size), "page-locked, while reading"),
             Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
+        return tuple(item for item in items if item.bytes or item.name != "prefill: hidden states")
+
+    def _hidden_on_host(self, size: DeviceSize) -> int:
+        """Bytes of host memory per token of context for hidden states while it is read."""
+        return self.processes * size.hidden_token_bytes if size.layout.hidden_on_host else 0
 
     def largest_chunk(self, device_limit: int) -> int:
-        size = self.device_size
-        chunk = min(size.most_chunk(device_limit - size.fixed_bytes - self.context * size.token_bytes), self.context)
+        sizes = choices(self.device_size)
+        free = ((size, device_limit - size.fixed_bytes - self.context * size.token_bytes) for size in sizes)
+        chunk = min(max(size.most_chunk(room) for size, room in free), self.context)
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:
-        size = self.device_size
-        tokens = (device_limit - size.fixed_bytes - size.chunk_bytes(self.options.prefill_chunk)) // size.token_bytes
-        held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE)
-        return max(tokens if held is None else min(tokens, held), 0)
+        most = 0
+        for size in choices(self.device_size):
+            room = device_limit - size.fixed_bytes - size.chunk_bytes(self.options.prefill_chunk)
+            tokens = room // size.token_bytes
+            beside = self._hidden_on_host(size)
+            held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE, beside)
+            most = max(most, tokens if held is None else min(tokens, held))
+        return most
 
     def full_attention(self, device_limit: int) -> FullAttention:
         part, n, size = self.part, self.context, self.device_size
@@ -271,7 +296,7 @@ class _Arithmetic:
         # GPUs that share heads read at once, those that share layers in turn
         reader = part if self.processes > 1 else self.shape
         weights_read = reader.weight_bytes * reader.active_parameters // reader.parameters
-        read = DeviceSize(reader, self.options, n, self.batch)
+        read = DeviceSize(reader, self.options, n, self.batch, size.layout)
         device_read = weights_read + read.sliding_bytes
         floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
         host_read = self._host_read()

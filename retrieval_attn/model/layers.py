@@ -30,16 +30,38 @@ def layer_index(layer: nn.Module) -> int | None:
     return None
 
 
+def layer_holders(model: nn.Module) -> list[nn.Module]:
+    """The modules that have the lists of decoder layers: transformers' models without their output."""
+    return [module for module in model.modules() if any(map(_is_layer_list, module.children()))]
+
+
 def final_norms(model: nn.Module) -> list[nn.Module]:
     """Normalisations beside the decoder layers; over a whole prompt they are prefill's hidden memory peak."""
-    found = []
-    for module in model.modules():
-        holds_layers = any(
-            isinstance(child, nn.ModuleList) and any(layer_index(member) is not None for member in child)
-            for child in module.children()
-        )
-        if holds_layers:
-            found += [
-                child for child in module.children() if "Norm" in type(child).__name__ and not list(child.children())
-            ]
-    return found
+    return [child for holder in layer_holders(model) for child in holder.children() if _is_norm(child)]
+
+
+def rotary_embeddings(model: nn.Module) -> list[nn.Module]:
+    """What makes cosines and sines beside the decoder layers."""
+    return [child for holder in layer_holders(model) for child in holder.children() if _is_rotary(child)]
+
+
+def unknown_beside_layers(model: nn.Module, known: nn.Module | None) -> list[str]:
+    """Names of the modules beside the decoder layers that are no norm, no rotary embedding and not `known`."""
+    return [
+        name
+        for holder in layer_holders(model)
+        for name, child in holder.named_children()
+        if child is not known and not any(is_one(child) for is_one in (_is_layer_list, _is_norm, _is_rotary))
+    ]
+
+
+def _is_layer_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and any(layer_index(member) is not None for member in module)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not list(module.children())
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return "Rotary" in type(module).__name__

@@ -1,0 +1,210 @@
+"""Hidden states of a prompt in host memory: the same answers, chunk by chunk, and less of the device's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.engine import hidden_states
+from retrieval_attn.errors import UnsupportedModelError
+from retrieval_attn.memory.device import Layout
+from retrieval_attn.offload import hidden
+from retrieval_attn.offload.hidden import Ferry
+from tests.test_prefill import check_same_bytes, hooked, retrieving
+from tests.tiny_models import build_model, random_ids
+
+CONFIG = ra.Config(sink=4, window=16, spill=8, index="flat")
+TOKENS = 400
+CHUNK = 96
+"""Not a divisor of TOKENS: the last chunk is shorter."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers split what is longer than a chunk of these tests."""
+    monkeypatch.setattr("retrieval_attn.engine.prefill.MIN_CHUNK", 16)
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, int]]]:
+    """The trips of chunks while this lasts."""
+    trips: list[tuple[str, int, int]] = []
+    with monkeypatch.context() as patch:
+        for name in ("fetch", "store"):
+            original = getattr(Ferry, name)
+
+            def noted(self: Ferry, states: Any, start: int, stop: int, *rest: Any, _way: Any = (name, original)) -> Any:
+                trips.append((_way[0], start, stop))
+                return _way[1](self, states, start, stop, *rest)
+
+            patch.setattr(Ferry, name, noted)
+        yield trips
+
+
+def logits_and_cache(name: str, place: str, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+    """The last token's logits after reading `ids`, with hidden states in `place`."""
+    config = CONFIG.replace(hidden_states=place)
+    with retrieving(config, CHUNK, name) as model:
+        cache = ra.RetrievalCache(model, config)
+        return model(ids, past_key_values=cache, logits_to_keep=1, **options).logits, cache
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2", "gemma3", "qwen3_moe", "gpt_oss", "phi3"])
+def test_the_host_path_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, and keys and values on the host, whatever a model does to embeddings; every chunk of every layer and of
+    the final norm went up and down once.
+    """
+    ids = random_ids(2, TOKENS)
+    expected, cache = logits_and_cache(name, "device", ids)
+    with counted(monkeypatch) as trips:
+        logits, other = logits_and_cache(name, "host", ids)
+    assert torch.equal(logits, expected)
+    check_same_bytes(cache, other)
+    chunks = [(start, min(start + CHUNK, TOKENS)) for start in range(0, TOKENS, CHUNK)]
+    layers = len(cache.layers)
+    assert [trip[1:] for trip in trips if trip[0] == "fetch"] == chunks * (layers + 1)
+    assert [trip[1:] for trip in trips if trip[0] == "store"] == chunks * (layers + 2)  # the embedding's, too
+
+
+def test_padded_rows_and_whole_answers() -> None:
+    """Two rows of which one is padded; `output_hidden_states` gets every layer's, none overwritten by the next."""
+    ids = random_ids(2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    options = {"attention_mask": mask, "output_hidden_states": True}
+    answers = []
+    for place in ("device", "host"):
+        config = CONFIG.replace(hidden_states=place)
+        with retrieving(config, CHUNK) as model:
+            cache = ra.RetrievalCache(model, config)
+            answers.append(model(ids, past_key_values=cache, **options))
+    for one, two in zip(answers[0].hidden_states, answers[1].hidden_states, strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(answers[0].logits, answers[1].logits)
+
+
+def test_a_chunk_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device says so in the middle of the second layer: what was stored stays, the rest goes on in halves."""
+    ids = random_ids(1, TOKENS)
+    expected, _ = logits_and_cache("llama", "device", ids)
+    config = CONFIG.replace(hidden_states="host")
+    calls = 0
+
+    def refuse(module: Any, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    with retrieving(config, CHUNK) as model, hooked(model.model.layers[1].mlp, refuse), counted(monkeypatch) as trips:
+        cache = ra.RetrievalCache(model, config)
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    assert ("fetch", 2 * CHUNK, 3 * CHUNK) in trips and ("fetch", 2 * CHUNK, 2 * CHUNK + CHUNK // 2) in trips
+    torch.testing.assert_close(logits, expected)
+
+
+def test_short_prompts_and_tokens_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is one chunk, or a token after a context, has nothing to put away."""
+    config = CONFIG.replace(hidden_states="host")
+    with retrieving(config, CHUNK) as model, counted(monkeypatch) as trips:
+        cache = ra.RetrievalCache(model, config)
+        model(random_ids(1, CHUNK), past_key_values=cache)
+        model(random_ids(1, 1), past_key_values=cache)
+        assert not trips
+        model(random_ids(1, 2 * CHUNK), past_key_values=cache)
+        assert trips
+
+
+def test_models_that_cannot_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module beside the layers that nobody knows may look at hidden states: "host" is refused with its name, "auto"
+    leaves them on the device also where they do not fit.
+    """
+
+    def tight(model_config: Any, config: ra.Config, *rest: Any) -> Layout:
+        return Layout() if config.hidden_states == "device" else Layout(True, 1)
+
+    monkeypatch.setattr(hidden_states, "reading_layout", tight)
+    model: Any = build_model("llama")
+    model.model.adapter = torch.nn.Linear(1, 1)
+    ra.enable(model, CONFIG, prefill_chunk=CHUNK)
+    with torch.no_grad():
+        with pytest.raises(UnsupportedModelError, match="adapter"):
+            model(random_ids(1, TOKENS), past_key_values=ra.RetrievalCache(model, CONFIG.replace(hidden_states="host")))
+        with counted(monkeypatch) as trips:
+            model(random_ids(1, TOKENS), past_key_values=ra.RetrievalCache(model, CONFIG))
+        assert not trips
+        del model.model.adapter
+        with counted(monkeypatch) as trips:
+            model(random_ids(1, TOKENS), past_key_values=ra.RetrievalCache(model, CONFIG))
+        assert trips
+
+
+def test_a_failed_reading_leaves_nothing_behind() -> None:
+    """After an error in a layer the next prompt is read as ever."""
+    config = CONFIG.replace(hidden_states="host")
+    ids = random_ids(1, TOKENS)
+    expected, _ = logits_and_cache("llama", "device", ids)
+
+    def fail(module: Any, args: Any) -> None:
+        raise ValueError("no")
+
+    with retrieving(config, CHUNK) as model:
+        with hooked(model.model.layers[1].mlp, fail), pytest.raises(ValueError, match="no"):
+            model(ids, past_key_values=ra.RetrievalCache(model, config))
+        logits = model(ids, past_key_values=ra.RetrievalCache(model, config), logits_to_keep=1).logits
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.cuda
+def test_the_device_holds_chunks_only() -> None:
+    """bfloat16 on a GPU: the same bits as with hidden states there, and a peak that does not grow by them: 24 MiB per
+    chunk of 2,048 tokens stay, 192 MiB of 32,768 go.
+    """
+    model: Any = build_model("llama", hidden_size=3072, num_hidden_layers=3, max_position_embeddings=65536)
+    model.to("cuda", torch.bfloat16)
+    ids = random_ids(1, 32768).to("cuda")
+    peaks, answers = [], []
+    with torch.no_grad():
+        for place in ("device", "host"):
+            config = CONFIG.replace(hidden_states=place, prefill_chunk=2048)
+            ra.enable(model, config)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            cache = ra.RetrievalCache(model, config)
+            answers.append((model(ids, past_key_values=cache, logits_to_keep=1).logits.cpu(), cache))
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            ra.disable(model)
+    assert torch.equal(answers[0][0], answers[1][0])
+    check_same_bytes(answers[0][1], answers[1][1])
+    states = ids.shape[1] * 3072 * 2
+    assert peaks[1] < peaks[0] - states + 4 * 2048 * 3072 * 2, peaks
+
+
+@pytest.mark.cuda
+def test_refused_page_locked_memory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Ordinary memory does the same, with one log line."""
+    caplog.set_level(logging.WARNING)
+    hidden._say_refused.cache_clear()
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: 2)
+    ferry = Ferry(torch.device("cuda", 0), 1000)
+    like = torch.randn(2, 1, 64, device="cuda")
+    states = ferry.empty(like)
+    again = ferry.empty(like)
+    assert not states.is_pinned() and len(caplog.records) == 1 and "ulimit -l" in caplog.text
+    rows = torch.randn(2, 1000, 64, device="cuda")
+    for start in range(0, 1000, 300):
+        ferry.store(states, start, min(start + 300, 1000), rows[:, start : start + 300])
+    for start in range(0, 1000, 300):
+        part = ferry.fetch(states, start, min(start + 300, 1000))
+        ferry.store(again, start, min(start + 300, 1000), 2 * part)
+    ferry.finish()
+    assert torch.equal(again, 2 * rows.cpu())
+    ferry.close()

@@ -19,6 +19,7 @@ from retrieval_attn.index import base
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.memory import HUGE_PAGE, mapped
+from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.index.spec import IndexSpec
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
@@ -247,9 +248,12 @@ class Segment:
             index = self._index
             assert index is not None
             if index.stop < stop:
-                for head, one in enumerate(index.heads):
-                    one.insert(self.read(index.first + len(one), stop)[0][head])
-                self._changes += 1
+                try:
+                    for head, one in enumerate(index.heads):
+                        with uninterrupted():  # forks share the index, and it must not hold half of its new keys
+                            one.insert(self.read(index.first + len(one), stop)[0][head])
+                finally:
+                    self._changes += 1
             return index
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
@@ -32,6 +33,8 @@ class KVCopy:
         """stop: when it is set, what has not begun is not copied: CancelledError."""
         self.device = key.device
         self._fmt, self._stop = fmt, stop
+        self._checked = fmt is Format.FLOAT16 and key.dtype is not torch.float16
+        self._too_large: list[Tensor] = []
         self._kv = [(key.detach(), value.detach())]  # empty once they are copied
         self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
@@ -47,18 +50,38 @@ class KVCopy:
         return id(host) in self._whole
 
     def staged(self, ready: torch.cuda.Event | None) -> None:
-        """Copy through the device's ring of pinned buffers, once `ready` is over."""
+        """Copy through the device's ring of pinned buffers, once `ready` is over. Raises as `direct`."""
         for key, value in self._kv:
             staging(self.device).bring(self._pieces(key, value), ready)
+        self._require_finite()
         self._kv.clear()  # the device has read them: whoever takes their memory next may write to it at once
 
     def direct(self) -> None:
-        """Copy row by row, on this thread and the device's current stream."""
+        """Copy row by row, on this thread and the device's current stream.
+
+        Raises ConfigError for keys or values that the host's number format turns into infinity.
+        """
         for kv in self._kv:
             for row, host, real in self._rows:
+                if self._checked:
+                    self._note_size(pack(tensor[row], self._fmt) for tensor in kv)
+                    self._require_finite()
                 key, value = (to_host(tensor[row], self._fmt) for tensor in kv)
                 _append(host, real, key, value)
         self._kv.clear()
+
+    def _note_size(self, packed: Iterable[Tensor]) -> None:
+        """Remember, on the device, whether there are infinities among numbers that are on their way."""
+        if self._checked:
+            self._too_large += [tensor.isinf().any() for tensor in packed]
+
+    def _require_finite(self) -> None:
+        # without this, scores are infinite or NaN, and answers empty
+        if any(map(bool, self._too_large)):
+            raise ConfigError(
+                "host_dtype='float16' holds numbers up to 65504, and this model's keys or values are larger; use "
+                "host_dtype='bfloat16', 'int8' or 'auto'"
+            )
 
     def _pieces(self, key: Tensor, value: Tensor) -> Iterator[CopyChunk]:
         """As many tokens of a row as fit a buffer, keys and values together."""
@@ -71,6 +94,7 @@ class KVCopy:
                     raise CancelledError
                 span = slice(start, min(start + step, count))
                 tensors = pack(key[row, :, span], self._fmt), pack(value[row, :, span], self._fmt)
+                self._note_size(tensors)
                 yield tensors, functools.partial(_append, host, None if real is None else real[span])
 
 

@@ -128,6 +128,13 @@ class _Stream:
         self.chunk = chunk  # tokens; halved where memory does not suffice
         self.states = HiddenStates(model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A model that is enabled can be copied and saved whole; weak references cannot."""
+        return {"chunk": self.chunk, "model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.chunk, self._model, self._latest = state["chunk"], weakref.ref(state["model"]), None
+
     @property
     def model(self) -> Any:
         """The model whose layers are wrapped."""

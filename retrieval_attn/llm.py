@@ -18,6 +18,7 @@ from retrieval_attn.context import Context
 from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
+from retrieval_attn.index.threads import check_threads
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import plan
@@ -62,6 +63,7 @@ class LLM:
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
         self.config = resolve(config, overrides)
+        check_threads(self.config.threads)
         self.device = choose_device(device)
         if tensor_parallel and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -265,6 +265,34 @@ def test_llm_arguments(tmp_path: Any) -> None:
         ra.LLM(tmp_path / "tiny", device="cpu", max_context=9999)
 
 
+def test_threads_that_cannot_be_had(tmp_path: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is loaded or read."""
+    with pytest.raises(ConfigError, match="threads=4096 must be None or a whole number from 1 to"):
+        ra.LLM(tmp_path, device="cpu", threads=4096)
+    with pytest.raises(ConfigError, match="threads=4096"):
+        ra.RetrievalCache(model, CONFIG, threads=4096)
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    with pytest.raises(ConfigError, match="NUMBA_DISABLE_JIT is set; unset it"):
+        ra.RetrievalCache(model, CONFIG)
+
+
+@pytest.mark.parametrize("which", ["k_proj", "v_proj"])
+def test_numbers_too_large_for_float16(which: str) -> None:
+    """They became infinite on the host, and the answers empty."""
+    model = build_model("llama")
+    cache = ra.RetrievalCache(model, CONFIG, host_dtype="float16")
+    run(model, cache)
+    with torch.no_grad():
+        getattr(model.model.layers[0].self_attn, which).weight.mul_(1e7)
+    for host_dtype in ("auto", "bfloat16", "int8"):
+        run(model, ra.RetrievalCache(model, CONFIG, host_dtype=host_dtype))
+    with pytest.raises(ConfigError, match="Layer 0: host_dtype='float16' holds numbers up to 65504, and this model's"):
+        run(model, ra.RetrievalCache(model, CONFIG, host_dtype="float16"))
+    with pytest.raises(ConfigError, match="65504"):  # blocks that leave the window while tokens are generated
+        for _ in range(20):
+            run(model, cache, random_ids(1, 5))
+
+
 def test_sampling_is_given_once_and_anywhere(context: ra.Context) -> None:
     """An object or keywords, wherever tokens are generated; both at once is an error, and so is another object."""
     sampling = ra.Sampling(max_new_tokens=3)

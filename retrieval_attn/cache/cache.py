@@ -21,6 +21,8 @@ from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.index.forked import refuse_forked, use_threads
+from retrieval_attn.index.threads import check_threads
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.stats import LayerStats
@@ -39,11 +41,14 @@ class RetrievalCache(LayeredCache):
     ) -> None:
         """An empty cache for `model`, a transformers model or a `PeftModel` around one.
 
-        Raises UnsupportedModelError with the reason, ConfigError for options.
+        Raises UnsupportedModelError with the reason, ConfigError for options, BackendError in a process that was forked
+        from one that computed.
 
         check=False skips the support check (and its one-time verification of untested model types).
         """
+        refuse_forked()
         self.config = resolve(config, overrides)
+        check_threads(self.config.threads)
         model = unwrapped(model)
         self.index = IndexChoice(model, self.config)
         if check:
@@ -69,6 +74,7 @@ class RetrievalCache(LayeredCache):
                 f"Layer {layer_idx} of this {self.model_type} cache keeps no keys, but the model stores some; make a "
                 "RetrievalCache for this model."
             )
+        use_threads()
         self.require_room(key_states.shape[2], layer.columns)
         return layer.update(key_states, value_states, *args, **kwargs)
 
@@ -90,6 +96,7 @@ class RetrievalCache(LayeredCache):
 
     def fork(self) -> RetrievalCache:
         """An independent continuation. Host memory and indexes are shared, the device window is copied."""
+        refuse_forked()
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayer):
                 raise UnsupportedModelError(

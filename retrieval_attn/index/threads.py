@@ -1,5 +1,7 @@
 """How many threads a parallel kernel may use, and which of them may run at once; BLAS with one thread per caller.
 
+The numbers of threads that the user has given torch and others stay as they are.
+
 Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the
 process when two Python threads enter a parallel kernel; there, and until the layer is known, they take turns.
 """
@@ -7,6 +9,7 @@ process when two Python threads enter a parallel kernel; there, and until the la
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -15,16 +18,22 @@ import threadpoolctl
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.cores import local_ranks, usable_cores
+from retrieval_attn.index.forked import use_threads
 
 _one_at_a_time = threading.RLock()
 
 
 def check_threads(threads: int | None) -> None:
-    """Raise ConfigError unless `threads` is None (as many as Numba has) or 1 ..
+    """Raise ConfigError unless `threads` is None (as many as Numba has) or 1 .. numba.config.NUMBA_NUM_THREADS.
 
-    numba.config.NUMBA_NUM_THREADS.
+    Also where Numba was told not to compile.
     """
-    most: int = vars(numba.config)["NUMBA_NUM_THREADS"]  # set at import from the environment
+    options = vars(numba.config)  # set at import from the environment
+    if options["DISABLE_JIT"]:
+        raise ConfigError(
+            "searches are compiled by Numba, and NUMBA_DISABLE_JIT is set; unset it before the first import"
+        )
+    most: int = options["NUMBA_NUM_THREADS"]
     if threads is None:
         return
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= most:
@@ -39,9 +48,12 @@ def kernel_threads(threads: int | None) -> Iterator[None]:
     """Run parallel kernels of the calling thread on `threads` threads inside the block, then restore the count.
 
     None leaves the count alone, or of several ranks on a machine lowers it to this rank's share of the cores
-    (`index/cores.py`). Blocks nest. Raises ConfigError for a count that cannot be had.
+    (`index/cores.py`). Blocks nest. Raises ConfigError for a count that cannot be had, BackendError
+    in a process that was forked from one that computed.
     """
     check_threads(threads)
+    use_threads()
+    _launch()
     if threads is None and local_ranks()[1] > 1:
         threads = min(numba.get_num_threads(), len(usable_cores()))
     with _one_at_a_time if _layer_is_exclusive() else contextlib.nullcontext():
@@ -52,6 +64,19 @@ def kernel_threads(threads: int | None) -> Iterator[None]:
             yield
         finally:
             numba.set_num_threads(before)
+
+
+@functools.cache
+def _launch() -> None:
+    """Start Numba's threads; the number of threads of the process's other OpenMP users stays as it was.
+
+    Numba's OpenMP layer sets it to its own for the thread that starts it: torch with one thread had all cores after.
+    """
+    others = threadpoolctl.ThreadpoolController().select(user_api="openmp").lib_controllers
+    counts = [other.get_num_threads() for other in others]
+    numba.get_num_threads()
+    for other, count in zip(others, counts, strict=True):
+        other.set_num_threads(count)
 
 
 @contextlib.contextmanager

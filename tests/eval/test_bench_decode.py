@@ -253,7 +253,8 @@ def test_layers_may_share_keys(bench: Bench) -> None:
     shared = SyntheticSource(bench.model, 600, 1, distinct=1, train=64, level="mid", seed=0, threads=1)
     row = measure(bench, shared, parse("flat")[0])
     assert row.status == "ok" and row.recall == 1.0
-    assert "shared" in shared.about
+    assert shared.about == "synthetic:mid, 1 layers' keys shared by 2 layers (other queries)"
+    assert bench.source(600).about == "synthetic:mid, all 2 layers distinct"
     assert torch.equal(shared.block(0, 10, 20)[0], shared.block(1, 10, 20)[0])
 
 
@@ -308,6 +309,9 @@ def test_lengths_are_written_as_people_write_them() -> None:
         (["--shape", "huge"], ConfigError, "llama-3-8b"),
         (["--gpu-memory", "24GiB"], MemoryPlanError, "cpu"),
         (["--lengths", "600,128k"], ContextLengthError, "--lengths 131072: needed as many positions"),
+        # 2M tokens of 32 layers in float32: more than any machine of the tests has; refused before weights are made
+        (["--shape", "llama-3-8b", "--lengths", "2000k"], MemoryPlanError, "all of 32 distinct layers needs .* GiB of"),
+        (["--shape", "llama-3-8b", "--lengths", "2000k", "--distinct-layers", "31"], MemoryPlanError, "all of 31"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, extra: list[str], error: type[Exception], words: str) -> None:

@@ -246,6 +246,17 @@ def test_recordings_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert again[0].captured == points[0].captured
 
 
+def test_recordings_stay_in_the_folder_of_the_results(tmp_path: Path) -> None:
+    """They were made beside --output-dir, in a folder that nobody had named; --recordings names one."""
+    flags = ("index", "--lengths", "700", "--kinds", "flat", "--limit", "1", "--k", "5", "--tokens", "1", "--no-plot")
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    assert command(*flags, "--train", "16", "--output-dir", str(out)) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and len(list((out / "recordings").iterdir())) == 1
+    again = ("--train", "16", "--recordings", str(kept), "--output-dir", str(tmp_path / "again"))
+    assert command(*flags, *again) == 0
+    assert len(list(kept.iterdir())) == 1 and not (tmp_path / "again" / "recordings").exists()
+
+
 def test_wrong_answers_end_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 1 if a method answers wrongly (it has no speed then) or fails. Raises on bad input."""
-    from retrieval_attn.eval.bench.methods import parse
+    from retrieval_attn.eval.bench.methods import index_of, parse
+    from retrieval_attn.eval.bench.room import require_host_room
 
     check_arguments(args)
     lengths = lengths_of(args.lengths)
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--min-recall must lie in 0 .. 1 and --seconds be > 0: {args.min_recall}, {args.seconds}")
     specs = parse(args.methods)
     folder = new_folder(args.output_dir, "bench")
+    read = args.keys == "read" or (args.keys == "auto" and not args.shape)
+    require_host_room(args, lengths, [named for spec in specs if (named := index_of(spec)) is not None], read)
     from retrieval_attn.eval.bench.row import Row
     from retrieval_attn.eval.bench.rows import measure, record
     from retrieval_attn.eval.runs import environment

@@ -1,7 +1,7 @@
 """`retrieval-attn bench index`: what each index finds, reads and costs on attention keys of real or synthetic heads.
 
 Every answer is checked against float64 arithmetic before a time is printed. Writes a table in Markdown, a JSON file
-and plots into a new folder; recordings are kept beside it and used again.
+and plots into a new folder; recordings that it makes lie in this folder too, or where --recordings says.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="DIR",
         help="new folder for the results; auto: results/bench/TIME (default: %(default)s)",
+    )
+    add(
+        "--recordings",
+        metavar="DIR",
+        help="where what is recorded from a model is kept and found again (default: recordings in --output-dir; "
+        "results/bench/recordings with auto)",
     )
 
 
@@ -133,8 +139,9 @@ def source_of(args: argparse.Namespace) -> Source:
         check_matplotlib()
     from retrieval_attn.eval.bench.heads import Source
 
-    parent = Path("results/bench") if args.output_dir == "auto" else Path(args.output_dir).parent
-    source = Source(args.source, args.train, args.head_dim, args.seed, parent / "recordings", args.task)
+    parent = Path("results/bench") if args.output_dir == "auto" else Path(args.output_dir)
+    kept = parent / "recordings" if args.recordings is None else Path(args.recordings)
+    source = Source(args.source, args.train, args.head_dim, args.seed, kept, args.task)
     source.check()
     return source
 

@@ -53,7 +53,7 @@ class ReadSource(Source):
 
     @property
     def about(self) -> str:
-        return "read by the model"
+        return f"read by the model, all {self.num_layers} layers distinct"
 
     def block(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         from retrieval_attn.offload.transfer import to_device
@@ -131,9 +131,10 @@ class SyntheticSource(Source):
 
     @property
     def about(self) -> str:
-        alone = self._distinct == self.num_layers
-        shared = "" if alone else f", {self._distinct} layers' keys shared by {self.num_layers} layers (other queries)"
-        return f"synthetic:{self.level}{shared}"
+        own = f"all {self.num_layers} layers distinct"
+        if self._distinct < self.num_layers:
+            own = f"{self._distinct} layers' keys shared by {self.num_layers} layers (other queries)"
+        return f"synthetic:{self.level}, {own}"
 
     @property
     def distinct(self) -> int:

@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 1 if device memory grows with the context, or beyond the plan. Raises on bad input."""
-    from retrieval_attn.eval.bench.methods import METHODS, parse
+    from retrieval_attn.eval.bench.methods import METHODS, index_of, parse
+    from retrieval_attn.eval.bench.room import require_host_room
 
     check_arguments(args)
     lengths, most = lengths_of(args.lengths), parse_tokens(args.read, "--read")
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if len(specs) != 1 or specs[0].name in METHODS:
         raise ConfigError(f"--index takes the name of one index, got {args.index}")
     folder = new_folder(args.output_dir, "bench")
+    require_host_room(args, lengths, [named for spec in specs if (named := index_of(spec)) is not None], False)
     from retrieval_attn.eval.runs import environment
 
     found = environment()

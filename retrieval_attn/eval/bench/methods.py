@@ -58,10 +58,19 @@ def kind_of(spec: MethodSpec) -> type[Method]:
 
 def make(spec: MethodSpec, model: Any, config: Config) -> Method:
     """The method of a spec."""
-    if spec.name in METHODS:
+    named = index_of(spec)
+    if named is None:
         return METHODS[spec.name](spec, model, config)
+    kind, options = named
+    return Retrieval(spec, model, config.replace(index=kind, index_options=options))
+
+
+def index_of(spec: MethodSpec) -> tuple[str, dict[str, Any]] | None:
+    """Kind and options of the index that a spec names; None for a method without one."""
+    if spec.name in METHODS:
+        return None
     kind, given = SHORT.get(spec.name, (spec.name, {}))
-    return Retrieval(spec, model, config.replace(index=kind, index_options={**given, **spec.options}))
+    return kind, {**given, **spec.options}
 
 
 def _value(text: str) -> Any:

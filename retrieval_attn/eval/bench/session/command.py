@@ -154,11 +154,11 @@ def _checked(settings: Settings) -> Settings:
     from dataclasses import replace
 
     import retrieval_attn as ra
-    from retrieval_attn.eval.bench.session.subject import model_config
+    from retrieval_attn.eval.bench.room import model_config
     from retrieval_attn.memory.units import show_bytes
     from retrieval_attn.model.loading import choose_device
 
-    config = model_config(settings)
+    config = model_config(settings.model, settings.shape)
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and settings.max_tokens > most:
         raise ContextLengthError(
@@ -178,8 +178,15 @@ def _checked(settings: Settings) -> Settings:
     ).require()
     if "switch" in settings.skip:
         return replace(settings, no_second="--skip switch")
+    # without a GPU the host holds what the device would
+    one = needs.host_bytes + (needs.device_bytes if device.type == "cpu" else 0)
+    if one > needs.host_memory:
+        raise MemoryPlanError(
+            f"--length {settings.length}: the model and its context need {show_bytes(one)} of memory, this machine has "
+            f"{show_bytes(needs.host_memory)}; give a shorter --length or a smaller model"
+        )
     # interpreter, libraries and staging are counted in the first
-    both = needs.host_bytes + settings.max_tokens * needs.kv_bytes_per_token
+    both = one + settings.max_tokens * needs.kv_bytes_per_token
     if both > needs.host_memory:
         why = f"two contexts need {show_bytes(both)} of host memory, this machine has {show_bytes(needs.host_memory)}"
         return replace(settings, no_second=why)

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 import retrieval_attn as ra
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.models import BUNDLED_MODEL, load_description, model_path
+from retrieval_attn.eval.models import BUNDLED_MODEL, model_path
 from retrieval_attn.eval.text.haystack import shipped_prose
 
-__all__ = ["Settings", "Subject", "model_config", "number_tokenizer"]
+__all__ = ["Settings", "Subject", "number_tokenizer"]
 
 CHARS_PER_TOKEN = 8
 """More than any tokenizer needs for English."""
@@ -175,15 +175,6 @@ class Subject:
     def questions(self, count: int, tokens: int) -> Sequence[str]:
         """Different questions."""
         return [self.question(tokens) for _ in range(count)]
-
-
-def model_config(settings: Settings) -> Any:
-    """The model's configuration, before anything is loaded. Raises InputDataError or ConfigError."""
-    if settings.shape is not None:
-        from retrieval_attn.eval.bench.random_model import random_config
-
-        return random_config(settings.shape)
-    return load_description(model_path(settings.model))[0]
 
 
 def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:

@@ -30,6 +30,8 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
 from retrieval_attn.engine.ready import compilation, make_ready
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
 
 
@@ -65,7 +67,17 @@ class AnswerLoop:
         return int(embeddings.weight.shape[0])
 
     def batch(self, rows: Sequence[list[int]], before: Sequence[int] = ()) -> PromptRows:
-        """Every row after the same ids `before`, with padding in front of the shorter rows."""
+        """Every row after the same ids `before`, with padding in front of the shorter rows.
+
+        Raises InputDataError for ids that stand for images: only the model's processor can say which.
+        """
+        for token, kind in placeholders(self.model).items():
+            if any(token in row for row in rows):
+                raise InputDataError(
+                    f"The text has the token {token}, which stands for a part of some {kind}; only text is read here. "
+                    f"Take it out, or call model.generate with what the model's processor returns and "
+                    "past_key_values=retrieval_attn.RetrievalCache(model)."
+                )
         longest = max(map(len, rows))
         pads = [longest - len(row) for row in rows]
         ids = [[*before, *[self._pad] * pad, *row] for pad, row in zip(pads, rows, strict=True)]

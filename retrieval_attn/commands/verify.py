@@ -17,15 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, compare, print one line. Exit code 1 when it is not exact."""
-    from transformers import AutoModelForCausalLM
-
     from retrieval_attn.engine.verify import verify
     from retrieval_attn.memory.units import parse_tokens
-    from retrieval_attn.model.loading import choose_device, choose_dtype, load
+    from retrieval_attn.model.loading import load_model
 
     tokens = parse_tokens(args.tokens, "--tokens")
-    device = choose_device(args.device)
-    model = load(AutoModelForCausalLM, args.model, dtype=choose_dtype(args.dtype, device)).to(device)
+    model = load_model(args.model, device=args.device, dtype=args.dtype)
     report = verify(model, tokens=tokens)
     print(report)
     return 0 if report.ok else 1

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.engine.prefill import unwrap_layers, wrap_layers, wrapped_chunk
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.model import hooks
+from retrieval_attn.model.multimodal import for_text, text_attention
 
 
 @dataclass
@@ -35,7 +36,7 @@ def using_retrieval(model: PreTrainedModel, chunk: int) -> Iterator[None]:
     Several threads may use a model at once: the last one to leave gives it back.
     """
     with _uses_lock:
-        attention, layers = model.config._attn_implementation, wrapped_chunk(model)
+        attention, layers = text_attention(model), wrapped_chunk(model)
         if attention != hooks.NAME:
             set_attention(model, hooks.NAME)
         use = _uses.setdefault(model, _Use(attention, layers))
@@ -59,17 +60,17 @@ def using_retrieval(model: PreTrainedModel, chunk: int) -> Iterator[None]:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """model.set_attn_implementation with an error that says what to do."""
+    """model.set_attn_implementation, of its text decoder alone, with an error that says what to do."""
     hooks.register()
     try:
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(for_text(model, name))
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not take attn_implementation={name!r}: {error}. Its attention is written "
             "into the model; use a model class with transformers' attention interface."
         ) from error
-    if model.config._attn_implementation != name:
+    if text_attention(model) != name:
         raise UnsupportedModelError(
-            f"{type(model).__name__} kept attn_implementation={model.config._attn_implementation!r} when asked for "
+            f"{type(model).__name__} kept attn_implementation={text_attention(model)!r} when asked for "
             f"{name!r}; its attention cannot be replaced."
         )

@@ -15,6 +15,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import set_attention, using_retrieval
 from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.model.multimodal import text_attention
 from retrieval_attn.model.placement import input_device
 
 # Largest logit difference accepted, relative to max(1, largest logit), by the arithmetic's own precision.
@@ -90,7 +91,7 @@ def compare(model: PreTrainedModel, new_cache: NewCache, tokens: int = 64, decod
 
 
 def _eager_logits(model: PreTrainedModel, ids: Tensor, tokens: int) -> Tensor:
-    before = model.config._attn_implementation
+    before = text_attention(model)
     set_attention(model, "eager")
     try:
         return _logits(model, ids, tokens, DynamicCache(config=model.config))

@@ -19,6 +19,9 @@ from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, fo
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError
 
+# What processors return for images, videos and sounds: pixel_values, image_grid_thw, image_sizes, ...
+_IMAGES = ("pixel_", "image_", "video_", "input_features", "audio_")
+
 
 @torch.no_grad()
 def generate(
@@ -37,7 +40,7 @@ def generate(
     on_token: called with the new token id of every row (transformers 5.17 does not hand `streamer` to custom
     loops, so this is the streaming hook). Several samples (num_return_sequences) share one prefill.
     Raises ConfigError for beam search: use plain model.generate with past_key_values=RetrievalCache(model); and for
-    output_attentions and output_hidden_states, which this loop does not collect.
+    output_attentions and output_hidden_states, which this loop does not collect, and for images.
     """
     if generation_config.num_beams != 1:
         raise ConfigError(
@@ -47,6 +50,12 @@ def generate(
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, None):
             raise ConfigError(f"{name}=True was asked for, but this loop does not collect it; leave it out.")
+    images = [name for name, given in model_kwargs.items() if name.startswith(_IMAGES) and given is not None]
+    if images:
+        raise ConfigError(
+            f"{', '.join(images)} were given, but this loop reads text; call model.generate without custom_generate "
+            "and with past_key_values=retrieval_attn.RetrievalCache(model), which reads images as the model does."
+        )
     cache = _cache(model, model_kwargs.get("past_key_values"), retrieval)
     samples = generation_config.num_return_sequences or 1
     mask = model_kwargs.get("attention_mask")

@@ -12,16 +12,35 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from retrieval_attn.engine.compare import NewCache, Report, compare
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.shape import splits_heads
+from retrieval_attn.model.multimodal import is_multimodal, text_decoder
 from retrieval_attn.model.placement import tensor_ranks
 
 log = logging.getLogger(__name__)
 
 # Compared with eager full attention in tests/test_models.py: same logits to 1e-5 with retrieve="all".
-TESTED = frozenset({"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"})
+TESTED = frozenset(
+    {
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "llama",
+        "mistral",
+        "phi3",
+        "qwen2",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_vl_text",
+    }
+)
+# Models for text and images around such a decoder, compared in tests/test_multimodal.py.
+TESTED_WITH_IMAGES = frozenset({"gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
 
 _LATENT = "its cache holds latents that are expanded after the cache (multi-head latent attention)"
 _SPARSE = "it was trained with its own sparse attention, which selects keys itself"
 _SHARED = "later layers reuse another layer's keys"
+_CROSS = "some of its layers attend to an image, whose keys they keep in the cache"
 _OWN_LAYERS = "its cache layers are its own and would silently ignore retrieval"
 REFUSED = {
     "axk1": _LATENT,
@@ -38,6 +57,7 @@ REFUSED = {
     "hy_v4": _SPARSE,
     "minimax_m3_vl_text": _SPARSE,
     "deepseek_v4": _OWN_LAYERS,
+    "mllama_text_model": _CROSS,
     "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
 }
@@ -74,7 +94,8 @@ def require_supported(model: PreTrainedModel, new_cache: NewCache) -> None:
             "attn_implementation cannot be set. Use a newer model class."
         )
     _check_ranks(model, text_config)
-    if model_type in TESTED or model in _verified:
+    tested = model_type in TESTED and (not is_multimodal(model) or model.config.model_type in TESTED_WITH_IMAGES)
+    if tested or model in _verified:
         return
     report = compare(model, new_cache)
     mark_verified(model, report)
@@ -115,7 +136,7 @@ def mark_verified(model: nn.Module, report: Report) -> None:
 
 
 def _is_bidirectional(model: nn.Module, text_config: PreTrainedConfig) -> bool:
-    """True when the config or some attention module says that tokens see later tokens."""
+    """True when the config or some attention module of the text decoder says that tokens see later tokens."""
     if getattr(text_config, "is_causal", True) is False or getattr(text_config, "use_bidirectional_attention", False):
         return True
-    return any(getattr(module, "is_causal", None) is False for module in model.modules())
+    return any(getattr(module, "is_causal", None) is False for module in text_decoder(model).modules())

@@ -14,6 +14,7 @@ from retrieval_attn.engine.prefill import unwrap_layers, wrap_layers
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.model import hooks
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.multimodal import text_attention
 
 _STATE = "_retrieval_attn_state"
 _GENERATE_HOOK = "_prepare_cache_for_generation"
@@ -31,7 +32,7 @@ def enable(model: PreTrainedModel, config: Config | None = None, **overrides: An
     given, model = model, unwrapped(model)
     require_supported(model, unchecked_cache)
     before = getattr(model, _STATE, None)
-    original = before["attn_implementation"] if before else model.config._attn_implementation
+    original = before["attn_implementation"] if before else text_attention(model)
     set_attention(model, hooks.NAME)
     wrap_layers(model, options.prefill_chunk)
     setattr(model, _STATE, {"attn_implementation": original, "config": options})

@@ -185,7 +185,8 @@ def _tables(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[int, int]:
     """Parameters of the input embedding, and of the output's unless it is the same table."""
     table: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    tied = head is not None and (head.weight is table.weight or text.tie_word_embeddings)
+    ties = getattr(text, "tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
+    tied = head is not None and (head.weight is table.weight or ties)
     return table.weight.numel(), 0 if tied or head is None else head.weight.numel()
 
 
@@ -199,8 +200,12 @@ def splits_heads(text: PreTrainedConfig) -> bool:
 
 
 def _active(model: PreTrainedModel, text: PreTrainedConfig, parameters: int) -> int:
-    """Parameters that one generated token reads."""
+    """Parameters that one generated token reads: those of the text decoder."""
+    from retrieval_attn.model.multimodal import is_multimodal, text_decoder
+
     table, head = _tables(model, text)
+    if is_multimodal(model):
+        parameters = head + sum(weight.numel() for weight in text_decoder(model).parameters())
     active = parameters - (table if head else 0)
     visited = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
@@ -237,14 +242,15 @@ def _dtype(dtype: Any, config: PreTrainedConfig) -> tuple[str, int]:
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of `config` without storage. A quantised model is built as its unquantised self."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from retrieval_attn.model.multimodal import model_class
 
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(plain)
+            return model_class(plain).from_config(plain)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{config.model_type}: transformers has no causal language model of this type ({error})."

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import CacheMismatchError, ConfigError, UnsupportedMaskError, UnsupportedModelError
+from retrieval_attn.model.masks import read_mask
 from retrieval_attn.model.padding import Padding
 from retrieval_attn.model.positions import PositionCheck
 
@@ -115,36 +116,16 @@ def mask_recipe(**arguments: Any) -> MaskSpec:
 
     arguments: those of transformers' own mask functions, see `sdpa_mask`, which it passes by name.
     """
-    padding, window = arguments.get("attention_mask"), arguments.get("local_size")
+    padding = arguments.get("attention_mask")
+    window, unsupported = read_mask(arguments.get("mask_function"), arguments.get("local_size"))
     return MaskSpec(
         q_offset=arguments.get("q_offset", 0),
         q_length=arguments["q_length"],
         padding=None if padding is None else Padding(padding),
         window=window,
-        unsupported=_why_unsupported(arguments.get("mask_function"), window),
+        unsupported=unsupported,
         dense_arguments=arguments,
     )
-
-
-def _why_unsupported(mask_function: Callable[..., Any] | None, local_size: int | None) -> str | None:
-    """None for transformers' plain causal and plain sliding masks, else what the mask does beyond them."""
-    from transformers.masking_utils import causal_mask_function
-
-    if mask_function is None or (local_size is None and mask_function is causal_mask_function):
-        return None
-    name = getattr(mask_function, "__qualname__", repr(mask_function))
-    parts = [
-        part for cell in (getattr(mask_function, "__closure__", None) or ()) for part in _as_tuple(cell.cell_contents)
-    ]
-    names = [getattr(part, "__qualname__", "") for part in parts]
-    sliding = ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"]
-    if local_size is not None and name.startswith("and_masks") and names == sliding:
-        return None
-    return f"{name} of {', '.join(names) or 'unknown parts'}"
-
-
-def _as_tuple(value: object) -> tuple[object, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def attention(

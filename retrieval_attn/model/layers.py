@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
+from retrieval_attn.model.multimodal import text_decoder
+
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """The model's decoder layers with their cache layer index, in order.
 
-    A decoder layer is a member of a ModuleList that has a direct child with an integer `layer_idx`.
+    A decoder layer is a member of a ModuleList that has a direct child with an integer `layer_idx`. Of a model for
+    text and images these are the text's.
     """
     found = []
-    for module in model.modules():
+    for module in text_decoder(model).modules():
         if not isinstance(module, nn.ModuleList):
             continue
         for member in module:
@@ -32,7 +35,7 @@ def layer_index(layer: nn.Module) -> int | None:
 
 def layer_holders(model: nn.Module) -> list[nn.Module]:
     """The modules that have the lists of decoder layers: transformers' models without their output."""
-    return [module for module in model.modules() if any(map(_is_layer_list, module.children()))]
+    return [module for module in text_decoder(model).modules() if any(map(_is_layer_list, module.children()))]
 
 
 def final_norms(model: nn.Module) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.model.multimodal import model_class
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,18 +58,19 @@ def load_model(
     tensor_parallel: bool = False,
     **options: Any,
 ) -> Any:
-    """A causal language model in evaluation mode: on one device, or over several.
+    """A causal language model, of text or of text and images, in evaluation mode: on one device, or over several.
 
     device, dtype: see `choose_device` and `choose_dtype`. device_map: whole layers on several devices, as transformers
     takes it ("auto", "balanced", or a device for each module; needs accelerate). tensor_parallel: the heads shared by
     the processes of a torchrun, each on the GPU of its LOCAL_RANK. options: more for from_pretrained.
     Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun).
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    factory = model_class(load(AutoConfig, name_or_path))
     if device_map is None and not tensor_parallel:
         place = choose_device(device)
-        return load(AutoModelForCausalLM, name_or_path, dtype=choose_dtype(dtype, place), **options).to(place).eval()
+        return load(factory, name_or_path, dtype=choose_dtype(dtype, place), **options).to(place).eval()
     if device_map is not None and tensor_parallel:
         raise ConfigError("device_map and tensor_parallel were both given; share layers or heads, not both.")
     if device != "auto":
@@ -80,7 +82,7 @@ def load_model(
     else:
         options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map or {})
     chosen = choose_dtype(dtype, choose_device("auto"))
-    return load(AutoModelForCausalLM, name_or_path, dtype=chosen, **options).eval()
+    return load(factory, name_or_path, dtype=chosen, **options).eval()
 
 
 def _tensor_parallel() -> Any:

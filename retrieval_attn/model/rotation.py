@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import UnsupportedModelError
+from retrieval_attn.model.multimodal import text_decoder
 
 _APPLY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-4
@@ -35,7 +36,8 @@ class Rotation:
         than transformers' models have it.
         """
         apply = getattr(sys.modules[type(attention).__module__], _APPLY, None)
-        found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+        modules = text_decoder(model).named_modules()
+        found = [module for name, module in modules if name.rpartition(".")[2] == "rotary_emb"]
         if apply is None or not found:
             missing = f"no module rotary_emb in {type(model).__name__}" if not found else f"no {_APPLY} beside it"
             raise UnsupportedModelError(
@@ -47,8 +49,12 @@ class Rotation:
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             extra["layer_type"] = _layer_type(model, attention)
 
+        # models for images turn by time, height and width; for text these are one number
+        axes = (3, 1, -1) if hasattr(rotary, "mrope_section") else (1, -1)
+
         def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], **extra)
+            unused = torch.zeros(1, dtype=torch.float32, device=positions.device)
+            cos, sin = rotary(unused, positions.expand(axes), **extra)
             # of a model on several devices, the tables live with its first layers
             return cos.to(positions.device, torch.float32), sin.to(positions.device, torch.float32)
 

@@ -170,3 +170,11 @@ def test_a_checkpoint_is_planned_loaded_and_asked(tmp_path: Path, needle_model_p
         context.extend([5, IMAGE, 6])
     with pytest.raises(ra.InputDataError, match="some image"):
         llm.read([5, IMAGE, 6] * 20)
+
+
+def test_hidden_states_stay_on_the_device(model: Any) -> None:
+    """Images are embedded before the text decoder begins: asked for on the host, that is refused by name."""
+    options = ALL.replace(hidden_states="host", prefill_chunk=37)
+    ra.enable(model, options)
+    with torch.no_grad(), pytest.raises(ra.UnsupportedModelError, match="embeds images and text before"):
+        model(input_ids=random_ids(1, 90) % 80 + 3, past_key_values=ra.RetrievalCache(model, options))

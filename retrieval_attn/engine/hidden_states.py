@@ -21,6 +21,7 @@ from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.memory.device_room import free_device_bytes, reading_layout
 from retrieval_attn.model.layers import layer_holders, rotary_embeddings, unknown_beside_layers
+from retrieval_attn.model.multimodal import is_multimodal
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 from retrieval_attn.offload.hidden import DeviceRows, Ferry, HiddenRows, HostRows
 
@@ -104,6 +105,8 @@ def why_not_on_host(model: Any, cache: Any = None) -> str | None:
         return "it runs on several devices, or its weights move"
     if not isinstance(model, PreTrainedModel) or not isinstance(model.get_output_embeddings(), nn.Linear):
         return "it has no linear output"
+    if is_multimodal(model):
+        return "it embeds images and text before its text decoder begins"
     embedding = model.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding) or not rotary_embeddings(model):
         return "it has no token embedding, or no rotary embedding beside its layers"

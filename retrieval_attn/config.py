@@ -38,12 +38,15 @@ class Config:
     hidden_states: where the hidden states of a prompt lie while it is read, "device" or "host" (page-locked memory, of
         which chunks visit the device). "auto": on the device if they fit.
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
-        keys visit the device one layer at a time). False: they go through retrieval like generated tokens.
+        keys visit the device block by block). False: they go through retrieval like generated tokens.
     decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
         largest number of each key and value of each head, with the step as float32 behind them: 132 bytes instead
         of 256 for head_dim 128 in bfloat16.
+    page_lock: whether the host's keys and values are page-locked once they are there, so that exact questions bring
+        them back to a GPU at the bus's full rate; .05 s per GiB. False, or a refusal: they go through page-locked
+        buffers.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
     threads: CPU threads of search and host attention; None uses all that numba sees.
@@ -61,6 +64,7 @@ class Config:
     decode_tokens: int = 8
     spill: int = 128
     host_dtype: str = "auto"
+    page_lock: bool = True
     graph: GraphMode = "auto"
     threads: int | None = None
 
@@ -73,8 +77,9 @@ class Config:
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
         _require_int("spill", self.spill, 1, "128 is a good start")
         _check_retrieve(self.retrieve)
-        if not isinstance(self.exact_append, bool):
-            raise ConfigError(f"exact_append must be True or False, got {self.exact_append!r}.")
+        for name in ("exact_append", "page_lock"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.index, str) or not self.index:
             raise ConfigError(
                 f"index must be the name of an index, got {self.index!r}; "

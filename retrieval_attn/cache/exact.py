@@ -1,7 +1,7 @@
 """Exact attention of new tokens over one layer: prefill, and turns that are appended exactly.
 
-A pass holds one layer's past and new keys on the device. Chunk by chunk, the queries attend to the past (all
-visible) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
+A pass holds one layer's new keys on the device. Chunk by chunk, the queries attend to the past (all visible, see
+`cache/past.py`) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.past import Past
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.flash import attend
-from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.model.padding import join
 
 
 class ExactPass:
-    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk.
+    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk."""
 
-    past: per row, keys and values of its real tokens so far, (1, kv_heads, tokens, dim) on the device.
-    """
-
-    def __init__(self, total: int, past: list[tuple[Tensor, Tensor] | None]) -> None:
+    def __init__(self, total: int, past: Past) -> None:
         self.total = total
         self.filled = 0
         self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
@@ -44,26 +42,41 @@ class ExactPass:
         self._store(key, value, start)
         self.valid = join(self.valid, start, valid, count, batch)
         self.filled += count
+        return self.answer(query, start, scale, softcap)
+
+    def answer(self, query: Tensor, start: int, scale: float, softcap: float | None) -> Partial:
+        """What the newest chunk's queries see; the chunk began at token `start` of the pass and is stored."""
         key, value = (tensor[:, :, : self.filled] for tensor in self.new)
-        if self.valid is None and all(past is None for past in self._past):
-            return _causal(query, [], (key, value), scale, softcap)
-        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-        for row in range(batch):
+        own = self._own(query, key, value, start, scale, softcap)
+        if self._past.empty:
+            return own
+        past = self._past.attend(query, value.shape[3], scale, softcap, last=self.filled == self.total)
+        if self.valid is not None:  # a query that is no token sees nothing
+            here = self.valid[:, None, start : self.filled].to(query.device)
+            past = Partial(past.out.where(here[..., None], 0.0), past.lse.where(here, -torch.inf))
+        return merge([past, own])
+
+    def _own(
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, softcap: float | None
+    ) -> Partial:
+        """A chunk's queries over the pass's keys up to their own (batch, kv_heads, filled, dim)."""
+        if self.valid is None:
+            return attend(query, key, value, scale=scale, causal=True, softcap=softcap)
+        whole = empty_partial(query, value.shape[3])
+        for row in range(len(query)):
             here, real = self._real(row, start, self.filled), self._real(row, 0, self.filled)
             one = slice(row, row + 1)
-            past = self._past[row]
             own = (key[one][:, :, real], value[one][:, :, real])
-            part = _causal(query[one][:, :, here], [past] if past else [], own, scale, softcap)
-            out[one, :, here] = part.out
-            lse[one, :, here] = part.lse
-        return Partial(out, lse)
+            part = attend(query[one][:, :, here], *own, scale=scale, causal=True, softcap=softcap)
+            whole.out[one, :, here] = part.out
+            whole.lse[one, :, here] = part.lse
+        return whole
 
     def keys_of(self, row: int) -> Tensor:
         """All real keys of a row, past and new: (kv_heads, tokens, head_dim) on the device. May be a view."""
         new = self.new[0][row][:, self._real(row, 0, self.filled)]
-        past = self._past[row]
-        return new if past is None else torch.cat([past[0][0].to(new.dtype), new], dim=1)
+        past = self._past.keys_of(row)
+        return new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
 
     def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:
         """The first `count` real new tokens of a row: keys and values (kv_heads, count, dim)."""
@@ -99,12 +112,3 @@ class ExactPass:
         if self.valid is None:
             return slice(None)
         return self.valid[row, start:stop].nonzero().squeeze(1).to(self.new[0].device)
-
-
-def _causal(
-    query: Tensor, earlier: list[tuple[Tensor, Tensor]], own: tuple[Tensor, Tensor], scale: float, softcap: float | None
-) -> Partial:
-    """Queries over earlier keys (all visible) and over keys whose last are their own (causal), merged."""
-    parts = [attend(query, key, value, scale=scale, softcap=softcap) for key, value in earlier if key.shape[2]]
-    parts.append(attend(query, *own, scale=scale, causal=True, softcap=softcap))
-    return merge(parts)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
-from retrieval_attn.cache.sequence import Batch, distinct, distinct_rows
+from retrieval_attn.cache.past import Past
+from retrieval_attn.cache.sequence import Batch, distinct_rows
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.window import WindowCache
@@ -39,6 +40,7 @@ class HeldTokens:
         self.tail_start = self.host_columns = 0
         self._sinks = [0] * key.shape[0]  # sink tokens per row
         self._retrieve_stops = [0] * key.shape[0]  # real tokens per row before tail_start
+        batch.devices[number] = key.device
 
     def _new_window(self, key: Tensor, value: Tensor) -> WindowCache:
         return WindowCache(key, value, self._config.window + self._config.spill, self._config.sink)
@@ -140,13 +142,10 @@ class HeldTokens:
             valid = valid.to(self.device)
         self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
 
-    def past(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Per row, keys and values (1, kv_heads, tokens, dim) of all its tokens on the device; None for no tokens."""
+    def past(self) -> Past:
+        """All tokens so far, to be attended to."""
         self.flush()
-        if not self.columns:
-            return [None] * self.window.batch
-        read = {id(host): self._from_host(host, 0, len(host)) for host in distinct(self.hosts)}
-        return [(read[id(host)][0][None], read[id(host)][1][None]) for host in self.hosts]
+        return Past(self._batch, self._number, self.window.tail()[0])
 
     def _from_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""

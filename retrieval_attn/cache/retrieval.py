@@ -68,7 +68,7 @@ class RetrievalLayer(CacheLayer):
         return [] if self.held is None else self.held.hosts
 
     def _new_host(self, key: Tensor, value_dim: int) -> SequenceKV:
-        return SequenceKV(
+        host = SequenceKV(
             key.shape[1],
             key.shape[3],
             value_dim,
@@ -77,6 +77,8 @@ class RetrievalLayer(CacheLayer):
             threads=self.config.threads,
             layer=self.number,
         )
+        host.page_lock = self.config.page_lock
+        return host
 
     def _hold(self, key: Tensor, value: Tensor) -> HeldTokens:
         """What is held; made for tokens like these if they are the first."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
+from retrieval_attn.offload.upload import Uploads
 
 
 class Sequence:
@@ -54,6 +55,7 @@ class Batch:
     """The rows of one cache. columns: how many columns every layer has stored. epoch: changes with them.
 
     valid: (batch, some first columns) CPU bool, True for a real token; None: no padding. Columns behind it are real.
+    devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
     """
 
     def __init__(self) -> None:
@@ -61,6 +63,8 @@ class Batch:
         self.columns = 0
         self.valid: Tensor | None = None
         self.epoch = 0
+        self.devices: dict[int, torch.device] = {}
+        self.uploads: dict[torch.device, Uploads] = {}
 
     def start(self, rows: int) -> None:
         """Make the sequences of an empty batch. Raises CacheMismatchError if there are others than `rows`."""
@@ -119,6 +123,7 @@ class Batch:
     def reset(self) -> None:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
+        self.uploads = {}
 
     def snapshot(self) -> dict[str, Any]:
         """The batch as it is, for `restore`."""
@@ -126,7 +131,7 @@ class Batch:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be as when `snapshot` was made. The owner of the paths truncates them."""
-        vars(self).update(state, epoch=self.epoch + 1)
+        vars(self).update(state, epoch=self.epoch + 1, uploads={})
 
     # -- rows ---------------------------------------------------------------------------------------
 
@@ -140,6 +145,7 @@ class Batch:
         """An independent batch of the same sequences: segments and indexes are shared, both may go on."""
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
+        other.devices = dict(self.devices)
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:

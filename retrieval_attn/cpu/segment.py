@@ -5,6 +5,7 @@ Memory is reserved as address space and taken page by page as tokens are written
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.memory import HUGE_PAGE, mapped
+from retrieval_attn.index.memory import HUGE_PAGE, PAGE, mapped
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.index.spec import IndexSpec
 
@@ -74,14 +75,22 @@ class Segment:
     ) -> None:
         """Reserve the address space. Raises MemoryPlanError if the system refuses it.
 
-        expected: tokens that are sure to come (None: capacity). Few of them are kept in small pages, for a
-        2 MiB page per head would be taken by the first token already.
+        capacity: of a large segment rounded up, so that every head begins a memory page. expected: tokens that are sure
+        to come (None: capacity). Few of them are kept in small pages, for a 2 MiB page per head would be taken by the
+        first token already.
         """
         if capacity > base.MAX_KEYS:
             raise ConfigError(f"a segment holds at most {base.MAX_KEYS} tokens, got {capacity}; use several")
         sure = capacity if expected is None else expected
+        self.page_tokens = 0
+        """Tokens after which keys and values of each head both begin a memory page; 0: in a small segment."""
+        if sure * fmt.row_bytes(head_dim) >= 2 * HUGE_PAGE:
+            self.page_tokens = math.lcm(*(_page_rows(fmt.row_bytes(dim)) for dim in (head_dim, value_dim)))
+            capacity = min(-(-capacity // self.page_tokens) * self.page_tokens, base.MAX_KEYS)
         self.keys = _reserve((num_kv_heads, capacity, fmt.width(head_dim)), fmt, sure)
         self.values = _reserve((num_kv_heads, capacity, fmt.width(value_dim)), fmt, sure)
+        self.locked_ends: tuple[int, ...] = ()
+        """Ends of the token ranges, one after the other from 0 on, that are page-locked (`offload/page_lock.py`)."""
         self.fmt = fmt
         self.length = 0
         self.frozen = False
@@ -93,6 +102,11 @@ class Segment:
     def capacity(self) -> int:
         """Tokens there is room for."""
         return int(self.keys.shape[1])
+
+    @property
+    def locked_tokens(self) -> int:
+        """The first so many tokens lie in page-locked memory."""
+        return self.locked_ends[-1] if self.locked_ends else 0
 
     @property
     def nbytes(self) -> int:
@@ -259,6 +273,11 @@ class Segment:
 
 def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
     return np.where(ids < 0, np.int32(-1), ids + np.int32(first)) if first else ids
+
+
+def _page_rows(row_bytes: int) -> int:
+    """Rows after which a row begins a memory page again."""
+    return PAGE // math.gcd(PAGE, row_bytes)
 
 
 def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDArray[Any]:

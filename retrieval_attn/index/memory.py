@@ -20,6 +20,7 @@ from retrieval_attn.errors import MemoryPlanError
 log = logging.getLogger(__name__)
 
 CACHE_LINE = 64
+PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 # Python names it from 3.13 on; more is reserved than is used, which strict accounting would charge for
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import pack, to_host
@@ -55,6 +56,8 @@ class KVCopy:
             staging(self.device).bring(self._pieces(key, value), ready)
         self._require_finite()
         self._kv.clear()  # the device has read them: whoever takes their memory next may write to it at once
+        for segment in {id(one): one for _, host, _ in self._rows if host.page_lock for one in host.segments}.values():
+            lock_pages(segment)
 
     def direct(self) -> None:
         """Copy row by row, on this thread and the device's current stream.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
 
-_TORCH_DTYPE = {
+TORCH_DTYPE = {
     Format.FLOAT32: torch.float32,
     Format.BFLOAT16: torch.bfloat16,
     Format.FLOAT16: torch.float16,
@@ -27,7 +27,7 @@ def host_format(host_dtype: str, model_dtype: torch.dtype) -> Format:
     """Storage format of the host's keys and values: the named one, or for "auto" the model's own."""
     if host_dtype != "auto":
         return Format.from_name(host_dtype)
-    for fmt, dtype in _TORCH_DTYPE.items():
+    for fmt, dtype in TORCH_DTYPE.items():
         if dtype == model_dtype:
             return fmt
     return Format.FLOAT32
@@ -45,7 +45,7 @@ def pack(tensor: Tensor, fmt: Format) -> Tensor:
     int8: the same bits as `from_float32`, on every device. May be `tensor` itself.
     """
     if fmt is not Format.INT8:
-        return tensor.to(_TORCH_DTYPE[fmt])
+        return tensor.to(TORCH_DTYPE[fmt])
     rows = tensor.reshape(-1, tensor.shape[-1])
     packed = torch.empty(len(rows), fmt.width(rows.shape[1]), dtype=torch.int8, device=tensor.device)
     for some, into in _blocks(rows, packed):
@@ -60,10 +60,11 @@ def unpack(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     rows = packed.reshape(-1, packed.shape[-1])
     dim = rows.shape[1] - SCALE_BYTES
     numbers = torch.empty(len(rows), dim, dtype=dtype, device=packed.device)
-    for some, into in _blocks(rows, numbers):
+    # on a device one kernel multiplies and rounds; on the CPU that makes a float32 copy
+    for some, into in [(rows, numbers)] if rows.is_cuda else _blocks(rows, numbers):
         # a copy, for bytes within a row lie where no float32 may
         steps = some[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        into.copy_(some[:, :dim].float() * steps)
+        torch.mul(some[:, :dim], steps, out=into)
     return numbers.view(*packed.shape[:-1], dim)
 
 
@@ -109,7 +110,7 @@ def _to_device_in_blocks(array: np.ndarray, like: Tensor) -> Tensor:
 
 
 def _as_tensor(array: np.ndarray, fmt: Format) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).view(_TORCH_DTYPE[fmt])
+    return torch.from_numpy(np.ascontiguousarray(array)).view(TORCH_DTYPE[fmt])
 
 
 def to_queries(query: Tensor) -> np.ndarray:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from retrieval_attn import RetrievalCache
-from retrieval_attn.cache import exact as exact_pass
+from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.instruments import share_layer
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.eval.bench.source import Source, Span, attentions, blocks, tokens_of
@@ -68,15 +68,15 @@ def fill_watching(cache: Any, source: Source) -> None:
 def _without_attention() -> Iterator[None]:
     """Exact passes store what they are given and answer nothing."""
 
-    def nothing(query: Tensor, earlier: Any, own: tuple[Tensor, Tensor], *rest: Any, **more: Any) -> Partial:
-        return empty_partial(query, own[1].shape[3])
+    def nothing(self: ExactPass, query: Tensor, *rest: Any, **more: Any) -> Partial:
+        return empty_partial(query, self.new[1].shape[3])
 
-    attend = exact_pass._causal
-    exact_pass._causal = nothing
+    answer = ExactPass.answer
+    ExactPass.answer = nothing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        exact_pass._causal = attend
+        ExactPass.answer = answer  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -1,0 +1,99 @@
+"""Past: what the rows of one layer held before a pass, as far as the pass's queries attend to it.
+
+The keys stay on the host. They visit the device block by block, for all rows that share a path at once
+(`offload/upload.py`), and the partials of the blocks merge by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+
+from torch import Tensor
+
+from retrieval_attn.cache.sequence import Batch, distinct
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
+from retrieval_attn.offload.transfer import to_device
+from retrieval_attn.offload.upload import Stretch, Uploads, as_blocks
+
+QUERIES_AT_ONCE = 8192
+"""Tokens of several rows that attend to a block together: more would need more memory than a chunk of a prompt."""
+
+
+class Past:
+    """The paths of layer `number` as they are now; what is appended to them later is not part of it."""
+
+    def __init__(self, batch: Batch, number: int, like: Tensor) -> None:
+        """like: a key tensor of the layer: its device, its dtype."""
+        self._batch, self._number, self._like = batch, number, like
+        hosts = batch.hosts(number)
+        self._stretches = [Stretch.of(host) for host in distinct(hosts) if len(host)]
+        self._rows = [[row for row, host in enumerate(hosts) if host is one.host] for one in self._stretches]
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row held anything."""
+        return not self._stretches
+
+    def attend(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
+        """query (batch, q_heads, new, head_dim) over all past keys of its row: the partial, empty for rows without any.
+
+        last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
+        """
+        whole = empty_partial(query, value_dim)
+        at_once = max(1, QUERIES_AT_ONCE // query.shape[2])
+        groups = [
+            (one, rows[start : start + at_once])
+            for one, rows in zip(self._stretches, self._rows, strict=True)
+            for start in range(0, len(rows), at_once)
+        ]
+        found: list[Partial | None] = [None] * len(groups)
+        stacked = [_stack(query, rows) for _, rows in groups]
+        for number, key, value in self._blocks([one for one, _ in groups], last):
+            part = attend(stacked[number], key, value, scale=scale, softcap=softcap)
+            before = found[number]
+            found[number] = part if before is None else merge([before, part])
+        for done, (_, rows) in zip(found, groups, strict=True):
+            assert done is not None
+            if len(rows) == len(query) == 1:
+                return done
+            whole.out[rows] = _unstack(done.out, len(rows))
+            whole.lse[rows] = _unstack(done.lse, len(rows))
+        return whole
+
+    def _blocks(self, stretches: list[Stretch], last: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+        if self._like.device.type != "cuda":
+            return as_blocks(stretches, self._like.dtype)
+        device, uploads = self._like.device, self._batch.uploads
+        if device not in uploads:
+            uploads[device] = Uploads(device)
+        return uploads[device].walk(stretches, self._like.dtype, self._next() if last else stretches)
+
+    def _next(self) -> list[Stretch]:
+        """What the next layer that keeps its tokens on the host will ask for on the same device."""
+        later = [number for sequence in self._batch.sequences for number in sequence.kv if number > self._number]
+        if not later or self._batch.devices.get(min(later)) != self._like.device:
+            return []
+        return [Stretch.of(host) for host in distinct(self._batch.hosts(min(later))) if len(host)]
+
+    def keys_of(self, row: int) -> Tensor | None:
+        """All past keys of a row (kv_heads, tokens, head_dim), on the device; None where there are none."""
+        for one, rows in zip(self._stretches, self._rows, strict=True):
+            if row in rows:
+                return to_device(one.host.read(0, one.stop)[0], one.host.fmt, self._like)
+        return None
+
+
+def _stack(query: Tensor, rows: Items[int]) -> Tensor:
+    """(batch, q_heads, new, dim) -> (1, q_heads, rows * new, dim)."""
+    if len(query) == len(rows) == 1:
+        return query
+    _, heads, new, dim = query.shape
+    return query[list(rows)].transpose(0, 1).reshape(1, heads, len(rows) * new, dim)
+
+
+def _unstack(part: Tensor, rows: int) -> Tensor:
+    """(1, q_heads, rows * new, ...) -> (rows, q_heads, new, ...)."""
+    _, heads, tokens, *dims = part.shape
+    return part.reshape(heads, rows, tokens // rows, *dims).transpose(0, 1)

@@ -1,0 +1,94 @@
+"""Page-locked host memory: the store's own pages, registered with the CUDA driver once they are filled.
+
+A copy from page-locked memory runs at the bus's full rate beside the processor; from ordinary memory the driver copies
+piece by piece through its own buffer, at a seventh of that (7.5 against 55 GB/s on one H100). Registering costs .05 s
+per GiB, once, beside the device's work.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrieval_attn.cpu.segment import Segment
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES = 1 << 20
+"""Less of a head's keys than this is not registered: it crosses in no time from ordinary memory."""
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_refused = threading.Event()
+
+
+def lock_pages(segment: Segment) -> None:
+    """Register what `segment` holds and what is not registered yet, but for the last page of each head.
+
+    Where the system refuses (a limit of locked memory, no room), it is said once, nothing is registered from then on,
+    and copies go through a ring of page-locked buffers instead. For one thread at a time.
+    """
+    if _refused.is_set() or not segment.page_tokens:
+        return
+    start, stop = segment.locked_tokens, segment.length // segment.page_tokens * segment.page_tokens
+    if (stop - start) * segment.keys.strides[1] < LEAST_BYTES:
+        return
+    done: list[int] = []
+    for array in (segment.keys, segment.values):
+        for head in range(len(array)):
+            rows = array[head, start:stop]
+            if reason := _register(rows.ctypes.data, rows.nbytes):
+                _unregister(done)
+                _refused.set()
+                _say_refused(reason)
+                return
+            done.append(rows.ctypes.data)
+    for array, addresses in zip((segment.keys, segment.values), np.array_split(np.array(done), 2), strict=True):
+        # before the memory is given back: a callback on the array that owns the mapping runs while it still exists
+        weakref.finalize(_owner(array), _unregister, addresses.tolist()).atexit = False
+    segment.locked_ends = (*segment.locked_ends, stop)
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    """The array at the end of the chain of views: it goes when the last of them goes."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _register(address: int, nbytes: int) -> str:
+    """Why the driver refused; empty where the memory is page-locked now."""
+    cudart: Any = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
+    if int(error) == 0:
+        return ""
+    _forget_error()
+    return str(cudart.cudaGetErrorString(error))
+
+
+def _unregister(addresses: list[int]) -> None:
+    cudart: Any = torch.cuda.cudart()
+    for address in addresses:
+        if int(cudart.cudaHostUnregister(address)):
+            _forget_error()
+
+
+def _forget_error() -> None:
+    """The driver keeps a refusal for the next kernel of this thread to report: let one report it that means nothing."""
+    try:
+        torch.empty(1, device="cuda").zero_()
+    except RuntimeError as error:
+        log.debug("forgotten: %s", error)
+
+
+@functools.cache
+def _say_refused(reason: str) -> None:
+    log.warning(
+        "page-locked host memory was refused (%s): keys and values cross to the device through a ring of page-locked "
+        "buffers instead, slower; a higher limit of locked memory (ulimit -l) may help",
+        reason,
+    )

@@ -14,7 +14,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import page_lock, upload
 from retrieval_attn.offload.page_lock import lock_pages
-from retrieval_attn.offload.transfer import to_host
+from retrieval_attn.offload.transfer import pack, to_host, unpack
 from retrieval_attn.offload.upload import Stretch, Uploads, as_blocks
 from tests.tiny_models import build_model, random_ids
 
@@ -191,3 +191,17 @@ class TestPageLock:
         plain = logits(False, 1 << 30)
         for lock in (True, False):
             assert torch.allclose(logits(lock, 2 << 20), plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [3, 64, 100, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int8_rows_are_unpacked_alike_everywhere(dim: int, dtype: torch.dtype) -> None:
+    """Bit by bit, rows without a number and rows that are nothing included."""
+    rows = torch.randn(2, 333, dim, generator=torch.Generator().manual_seed(4)) * 10
+    rows[0, 5], rows[1, 7, 0] = 0.0, torch.inf
+    packed = pack(rows, Format.INT8)
+    expected = unpack(packed, Format.INT8, dtype)
+    found = unpack(packed.cuda(), Format.INT8, dtype).cpu()
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert found.isnan().any()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
 
 TORCH_DTYPE = {
@@ -60,8 +61,11 @@ def unpack(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     rows = packed.reshape(-1, packed.shape[-1])
     dim = rows.shape[1] - SCALE_BYTES
     numbers = torch.empty(len(rows), dim, dtype=dtype, device=packed.device)
-    # on a device one kernel multiplies and rounds; on the CPU that makes a float32 copy
-    for some, into in [(rows, numbers)] if rows.is_cuda else _blocks(rows, numbers):
+    kernels = kernels_for(rows, "attention.int8_triton")
+    if kernels is not None and len(rows):
+        kernels.unpack(rows.contiguous(), numbers)
+        return numbers.view(*packed.shape[:-1], dim)
+    for some, into in _blocks(rows, numbers):
         # a copy, for bytes within a row lie where no float32 may
         steps = some[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         torch.mul(some[:, :dim], steps, out=into)

@@ -156,9 +156,14 @@ class Context:
         asked = [self.template.question_ids(question, raw) for question in questions]
         return self._answer(asked, append, Sampling.of(sampling, options))
 
-    def continue_with(self, ids: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Answer:
-        """Generate after `ids`, taken as they are: they continue the context, which stays as it was."""
-        return self._answer([self._checked(ids)], None, Sampling.of(sampling, options))[0]
+    def continue_with(
+        self, ids: Sequence[int], sampling: Sampling | None = None, *, append: Append | None = None, **options: Any
+    ) -> Answer:
+        """Generate after `ids`, taken as they are: they continue the context, which stays as it was.
+
+        append: see `ask`.
+        """
+        return self._answer([self._checked(ids)], append, Sampling.of(sampling, options))[0]
 
     def stream(
         self,

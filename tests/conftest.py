@@ -120,11 +120,13 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def compiled() -> None:
     """float32 and bfloat16 kernels are ready. Must come before `nan_empty`: Numba cannot compile while it is there."""
-    from retrieval_attn.cpu.host_attend import prepare
+    from retrieval_attn.cpu.ahead import kernel_jobs
     from retrieval_attn.index.formats import Format
+    from retrieval_attn.index.spec import IndexSpec
 
     for fmt in (Format.FLOAT32, Format.BFLOAT16):
-        prepare(fmt)
+        for job in kernel_jobs(fmt, IndexSpec.of("flat"), retrieve_all=True):
+            job.run()
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ INSIDE = {
     "cache.layer",
     "cache.retrieval",
     "cache.sequence",
+    "cpu.ahead",
     "cpu.host_attend",
     "cpu.store",
     "engine.attention",

@@ -6,6 +6,7 @@ Each function runs the real kernels on a few numbers: types and memory layouts a
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 
 import numpy as np
@@ -16,10 +17,15 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
 
+MANY_CORES = 8
+"""With so many, what is compiled in vain costs nothing."""
+EXACT = IndexSpec.of("flat")
+"""Serves short ranges and what no index covers yet, beside every kind."""
 KEYS, LATER, DIM, QUERIES = 8448, 64, 64, 256
 """Of the index that is built to compile what builds one: enough for leaves, landmarks and a held-out share."""
 
@@ -29,37 +35,36 @@ def kernel_jobs(
 ) -> list[Job]:
     """What reading `tokens` tokens (None: any number) and decoding after them compile, the longest first.
 
-    retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host.
+    retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host. With a few cores and
+    a known number of tokens, of kinds that an index may turn out to be only the likeliest is compiled ahead.
     """
     name = fmt.value
-    found = [spec, *spec.may_be(tokens)]
-    arguments = [(name, one.kind, json.dumps(asdict(one.options), sort_keys=True)) for one in dict.fromkeys(found)]
-    jobs = [Job(f"{__name__}:search", own) for own in arguments if own[1] != "auto"]
-    jobs += [Job(f"{__name__}:build", own) for own in arguments if own[1] != "auto"]
-    jobs += [Job(f"{__name__}:step", (name,)), Job(f"{__name__}:scan", (name,))]
+    kinds = spec.may_be(tokens) or (spec,)
+    if tokens is not None and len(usable_cores()) < MANY_CORES:
+        kinds = kinds[:1]
+    arguments = [(name, one.kind, json.dumps(asdict(one.options), sort_keys=True)) for one in (*kinds, EXACT)]
+    jobs = [Job(f"{__name__}:{what}", own) for own in arguments[:-1] for what in ("search", "build")]
+    jobs += [Job(f"{__name__}:step", (name,)), Job(f"{__name__}:search", arguments[-1])]
     if retrieve_all:
         jobs.append(Job(f"{__name__}:attend_all", (name,)))
     if serves_graphs:
         jobs.append(Job(f"{__name__}:server"))
-    return jobs
+    return list(dict.fromkeys(jobs))
 
 
-def load_kernels(fmt: Format, spec: IndexSpec, tokens: int | None = None) -> None:
-    """Load into this process what decodes after so many tokens, or compile what is missing."""
+def load_kernels(fmt: Format, spec: IndexSpec, kinds: Collection[str] | None = None) -> None:
+    """Load into this process what decodes over keys with indexes of these kinds (None: any), or compile what is
+    missing.
+    """
     step(fmt.value)
-    for one in dict.fromkeys([spec, *spec.may_be(tokens)]):
-        one.prepare(fmt, tokens)
+    may_be = (one for one in spec.may_be() if kinds is None or one.kind in kinds)
+    for one in dict.fromkeys([EXACT, spec, *may_be]):
+        one.prepare(fmt)
 
 
 def step(fmt: str) -> None:
     """One token's step: lists joined, the best attended to, threads."""
     LayerStep(default_pool(), Format.from_name(fmt))
-
-
-def scan(fmt: str) -> None:
-    """The exact search of a step, for short ranges and what no index covers yet."""
-    path = _path(Format.from_name(fmt), IndexSpec.of("flat"), LATER)
-    attend_path(path, _queries(1), 0, LATER, 1, scale=1.0)
 
 
 def search(fmt: str, kind: str, options: str) -> None:

@@ -20,7 +20,6 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.flat import order_codes
 from retrieval_attn.index.formats import Format, check_queries
-from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
 MAX_STEP_QUERIES = 64
@@ -285,22 +284,3 @@ def exact_lse(
             ]
             result[row] = merge_partials(partials)[1][0]
     return result
-
-
-def prepare(fmt: Format, spec: IndexSpec | None = None, tokens: int | None = None) -> float:
-    """Compile what `attend_path` runs for `fmt` and this kind of index (None: flat), or load it from Numba's cache.
-
-    To be called while a model loads: otherwise the first token waits for the compiler (ten to twenty seconds once).
-    tokens: of the context, where they are known. Returns the seconds it took.
-    """
-    began = time.perf_counter()
-    spec = IndexSpec.of("flat") if spec is None else spec
-    path = SequenceKV(2, 1, 1, fmt).reserve(4)
-    row = np.zeros((2, 2, fmt.width(1)), fmt.dtype)
-    path.append(row, row)
-    queries = np.zeros((2, 1, 1), np.float32)
-    for top_k in (1, None):
-        attend_path(path, queries, 0, 2, top_k, scale=1.0)
-    if not spec.prepare(fmt, tokens):
-        attend_apart(path, queries, 0, 2, 1, 1.0, None, None)
-    return time.perf_counter() - began

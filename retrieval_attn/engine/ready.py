@@ -47,7 +47,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
 
 def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:
     """Load what was compiled, and rehearse, so that the first answer after `cache` costs what the second does."""
-    load_kernels(host_format(cache.config.host_dtype, model.dtype), cache.index.spec, cache.batch.columns)
+    load_kernels(host_format(cache.config.host_dtype, model.dtype), cache.index.spec, cache.index_kinds())
     for rehearsal in REHEARSALS:
         rehearsal(model, cache)
 

@@ -66,9 +66,10 @@ def _kinds(options: AutoOptions, tokens: int | None) -> Alternatives:
     """See KeyIndex.may_be: what `AutoIndex.make` may choose."""
     many = MAX_KEYS if tokens is None else tokens
     kinds: list[tuple[int, str, dict[str, Any]]] = [
-        (SKETCH_FROM, "sketch", {}),
         (max(EXACT_BELOW, options.below), "roargraph", {}),
+        (SKETCH_FROM, "sketch", {}),
         (EXACT_BELOW, "flat", {"codes": "int8"}),
+        (0, "flat", {}),
     ]
     return tuple((kind, own) for least, kind, own in kinds if many >= least)
 
@@ -94,9 +95,9 @@ class AutoIndex(KeyIndex):
         return graph + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
 
     @classmethod
-    def prepare(cls, options: AutoOptions, fmt: Format, tokens: int | None = None) -> bool:
-        """See KeyIndex.prepare: an exact scan, beside the kinds of `may_be`."""
-        return FlatIndex.prepare(FlatOptions(), fmt)
+    def prepare(cls, options: AutoOptions, fmt: Format) -> bool:
+        """See KeyIndex.prepare: nothing beside the kinds of `may_be`."""
+        return True
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: AutoOptions, training: Training) -> KeyIndex:

@@ -103,7 +103,7 @@ class KeyIndex(ABC):
     """A kind that finds more in long contexts the more queries it saw asks for so many there."""
     may_be: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())
     """(options, tokens of the context, None: any number): other kinds, and their options, that an index may turn out to
-    be."""
+    be, the likeliest first."""
     note: str = ""
     """Why this kind was chosen, where something chose it."""
     exact: bool = False
@@ -139,8 +139,8 @@ class KeyIndex(ABC):
         return None
 
     @classmethod
-    def prepare(cls, options: Any, fmt: Format, tokens: int | None = None) -> bool:
-        """Compile the searches of a step over keys in `fmt`, or load them; tokens: of the context, where known.
+    def prepare(cls, options: Any, fmt: Format) -> bool:
+        """Compile the searches of a step over keys in `fmt`, or load them.
 
         Returns whether the kind has a compiled search.
         """

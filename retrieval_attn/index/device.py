@@ -196,7 +196,7 @@ class DeviceIndex(RunsIndex):
         return visible >= SCAN_SHARE * self.rescore_count(k)
 
     @classmethod
-    def prepare(cls, options: DeviceOptions, fmt: Format, tokens: int | None = None) -> bool:
+    def prepare(cls, options: DeviceOptions, fmt: Format) -> bool:
         """See KeyIndex.prepare. There is no compiled search but of candidates that a device names."""
         prepare_candidates(fmt)
         return False

@@ -201,7 +201,7 @@ class FlatIndex(RunsIndex):
         return rescore_count(self._rescore, k)
 
     @classmethod
-    def prepare(cls, options: FlatOptions, fmt: Format, tokens: int | None = None) -> bool:
+    def prepare(cls, options: FlatOptions, fmt: Format) -> bool:
         exact_search(fmt)
         if options.codes == "int8":
             prepare_codes(fmt)

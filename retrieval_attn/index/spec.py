@@ -86,11 +86,11 @@ class IndexSpec:
         return self.cls.code_shape(self.options, head_dim, k)
 
     def may_be(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:
-        """Other kinds that an index over so many tokens (None: any number) may turn out to be."""
+        """Other kinds that an index over so many tokens (None: any number) may turn out to be, the likeliest first."""
         return tuple(IndexSpec.of(kind, options) for kind, options in self.cls.may_be(self.options, tokens))
 
-    def prepare(self, fmt: Format, tokens: int | None = None) -> bool:
-        return self.cls.prepare(self.options, fmt, tokens)
+    def prepare(self, fmt: Format) -> bool:
+        return self.cls.prepare(self.options, fmt)
 
     def build(
         self,

@@ -13,7 +13,7 @@ from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, Stopping
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.host_attend import prepare
+from retrieval_attn.cpu.ahead import load_kernels
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState, TokenChoice, run
 from retrieval_attn.eval.bench.place import place
@@ -188,4 +188,4 @@ def compile_for(config: Config, dtype: torch.dtype) -> None:
     """Compile what the first token would wait for."""
     from retrieval_attn.offload.transfer import host_format
 
-    prepare(host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options))
+    load_kernels(host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options))

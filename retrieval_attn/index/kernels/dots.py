@@ -3,9 +3,6 @@
 Inside kernels the dtype alone says the storage format (float32; uint16 = bfloat16; int16 = float16; int8 = steps
 of a size that follows the row, see `formats.kernel_view`), so every load is resolved at compile time. Explicit
 vectors, because LLVM keeps plain loops to half the width of AVX-512; they lower to what the machine has.
-
-Numba's cache of other files does not notice edits of this one: after changing something here, delete the
-`__pycache__` folders of `index` and `cpu`.
 """
 
 # mypy: allow-untyped-defs

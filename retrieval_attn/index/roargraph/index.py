@@ -236,7 +236,7 @@ class RoarGraphIndex(RunsIndex):
         ]
 
     @classmethod
-    def prepare(cls, options: GraphOptions, fmt: Format, tokens: int | None = None) -> bool:
+    def prepare(cls, options: GraphOptions, fmt: Format) -> bool:
         prepare_graph(fmt)
         return True
 

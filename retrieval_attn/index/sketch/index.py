@@ -293,7 +293,7 @@ class SketchIndex(RunsIndex):
         return self._search
 
     @classmethod
-    def prepare(cls, options: SketchOptions, fmt: Format, tokens: int | None = None) -> bool:
+    def prepare(cls, options: SketchOptions, fmt: Format) -> bool:
         prepare_sketch(fmt)
         return True
 

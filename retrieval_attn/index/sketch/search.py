@@ -91,8 +91,9 @@ def _best_of_four(
     chosen = np.empty(search.total + 1, np.int32)
     sample = np.empty((TILE_QUERIES, scratch_floats(len(means.blocks))), np.float32)
     bounds, scores = np.empty(TILE_QUERIES, np.float32), np.empty((8, BLOCK), np.float32)
+    share = np.float32(leaves.share)  # as in a step: one specialisation for both
     looked_at = choose_blocks(
-        means.blocks, leaves.ordered, search.total, leaves.share, leaf_planes, leaf_steps, count, chosen, sample,
+        means.blocks, leaves.ordered, search.total, share, leaf_planes, leaf_steps, count, chosen, sample,
         bounds, scores,
     )  # fmt: skip
     sample_bounds(

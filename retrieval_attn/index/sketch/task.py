@@ -142,7 +142,9 @@ def _scan(descriptor, number, worker, like):
     pool = words_at(scratch + step.pool_at, queries, step.capacity)
     counts = carray(at_address(scratch + step.counts_at), queries, np.int64)
     bounds = carray(at_address(scratch + step.bounds_at), padded, np.float32)
-    bounds[:] = carray(at_address(row.bounds_at), padded, np.float32)
+    shared = carray(at_address(row.bounds_at), padded, np.float32)
+    for query in range(padded):  # an array for a slice would compile Numba's message for shapes that differ: a second
+        bounds[query] = shared[query]
     finite = floats_at(scratch + step.steps_at, 1, padded)[0]
     scores = floats_at(scratch + step.tile_at, 8, BLOCK)
     for tile in range(padded // TILE_QUERIES):
@@ -156,7 +158,8 @@ def _scan(descriptor, number, worker, like):
             length, row.kept, pool[first : first + own], counts[first : first + own],
             bounds[first : first + TILE_QUERIES], scores,
         )  # fmt: skip
-        finite[first : first + TILE_QUERIES] = steps[tile, 0]
+        for query in range(TILE_QUERIES):
+            finite[first + query] = steps[tile, 0, query]
     start, stop = length * part // parts, length * (part + 1) // parts  # for queries that need an exact answer
     hand_in_codes(pool, counts, start, stop, row.first, finite, step, task, span, lists, like)
     return np.int64(0)

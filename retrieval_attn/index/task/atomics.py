@@ -2,9 +2,6 @@
 by address, the clock, and the system's futex.
 
 Addresses are int64. Nothing here checks them: what is behind an address must be kept alive by its owner.
-
-Numba's cache of other files does not notice edits of this one: after changing something here, delete the
-`__pycache__` folders of `index` and `cpu`.
 """
 
 # mypy: allow-untyped-defs

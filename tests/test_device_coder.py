@@ -14,8 +14,10 @@ from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.sketch.index import SketchIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
+from tests.cpu.reference import recall
 from tests.tiny_models import build_model, random_ids
 
 CPU = torch.device("cpu")
@@ -66,11 +68,62 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
         path.build_index(0, 300, coder=coder)
 
 
+def sketches_of(path: SequenceKV) -> list[SketchIndex]:
+    found = [index for segment in path.segments for index in segment.indexes]
+    return [index for index in found if isinstance(index, SketchIndex)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_sketch_is_the_same_where_its_keys_lie(device: str) -> None:
+    """Rows made by a device of keys that are lent there are those of the host's pass, but for numbers at the border of
+    two codes: orders of leaves, codes and what is found agree.
+    """
+    rng = np.random.default_rng(5)
+    keys = rng.standard_normal((2, 20_000, 32), dtype=np.float32) * np.linspace(2, 0.1, 32, dtype=np.float32)
+    queries = rng.standard_normal((4, 128, 32), dtype=np.float32)
+    spec = IndexSpec.of("sketch")
+    paths = []
+    for lent in (None, torch.from_numpy(keys).to(device)):
+        path = SequenceKV(2, 32, 32, Format.FLOAT32, index=spec)
+        path.append(keys, keys)
+        coder = DeviceCoder(torch.device(device), 2)
+        if lent is None:
+            path.build_index(0, 20_000, queries)
+        else:
+            with coder.lent(lent, None):
+                path.build_index(0, 20_000, queries, coder=coder)
+        paths.append(path)
+    for host, other in zip(*map(sketches_of, paths), strict=True):
+        mine, theirs = host.search_arguments(), other.search_arguments()
+        assert mine.leaves.share == theirs.leaves.share and mine.leaves.ordered == theirs.leaves.ordered == 1250
+        assert (mine.ids == theirs.ids).mean() > 0.9
+        same = mine.ids[: 1250 * 16] == theirs.ids[: 1250 * 16]
+        blocks = [search.keys.blocks.reshape(len(search.keys.blocks), -1, 16, 4) for search in (mine, theirs)]
+        rows = [block.transpose(0, 2, 1, 3).reshape(len(block) * 16, -1)[: 1250 * 16][same] for block in blocks]
+        assert (rows[0] == rows[1]).mean() > 0.999
+        found = [index.search(queries[0, :8], 20).ids for index in (host, other)]
+        assert recall(found[0], found[1]) > 0.98
+
+
+def test_a_sketch_of_lent_keys_that_are_not_finite_is_refused() -> None:
+    rng = np.random.default_rng(6)
+    keys = rng.standard_normal((1, 9000, 32), dtype=np.float32)
+    path = SequenceKV(1, 32, 32, Format.FLOAT32, index=IndexSpec.of("sketch"))
+    path.append(keys, keys)
+    bad = torch.from_numpy(keys.copy())
+    bad[0, 7, 3] = torch.nan
+    coder = DeviceCoder(CPU, 1)
+    with coder.lent(bad, None), pytest.raises(ShapeError, match="finite"):
+        path.build_index(0, 9000, rng.standard_normal((2, 64, 32), dtype=np.float32), coder=coder)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_prefill_on_a_gpu_codes_the_keys_that_the_host_has(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crosses twice; the codes are those of the host's keys."""
-    monkeypatch.setattr("retrieval_attn.offload.codes._Outbox.filled", lambda *given: pytest.fail("keys cross again"))
+    monkeypatch.setattr(
+        "retrieval_attn.offload.codes._PinnedBuffer.filled", lambda *given: pytest.fail("keys cross again")
+    )
     model: Any = build_model("llama").to(torch.bfloat16).cuda()
     config = ra.Config(sink=4, window=16, retrieve=8, index="device", prefill_chunk=256)
     ra.enable(model, config)

@@ -43,6 +43,13 @@ class HeldBytes(NamedTuple):
         return self.each * held + self.other * (tokens - held)
 
 
+class DeviceBytes(NamedTuple):
+    """Bytes of device memory per key: held, and more for the keys of one head at a time while an index is built."""
+
+    held: int = 0
+    building: int = 0
+
+
 class HeadShape(NamedTuple):
     """What bytes follow from: numbers of a key, query heads of the group, whether keys are stored as int8, and how many
     training queries the user asked for.
@@ -65,7 +72,7 @@ class Training(NamedTuple):
     queries: (query heads of the group, m, head_dim) float32 to train on, at the position where decoding happens (the
     caller rotates them there), or None. lists: int32 (query heads, m, kk), the best kk keys of each training query,
     best first, computed elsewhere, -1 where there is none; or None. coder: makes the codes of this head on a device
-    (`device.Coder`), for a kind that has some there; None keeps them on the host.
+    (`device.Coder`, `sketch.coding.RowCoder`), for a kind that has some made there; None makes them on the host.
     """
 
     queries: npt.NDArray[np.float32] | None = None
@@ -127,9 +134,9 @@ class KeyIndex(ABC):
         return (HeldBytes(0, None, "no bytes beyond the keys"),)
 
     @classmethod
-    def device_key_bytes(cls, options: Any, head_dim: int) -> int:
+    def device_bytes(cls, options: Any, head_dim: int) -> DeviceBytes:
         """Bytes of device memory for each key."""
-        return 0
+        return DeviceBytes()
 
     @classmethod
     def code_shape(cls, options: Any, head_dim: int, k: int) -> tuple[int, int, int] | None:

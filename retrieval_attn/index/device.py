@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.base import HeadShape, HeldBytes, SearchResult, Training, check_search, check_training
+from retrieval_attn.index.base import (
+    DeviceBytes,
+    HeadShape,
+    HeldBytes,
+    SearchResult,
+    Training,
+    check_search,
+    check_training,
+)
 from retrieval_attn.index.device_task import candidate_search, prepare_candidates
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
@@ -145,8 +153,8 @@ class DeviceIndex(RunsIndex):
         return (HeldBytes(0, None, "no bytes on the host: codes lie on the GPU"),)
 
     @classmethod
-    def device_key_bytes(cls, options: DeviceOptions, head_dim: int) -> int:
-        return options.bytes_for(head_dim)
+    def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:
+        return DeviceBytes(options.bytes_for(head_dim))
 
     @classmethod
     def code_shape(cls, options: DeviceOptions, head_dim: int, k: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import HeadShape, HeldBytes, KeyIndex, Training
+from retrieval_attn.index.base import DeviceBytes, HeadShape, HeldBytes, KeyIndex, Training
 from retrieval_attn.index.formats import Format
 
 _kinds: dict[str, type[KeyIndex]] = {}
@@ -79,8 +79,8 @@ class IndexSpec:
     def host_bytes(self, head: HeadShape) -> tuple[HeldBytes, ...]:
         return self.cls.host_bytes(self.options, head)
 
-    def device_key_bytes(self, head_dim: int) -> int:
-        return self.cls.device_key_bytes(self.options, head_dim)
+    def device_bytes(self, head_dim: int) -> DeviceBytes:
+        return self.cls.device_bytes(self.options, head_dim)
 
     def code_shape(self, head_dim: int, k: int) -> tuple[int, int, int] | None:
         return self.cls.code_shape(self.options, head_dim, k)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
 from retrieval_attn.memory.units import GIB
+
+if TYPE_CHECKING:
+    from retrieval_attn.index.base import DeviceBytes
 
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
 # 1.09 GiB while decoding on an H100 (docs/results/h100/memory_device.md), where the context alone takes 0.6.
@@ -88,10 +91,6 @@ class DeviceSize:
         """All bytes that a chunk of so many tokens costs."""
         return chunk * (self.chunk_token_bytes + self.visiting_bytes) + self.unusable(chunk)
 
-    def most_chunk(self, free: int) -> int:
-        """Tokens of the largest chunk that so many bytes are enough for; negative where `free` is."""
-        return int(free / ((1 + FRAGMENTED) * self.chunk_token_bytes + self.visiting_bytes))
-
     @property
     def hidden_token_bytes(self) -> int:
         """Bytes of the hidden states of one column, wherever they lie."""
@@ -115,7 +114,18 @@ class DeviceSize:
         shape = self.shape
         rope = 2 * shape.key_dim * shape.dtype_bytes
         hidden = 0 if self.layout.hidden_on_host else self.hidden_token_bytes
-        return hidden + self.batch * self.kv_layers * shape.kv_layer_bytes + self.coded_token_bytes + rope
+        kv = self.batch * self.kv_layers * shape.kv_layer_bytes
+        return hidden + kv + self.coded_token_bytes + self.codes.building + rope
+
+    @property
+    def codes(self) -> DeviceBytes:
+        """Bytes per key of one head that the index has on the device."""
+        from retrieval_attn.index.base import DeviceBytes
+        from retrieval_attn.index.spec import IndexSpec
+
+        if not self.shape.full_layers:
+            return DeviceBytes()
+        return IndexSpec.of(self.options.index, self.options.index_options).device_bytes(self.shape.key_dim)
 
     @property
     def coded_token_bytes(self) -> int:
@@ -127,13 +137,7 @@ class DeviceSize:
 
     @property
     def _codes_of_token(self) -> int:
-        from retrieval_attn.index.spec import IndexSpec
-
-        shape = self.shape
-        if not shape.full_layers:
-            return 0
-        key_bytes = IndexSpec.of(self.options.index, self.options.index_options).device_key_bytes(shape.key_dim)
-        return self.batch * shape.full_layers * shape.kv_heads * key_bytes
+        return self.batch * self.shape.full_layers * self.shape.kv_heads * self.codes.held
 
     @property
     def spare_codes(self) -> int:
@@ -178,3 +182,8 @@ class DeviceSize:
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
     """`size` with each of the layouts that its options allow."""
     return tuple(replace(size, layout=layout) for layout in layouts(size.options))
+
+
+def most_chunk(size: DeviceSize, free: int) -> int:
+    """Tokens of the largest chunk that so many bytes are enough for; negative where `free` is."""
+    return int(free / ((1 + FRAGMENTED) * size.chunk_token_bytes + size.visiting_bytes))

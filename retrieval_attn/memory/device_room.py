@@ -85,7 +85,7 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
                 "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each (reading takes %s, %s "
                 "is free)",
                 tokens,
-                IndexSpec.of("device", options).device_key_bytes(shape.key_dim),
+                IndexSpec.of("device", options).device_bytes(shape.key_dim).held,
                 show_bytes(needed),
                 show_bytes(free),
             )

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, choices
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, choices, most_chunk
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.split import part_of
@@ -248,6 +248,7 @@ class _Arithmetic:
                 n * size.coded_token_bytes + size.spare_codes,
                 "index 'device': codes, room for more, and scores of a layer",
             ),
+            Item("prefill: codes of a head", n * size.codes.building, f"on their way into a {self.options.index}"),
             Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
         ]
@@ -272,7 +273,7 @@ class _Arithmetic:
     def largest_chunk(self, device_limit: int) -> int:
         sizes = choices(self.device_size)
         free = ((size, device_limit - size.fixed_bytes - self.context * size.token_bytes) for size in sizes)
-        chunk = min(max(size.most_chunk(room) for size, room in free), self.context)
+        chunk = min(max(most_chunk(size, room) for size, room in free), self.context)
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:

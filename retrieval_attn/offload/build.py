@@ -156,11 +156,13 @@ class IndexBuild:
                 continue
             assert not isinstance(job.queries, Tensor) and not isinstance(job.lists, Tensor), "fetch comes first"
             keys, job.keys = job.keys, None  # the device's memory is free again once they are coded
-            coded = job.host.spec.keeps_device_keys
+            spec = job.host.spec
+            stays = spec.device_bytes(job.host.head_dim).held > 0  # codes are all there is to build
+            coded = stays or (spec.keeps_device_keys and keys is not None)
             coder = DeviceCoder(self._device, job.host.num_kv_heads) if coded else None
             each = None
             if self._overlaps:
-                each = functools.partial(self._each, _coders() if coded else _heads(self._threads))
+                each = functools.partial(self._each, _coders() if stays else _heads(self._threads))
             with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready):
                 job.host.build_index(job.start, job.stop, job.queries, job.lists, each, coder)
 

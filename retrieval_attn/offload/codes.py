@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from retrieval_attn.errors import MemoryPlanError, ShapeError
 from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for
 from retrieval_attn.gpu.codes.search import name_keys
-from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, Coder
+from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.offload.staging import pinned
@@ -39,13 +39,13 @@ class DeviceCoder:
     def __init__(self, device: torch.device, heads: int) -> None:
         """heads: key-value heads that codes will be asked for, again and again."""
         self._device, self._heads = device, heads
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._slab: list[Tensor] = []
         self._lent: Loan | None = None
 
-    def for_head(self, head: int) -> Coder:
+    def for_head(self, head: int) -> HeadCoder:
         """What makes the codes of this head."""
-        return functools.partial(self, head=head)
+        return HeadCoder(self, head)
 
     @contextlib.contextmanager
     def lent(self, keys: Tensor, ready: torch.cuda.Event | None) -> Iterator[None]:
@@ -58,6 +58,19 @@ class DeviceCoder:
         finally:
             self._lent = None
 
+    def rows(self, space: CodeSpace, fmt: Format, keys: np.ndarray[Any, Any], head: int) -> np.ndarray[Any, Any]:
+        """See `sketch.coding.RowCoder`: the device holds codes of one head at a time. Raises MemoryPlanError, too."""
+        with self._turn:
+            with _beside(self._device):
+                memory = _take(capacity_for(len(keys)), space.key_bytes, device=self._device)
+            codes = HeadCodes(space, fmt, memory, self._lent_to(head))
+            codes.add(keys)
+            return codes.rows()
+
+    def _lent_to(self, head: int | None) -> Loan | None:
+        lent = self._lent
+        return None if lent is None or head is None else (lent[0][head], lent[1])
+
     def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
         shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
@@ -66,8 +79,20 @@ class DeviceCoder:
                 # one block for all: the allocator rounds each of many up to its own pages
                 self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
             memory = self._slab.pop()
-        lent = self._lent
-        return HeadCodes(space, fmt, memory, None if lent is None or head is None else (lent[0][head], lent[1]))
+        return HeadCodes(space, fmt, memory, self._lent_to(head))
+
+
+class HeadCoder(NamedTuple):
+    """What makes the codes of one head: a `device.Coder` and a `sketch.coding.RowCoder`."""
+
+    coder: DeviceCoder
+    head: int
+
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
+        return self.coder(space, fmt, expected, self.head)
+
+    def rows(self, space: CodeSpace, fmt: Format, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self.coder.rows(space, fmt, keys, self.head)
 
 
 class HeadCodes:
@@ -112,6 +137,16 @@ class HeadCodes:
             rows = stored_on(device, _outbox.filled(keys[start : start + SENT_AT_ONCE], device), self._fmt)
             yield unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows
 
+    def rows(self) -> np.ndarray[Any, Any]:
+        """The codes (n, key_bytes) in host memory, until the calling thread's next call."""
+        codes = self.device.codes[: self.device.length]
+        if codes.device.type != "cuda":
+            return codes.numpy()
+        held = _inbox.room(codes.nbytes).view(codes.shape)
+        with _beside(codes.device):
+            held.copy_(codes, non_blocking=True)
+        return held.numpy()
+
     def cut(self, length: int) -> None:
         self.device.length = min(length, self.device.length)
 
@@ -124,25 +159,29 @@ class HeadCodes:
         return found
 
 
-class _Outbox(threading.local):
-    """Pinned memory of each thread for keys on their way: a copy from other memory waits inside the driver, and with it
-    the thread that launches the model's layers.
+class _PinnedBuffer(threading.local):
+    """Pinned memory of each thread for what is on its way: a copy from other memory waits inside the driver, and with
+    it the thread that launches the model's layers.
     """
 
     _buffer: Tensor | None = None
+
+    def room(self, size: int) -> Tensor:
+        """uint8 (size,), any contents."""
+        if self._buffer is None or self._buffer.nbytes < size:
+            self._buffer = pinned(size)
+        return self._buffer[:size]
 
     def filled(self, keys: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
         """The keys, there until the next call."""
         if device.type != "cuda" or not keys.nbytes:
             return keys
-        if self._buffer is None or self._buffer.nbytes < keys.nbytes:
-            self._buffer = pinned(keys.nbytes)
-        held = self._buffer.numpy()[: keys.nbytes].view(keys.dtype).reshape(keys.shape)
+        held = self.room(keys.nbytes).numpy().view(keys.dtype).reshape(keys.shape)
         np.copyto(held, keys)
         return held
 
 
-_outbox = _Outbox()
+_outbox, _inbox = _PinnedBuffer(), _PinnedBuffer()
 
 
 def _take(*shape: int, device: torch.device) -> Tensor:

@@ -28,9 +28,10 @@ def clustered(seed: int = 0, n: int = N) -> tuple[npt.NDArray[np.float32], npt.N
 @pytest.mark.parametrize("n", [0, 5, 16, 17, 1000, N])
 def test_every_key_is_in_one_leaf_and_near_its_neighbours(n: int) -> None:
     keys, _ = clustered(1, n)
-    order = leaf_order(keys)
+    codes, steps = np.round(keys[:, :16] * 10).astype(np.int8), np.full(16, 0.1, np.float32)
+    order = leaf_order(codes, steps)
     assert sorted(order.tolist()) == list(range(n))
-    np.testing.assert_array_equal(order, leaf_order(keys.copy()))
+    np.testing.assert_array_equal(order, leaf_order(codes.copy(), steps))
     if n < 1000:
         return
     whole = n // BLOCK * BLOCK
@@ -39,7 +40,7 @@ def test_every_key_is_in_one_leaf_and_near_its_neighbours(n: int) -> None:
 
 
 def test_equal_keys_make_leaves_too() -> None:
-    order = leaf_order(np.zeros((1000, 4), np.float32))
+    order = leaf_order(np.zeros((1000, 4), np.int8), np.ones(4, np.float32))
     assert sorted(order.tolist()) == list(range(1000))
 
 
@@ -108,25 +109,28 @@ def test_keys_that_come_later_are_looked_at_until_all_are_ordered_anew() -> None
 
 
 def test_blocks_are_chosen_as_plain_arithmetic_does() -> None:
-    """All blocks whose mean is among the best for one of the queries: the sample decides how many, not which."""
+    """All blocks whose mean is among the best for one of the queries: the sample decides how many, not which. How many
+    a query gets varies with the sample (a standard deviation of 0.016 was seen), so the mean over many is checked.
+    """
+    from retrieval_attn.index.sketch.scan import encode_block_queries
+
     keys, queries = clustered(5)
     index = SketchIndex.build(from_float32(keys, Format.BFLOAT16), Format.BFLOAT16, queries, share=0.05)
     search = index.search_arguments()
-    held = np.ascontiguousarray(queries[:, 7])
-    from retrieval_attn.index.sketch.scan import encode_block_queries
-
     means = search.leaves.means
     rank = len(means.step)
-    planes, steps = np.zeros((4, rank), np.int8), np.zeros((2, 4), np.float32)
-    projected = (held @ search.query_side.T).astype(np.float32)
-    encode_block_queries(projected, 4, means.step, means.wide, planes, steps, np.empty(rank))
     codes = means.blocks.reshape(len(means.blocks), -1, BLOCK, 4).transpose(0, 2, 1, 3).reshape(-1, rank)
-    scores = (codes[: search.leaves.ordered].astype(np.int64) @ planes.T.astype(np.int64)).T * steps[0][:, None]
     chosen, sample = np.empty(search.total + 1, np.int32), np.empty((4, 4 * len(means.blocks)), np.float32)
     bounds, scratch = np.empty(4, np.float32), np.empty((8, BLOCK), np.float32)
-    count = leaves_module.choose_blocks(
-        means.blocks, search.leaves.ordered, search.total, 0.05, planes, steps, 4, chosen, sample, bounds, scratch
-    )
-    np.testing.assert_array_equal(chosen[:count], np.flatnonzero((scores > bounds[:, None]).any(axis=0)))
-    each = (scores > bounds[:, None]).mean(axis=1)
-    assert (each > 0.03).all() and (each < 0.075).all()
+    each = []
+    for number in range(0, 64, 2):
+        planes, steps = np.zeros((4, rank), np.int8), np.zeros((2, 4), np.float32)
+        projected = (np.ascontiguousarray(queries[:, number]) @ search.query_side.T).astype(np.float32)
+        encode_block_queries(projected, 4, means.step, means.wide, planes, steps, np.empty(rank))
+        scores = (codes[: search.leaves.ordered].astype(np.int64) @ planes.T.astype(np.int64)).T * steps[0][:, None]
+        count = leaves_module.choose_blocks(
+            means.blocks, search.leaves.ordered, search.total, 0.05, planes, steps, 4, chosen, sample, bounds, scratch
+        )
+        np.testing.assert_array_equal(chosen[:count], np.flatnonzero((scores > bounds[:, None]).any(axis=0)))
+        each.append((scores > bounds[:, None]).mean(axis=1))
+    assert 0.045 < np.mean(each) < 0.06 and np.min(each) > 0.015 and np.max(each) < 0.13

@@ -14,12 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.index.sketch.blocks import best_steps
+from retrieval_attn.index.sketch.blocks import FITTED_KEYS, best_steps
 
 FEW_WIDE, MORE_WIDE, MORE_FROM = 8, 16, 48
 """Numbers of 8 bits, of keys of less than MORE_FROM bytes and of others."""
-FITTED_KEYS = 2048
-"""Most keys that steps are chosen by."""
 
 
 class CodeSpace(NamedTuple):

@@ -28,6 +28,8 @@ WIDE_STEP, NARROW_STEP = 4, 8
 WIDE_LEVELS, NARROW_LEVELS = 256, 16
 WIDE_ERROR, NARROW_ERROR = 1e-4, 0.0115
 """Mean squared error of a Gaussian number in so many levels, of its variance (Max, 1960, table 1, uniform steps)."""
+FITTED_KEYS = 2048
+"""Most keys that steps are chosen by."""
 SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2)
 """Ranges that are tried for a number, of its largest distance from the mean; the one with the least error is taken."""
 
@@ -93,7 +95,8 @@ def empty_blocks(sample: npt.NDArray[np.float32], wide: int, capacity: int) -> K
     mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32) if len(sample) else np.zeros(rank, np.float32)
     reach = np.abs(sample - mean).max(axis=0, initial=0.0).astype(np.float32)
     step = np.zeros(rank, np.float32)
-    best_steps(sample, mean, reach, wide, step)
+    few = np.ascontiguousarray(sample[:: max(1, len(sample) // FITTED_KEYS)])
+    best_steps(few, mean, reach, wide, step)
     pairs = -(-capacity // PAIR)
     blocks = aligned_empty((2 * pairs, key_bytes(wide, rank - wide) * BLOCK), np.uint8)
     return KeyBlocks(blocks, mean, step, reach, wide)

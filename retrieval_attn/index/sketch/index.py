@@ -21,6 +21,7 @@ from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import (
+    DeviceBytes,
     HeadShape,
     HeldBytes,
     SearchResult,
@@ -33,6 +34,7 @@ from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, re
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, kernel_view, to_float32
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
+from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.blocks import (
@@ -44,15 +46,8 @@ from retrieval_attn.index.sketch.blocks import (
     with_room,
     write_blocks,
 )
-from retrieval_attn.index.sketch.leaves import (
-    LEAF_NUMBERS,
-    PLACE_BYTES,
-    TREE_NUMBERS,
-    Leaves,
-    code_means,
-    leaf_order,
-    needed_share,
-)
+from retrieval_attn.index.sketch.coding import RowCoder, code_rows, place_rows, row_space
+from retrieval_attn.index.sketch.leaves import PLACE_BYTES, TREE_NUMBERS, Leaves, code_means, leaf_order, needed_share
 from retrieval_attn.index.sketch.search import SketchArguments, best_of_blocks
 from retrieval_attn.index.sketch.state import restored_arguments, saved_arguments
 from retrieval_attn.index.sketch.task import prepare_sketch, sketch_search
@@ -67,7 +62,6 @@ SAMPLED_KEYS = 8192
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
 TILE = 64
-PROJECTED_AT_ONCE = 8192
 MIN_LEAVES = 512
 """With fewer leaves all are looked at."""
 HELD_OUT, HELD_K = 64, 100
@@ -144,6 +138,7 @@ class SketchIndex(RunsIndex):
 
     kind: ClassVar[str] = "sketch"
     trains: ClassVar[bool] = True
+    keeps_device_keys: ClassVar[bool] = True
     Options = SketchOptions
 
     def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
@@ -158,6 +153,10 @@ class SketchIndex(RunsIndex):
     def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
         each = options.budget(head.head_dim) + PLACE_BYTES
         return (HeldBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
+
+    @classmethod
+    def device_bytes(cls, options: SketchOptions, head_dim: int) -> DeviceBytes:
+        return DeviceBytes(building=TREE_NUMBERS + options.budget(head_dim))
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: SketchOptions, training: Training) -> SketchIndex:
@@ -184,35 +183,31 @@ class SketchIndex(RunsIndex):
         none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
         empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
         index = cls(runs, empty, key_side, int(options.rescore))
-        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1)
+        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1, training.coder)
         if share is None and index._search.leaves.ordered:
             index._fit_share(rows if queries is None else queries)
         return index
 
-    def _encode_all(self, arrays: list[npt.NDArray[Any]], room: int, leafy: bool) -> None:
-        """Code the keys of `arrays`, ids from 0 on, with steps that fit them; leafy: in leaves. Raises ShapeError."""
+    def _encode_all(
+        self, arrays: list[npt.NDArray[Any]], room: int, leafy: bool, coder: RowCoder | None = None
+    ) -> None:
+        """Code the keys of `arrays`, ids from 0 on, with steps that fit them; leafy: in leaves. Raises ShapeError.
+
+        coder: makes the rows of the keys, of one array, elsewhere.
+        """
         total, fmt, rank = sum(len(array) for array in arrays), self._keys.fmt, len(self._key_side)
         every = max(1, total // SAMPLED_KEYS)
         sample = [_projected(array[::every], fmt, self._key_side) for array in arrays]
         numbers = np.concatenate(sample) if sample else np.empty((0, rank), np.float32)
         _check_finite(numbers, 0, every)
+        blocks = empty_blocks(numbers, self._search.keys.wide, max(room, total))
+        space, steps = row_space(self._key_side, numbers, blocks)
+        rows = _coded(space, arrays, fmt) if coder is None else coder.rows(space, fmt, *arrays)
         leaves = self._search.leaves
         leafy = leafy and total >= MIN_LEAVES * BLOCK
-        if leafy:
-            first = [_projected(array, fmt, self._key_side[:TREE_NUMBERS]) for array in arrays]
-            order = leaf_order(np.concatenate(first))
-        else:
-            order = np.arange(total, dtype=np.int32)
-        blocks = empty_blocks(numbers, self._search.keys.wide, max(room, total))
-        means = np.zeros((-(-total // BLOCK), min(rank, LEAF_NUMBERS)), np.float32)
-        for start in range(0, total, PROJECTED_AT_ONCE):
-            some = order[start : start + PROJECTED_AT_ONCE]
-            numbers = _projected(_taken(arrays, some), fmt, self._key_side)
-            _check_finite(numbers, 0, 1)
-            write_blocks(numbers, blocks.blocks, start, blocks.mean, blocks.step, blocks.wide)
-            cuts = np.arange(0, len(some), BLOCK)
-            sums = np.add.reduceat(numbers[:, : means.shape[1]], cuts, axis=0)
-            means[start // BLOCK : start // BLOCK + len(cuts)] = sums / np.diff([*cuts, len(some)])[:, None]
+        tree = rows[:, :TREE_NUMBERS].view(np.int8)
+        order = leaf_order(tree, steps) if leafy else np.arange(total, dtype=np.int32)
+        means = place_rows(rows, order, blocks)
         ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
         ids[:total] = order
         coded = Leaves(code_means(means), len(means), leaves.share) if leafy else leaves._replace(ordered=0)
@@ -346,16 +341,16 @@ def check_key_bytes(given: object) -> None:
         raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {MIN_BYTES}")
 
 
-def _taken(arrays: list[npt.NDArray[Any]], ids: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
-    """Keys of these ids, counted through the arrays."""
-    if len(arrays) == 1:
-        return arrays[0][ids]
-    bases = np.cumsum([0] + [len(array) for array in arrays])
-    out = np.empty((len(ids), *arrays[0].shape[1:]), arrays[0].dtype)
-    for array, base in zip(arrays, bases, strict=False):
-        here = (ids >= base) & (ids < base + len(array))
-        out[here] = array[ids[here] - base]
-    return out
+def _coded(space: CodeSpace, arrays: list[npt.NDArray[Any]], fmt: Format) -> npt.NDArray[np.uint8]:
+    """Rows of the keys of `arrays`, see `coding`. Raises ShapeError."""
+    parts, before = [np.empty((0, space.key_bytes), np.uint8)], 0
+    for array in arrays:
+        rows, bad = code_rows(space, array, fmt)
+        if bad >= 0:
+            raise ShapeError(_not_finite("one", before + bad))
+        parts.append(rows)
+        before += len(array)
+    return parts[1] if len(arrays) == 1 else np.concatenate(parts)
 
 
 def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:
@@ -368,10 +363,14 @@ def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:
 def _check_finite(numbers: npt.NDArray[np.float32], start: int, every: int) -> None:
     bad = np.flatnonzero(~np.isfinite(numbers).all(axis=1))
     if len(bad):
-        raise ShapeError(
-            f"keys to be sketched must be finite, got {len(bad)} with NaN or infinity, the first at id "
-            f"{start + int(bad[0]) * every}; leave them out or use index='flat'"
-        )
+        raise ShapeError(_not_finite(str(len(bad)), start + int(bad[0]) * every))
+
+
+def _not_finite(count: str, first: int) -> str:
+    return (
+        f"keys to be sketched must be finite, got {count} with NaN or infinity, the first at id {first}; leave them "
+        "out or use index='flat'"
+    )
 
 
 def _projected(keys: npt.NDArray[Any], fmt: Format, key_side: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
-from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score
 from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, KeyBlocks, empty_blocks, write_blocks
 from retrieval_attn.index.sketch.scan import pair_scores, value_of_rank
 
@@ -48,15 +47,16 @@ class Leaves(NamedTuple):
     share: float
 
 
-def leaf_order(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-    """Keys (n, rank) float32 finite in leaves: (n,) int32, every 16 in a row are one.
+def leaf_order(codes: npt.NDArray[np.int8], steps: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """Keys of numbers codes * steps, (n, rank) int8 and (rank,) float32, in leaves: (n,) int32, every 16 in a row are
+    one.
 
     Neighbours in the tree do not follow each other: of leaves in a row searches take samples.
     """
-    order = np.arange(len(numbers), dtype=np.int32)
-    if len(numbers) > BLOCK:
-        _split(np.ascontiguousarray(numbers[:, :TREE_NUMBERS]), order, np.empty(len(numbers), np.int64))
-    whole = len(numbers) // BLOCK
+    order = np.arange(len(codes), dtype=np.int32)
+    if len(codes) > BLOCK:
+        _split(codes, steps.astype(np.float64) ** 2, order, np.empty(len(codes), np.int32))
+    whole = len(codes) // BLOCK
     if whole > 1:
         stride = next(step for step in range(int(GOLDEN * whole) | 1, 2 * whole + 2) if np.gcd(step, whole) == 1)
         mixed = np.arange(whole) * stride % whole
@@ -65,9 +65,14 @@ def leaf_order(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
 
 
 @njit(nogil=True, cache=True)
-def _split(numbers, order, work):
-    """Order keys (n, d) into leaves. work: scratch (n,) int64. Nodes wait on a stack; the larger half has no turn."""
+def _split(codes, weights, order, others):
+    """Order keys (n, d) int8 into leaves. weights: of a number's variance; others: scratch (n,) int32.
+
+    Nodes wait on a stack; the larger half has no turn. Keys are counted by their code, and keep their order.
+    """
     starts, stops = np.empty(64, np.int64), np.empty(64, np.int64)
+    counts = np.empty(256, np.int64)
+    totals, squares = np.empty(codes.shape[1], np.int64), np.empty(codes.shape[1], np.int64)
     starts[0], stops[0] = 0, len(order)
     waiting = 1
     while waiting:
@@ -75,32 +80,52 @@ def _split(numbers, order, work):
         start, stop = starts[waiting], stops[waiting]
         if stop - start <= BLOCK:
             continue
-        number = _widest(numbers, order, start, stop)
+        number = _widest(codes, weights, order, start, stop, totals, squares)
+        counts[:] = 0
         for i in range(start, stop):
-            work[i] = pack_score(numbers[order[i], number], order[i])
+            counts[np.int64(codes[order[i], number]) + 128] += 1
         half = ((stop - start) // 2 + BLOCK - 1) // BLOCK * BLOCK
-        keep_best(work[start:stop], stop - start, half)
+        border = before = np.int64(0)
+        while before + counts[border] <= half:
+            before += counts[border]
+            border += 1
+        ties = half - before
+        border -= 128
+        left, right = start, np.int64(0)
         for i in range(start, stop):
-            order[i] = id_of(work[i])
+            key = order[i]
+            code = np.int64(codes[key, number])
+            tie = code == border
+            if code < border or (tie and ties > 0):
+                order[left] = key
+                left += 1
+                ties -= tie
+            else:
+                others[right] = key
+                right += 1
+        order[left:stop] = others[:right]
         starts[waiting], stops[waiting] = start, start + half
         starts[waiting + 1], stops[waiting + 1] = start + half, stop
         waiting += 2
 
 
 @njit(nogil=True, cache=True)
-def _widest(numbers, order, start, stop):
-    """The number with the largest variance among the keys order[start:stop]."""
+def _widest(codes, weights, order, start, stop, totals, squares):
+    """The number with the largest variance among the keys order[start:stop]. totals, squares: scratch (d,) int64."""
     step = max(1, (stop - start) // SPREAD_SAMPLE)
+    totals[:] = 0
+    squares[:] = 0
+    count = 0
+    for i in range(start, stop, step):
+        key = order[i]
+        for j in range(len(totals)):
+            code = np.int64(codes[key, j])
+            totals[j] += code
+            squares[j] += code * code
+        count += 1
     best, widest = -1.0, 0
-    for j in range(numbers.shape[1]):
-        total = squares = 0.0
-        count = 0
-        for i in range(start, stop, step):
-            value = np.float64(numbers[order[i], j])
-            total += value
-            squares += value * value
-            count += 1
-        spread = squares - total * total / count
+    for j in range(len(totals)):
+        spread = (squares[j] - np.float64(totals[j]) * totals[j] / count) * weights[j]
         if spread > best:
             best, widest = spread, j
     return widest

@@ -193,7 +193,7 @@ def test_refused_page_locked_memory_is_said(monkeypatch: pytest.MonkeyPatch, cap
     """Ordinary memory does the same, with one log line."""
     caplog.set_level(logging.WARNING)
     hidden._say_refused.cache_clear()
-    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: 2)
+    monkeypatch.setattr(hidden, "register", lambda *args: "out of memory")
     ferry = Ferry(torch.device("cuda", 0), 1000)
     like = torch.randn(2, 1, 64, device="cuda")
     states = ferry.empty(like)

@@ -44,6 +44,13 @@ class HiddenStates:
         self.ferry: Ferry | None = None
         """What takes chunks to and from the host in the forward under way; None: they lie on the device."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A model that is enabled can be copied and saved whole; weak references cannot."""
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"])  # type: ignore[misc]
+
     @property
     def model(self) -> Any:
         """The model whose layers are wrapped."""

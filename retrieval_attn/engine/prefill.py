@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,13 +127,6 @@ class _Stream:
     def __init__(self, model: nn.Module, chunk: int) -> None:
         self.chunk = chunk  # tokens; halved where memory does not suffice
         self.states = HiddenStates(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A model that is enabled can be copied and saved whole; weak references cannot."""
-        return {"chunk": self.chunk, "model": self.model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.chunk, self._model, self._latest = state["chunk"], weakref.ref(state["model"]), None
 
     @property
     def model(self) -> Any:

@@ -7,7 +7,6 @@ one reads.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.offload.page_lock import register, unregister
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Ferry:
         shape = like.shape[0], self._tokens, *like.shape[2:]
         nbytes = math.prod(shape) * like.element_size()
         memory = torch.from_numpy(aligned_empty((nbytes,), np.uint8))
-        if self._stream is not None and _lock(memory, self.device):
+        if self._stream is not None and _lock(memory):
             self._locked.append(memory)
         return memory.view(like.dtype).view(shape)
 
@@ -186,28 +186,26 @@ class Ferry:
             self._stream.synchronize()
         self._leaving.clear()
         self._slots, self._ahead, self._fetched = [], None, None
-        for memory in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        if self._locked:
+            unregister([memory.data_ptr() for memory in self._locked])
         self._locked = []
 
 
-def _lock(memory: Tensor, device: torch.device) -> bool:
+def _lock(memory: Tensor) -> bool:
     """Page-lock `memory` (bytes,); False where the system refuses, which is said once."""
     if not len(memory):
         return False
     memory.fill_(0)  # by all threads: the driver would take page after page by one
-    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
-    if error:
-        _say_refused(error)
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)  # the next launch reports the refusal once more: let it be this one
-    return not error
+    if reason := register(memory.data_ptr(), len(memory)):
+        _say_refused(reason)
+        return False
+    return True
 
 
 @functools.cache
-def _say_refused(error: int) -> None:
+def _say_refused(reason: str) -> None:
     log.warning(
-        "page-locked memory for hidden states was refused (CUDA error %d; `ulimit -l` shows a limit): they lie in "
-        "ordinary memory, and reading is slower",
-        error,
+        "page-locked memory for hidden states was refused (%s; `ulimit -l` shows a limit): they lie in ordinary "
+        "memory, and reading is slower",
+        reason,
     )

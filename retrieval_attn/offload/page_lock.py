@@ -41,15 +41,15 @@ def lock_pages(segment: Segment) -> None:
     for array in (segment.keys, segment.values):
         for head in range(len(array)):
             rows = array[head, start:stop]
-            if reason := _register(rows.ctypes.data, rows.nbytes):
-                _unregister(done)
+            if reason := register(rows.ctypes.data, rows.nbytes):
+                unregister(done)
                 _refused.set()
                 _say_refused(reason)
                 return
             done.append(rows.ctypes.data)
     for array, addresses in zip((segment.keys, segment.values), np.array_split(np.array(done), 2), strict=True):
         # before the memory is given back: a callback on the array that owns the mapping runs while it still exists
-        weakref.finalize(_owner(array), _unregister, addresses.tolist()).atexit = False
+        weakref.finalize(_owner(array), unregister, addresses.tolist()).atexit = False
     segment.locked_ends = (*segment.locked_ends, stop)
 
 
@@ -60,8 +60,8 @@ def _owner(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _register(address: int, nbytes: int) -> str:
-    """Why the driver refused; empty where the memory is page-locked now."""
+def register(address: int, nbytes: int) -> str:
+    """Page-lock these bytes. Why the driver refused; empty where the memory is page-locked now."""
     cudart: Any = torch.cuda.cudart()
     error = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(error) == 0:
@@ -70,7 +70,8 @@ def _register(address: int, nbytes: int) -> str:
     return str(cudart.cudaGetErrorString(error))
 
 
-def _unregister(addresses: list[int]) -> None:
+def unregister(addresses: list[int]) -> None:
+    """What was registered at these addresses is ordinary memory again."""
     cudart: Any = torch.cuda.cudart()
     for address in addresses:
         if int(cudart.cudaHostUnregister(address)):

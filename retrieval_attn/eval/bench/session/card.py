@@ -33,6 +33,7 @@ class CardMemory:
         )
         self._changed = threading.Condition()
         self._last = self._most = self._count = 0
+        self._over = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         if not self._next_sample(10.0):
@@ -71,7 +72,7 @@ class CardMemory:
         # the next line may have been made before, the one after it was not
         with self._changed:
             wanted, until = self._count + 2, time.monotonic() + seconds
-            while self._count < wanted and time.monotonic() < until:
+            while self._count < wanted and not self._over and time.monotonic() < until:
                 self._changed.wait(until - time.monotonic())
             return self._count >= wanted
 
@@ -85,6 +86,9 @@ class CardMemory:
                 self._most = max(self._most, self._last)
                 self._count += 1
                 self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
 
 def watch(uuid: str | None) -> CardMemory | None:

@@ -22,12 +22,14 @@ POLL_SECONDS = 0.1
 END_SECONDS = 20.0
 """A process that was asked to end gets so long before it is killed."""
 _CACHES = {
-    "NUMBA_CACHE_DIR": "numba",
-    "TRITON_CACHE_DIR": "triton",
+    "RETRIEVAL_ATTN_CACHE": "retrieval_attn",
+    "TRITON_HOME": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",
     "XDG_CACHE_HOME": "xdg",
 }
+_OVERRIDES = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")
+"""They would win over RETRIEVAL_ATTN_CACHE, and name folders that are not empty."""
 
 
 @dataclass
@@ -52,22 +54,22 @@ class Process:
 def cache_environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """`base` with all compile caches below `folder`; models of the hub stay where they are."""
     models = base.get("HF_HOME") or str(Path(base.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
-    return {**base, "HF_HOME": models, **{name: str(folder / part) for name, part in _CACHES.items()}}
+    kept = {name: value for name, value in base.items() if name not in _OVERRIDES}
+    return {**kept, "HF_HOME": models, **{name: str(folder / part) for name, part in _CACHES.items()}}
 
 
 def run_process(
+    found: Process,
     settings: Mapping[str, Any],
-    caches: str,
     environment: Mapping[str, str],
     row_seconds: float,
     told: Callable[[Row], None],
-) -> Process:
-    """Run one process to its end, calling `told` with each row as it comes.
+) -> None:
+    """Run one process to its end and put what it finds into `found`, calling `told` with each row as it comes.
 
     row_seconds: a row that takes longer ends the process. A process that dies, or is ended, leaves a failed row with
     the name of what it was at.
     """
-    found = Process(caches)
     started = time.monotonic()
     begun: dict[str, Any] | None = {"begin": "start", "what": "process started"}
     ended = False
@@ -107,7 +109,6 @@ def run_process(
         found.rows.append(Row(at["begin"], at["what"], "", status="failed", note=f"{why}; later rows did not run"))
         told(found.rows[-1])
     found.seconds = time.monotonic() - started
-    return found
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotli
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench.session.children import Process
+    from retrieval_attn.eval.bench.session.row import Row
     from retrieval_attn.eval.bench.session.subject import Settings
 
 __all__ = ["add_arguments", "run"]
@@ -70,25 +71,24 @@ def run(args: argparse.Namespace) -> int:
     baseline = None if args.baseline is None else read_baseline(Path(args.baseline))
     settings = _settings(args)
     folder = new_folder(args.output_dir, "bench")
-    from retrieval_attn.eval.bench.session.children import cache_environment, own_environment, run_process
+    from retrieval_attn.eval.bench.session.children import Process, cache_environment, own_environment, run_process
+    from retrieval_attn.eval.runs import environment
 
+    about = environment()
     found: list[Process] = []
+
+    def told(row: Row) -> None:
+        print(f"  {row.line()}", file=sys.stderr, flush=True)
+        _save(folder, settings, found, about)  # what was measured survives what comes
+
     with tempfile.TemporaryDirectory(prefix="session-caches-") as name:
         for which in caches:
             base = own_environment()
-            environment = base if which == "as found" else cache_environment(Path(name), base)
+            variables = base if which == "as found" else cache_environment(Path(name), base)
             print(f"{which} caches:", file=sys.stderr, flush=True)
-            found.append(
-                run_process(
-                    settings.to_dict(),
-                    which,
-                    environment,
-                    args.row_seconds,
-                    lambda row: print(f"  {row.line()}", file=sys.stderr, flush=True),
-                )
-            )
-            _save(folder, args, settings, found)
-    text = _save(folder, args, settings, found, plot=not args.no_plot, finished=True)
+            found.append(Process(which))
+            run_process(found[-1], settings.to_dict(), variables, args.row_seconds, told)
+    text = _save(folder, settings, found, {**about, "finished": True}, plot=not args.no_plot)
     print(text)
     if baseline is not None:
         from retrieval_attn.eval.bench.session.report import ratios
@@ -193,29 +193,20 @@ def _checked(settings: Settings) -> Settings:
     return settings
 
 
-def _save(
-    folder: Path,
-    args: argparse.Namespace,
-    settings: Settings,
-    found: list[Process],
-    *,
-    plot: bool = False,
-    finished: bool = False,
-) -> str:
+def _save(folder: Path, settings: Settings, found: list[Process], about: dict[str, Any], *, plot: bool = False) -> str:
     """Write what is known so far; returns the table with its header."""
     from retrieval_attn.eval.bench.plots import save_results
     from retrieval_attn.eval.bench.session.report import markdown, plots
-    from retrieval_attn.eval.runs import environment
 
-    name = f"random:{args.shape}" if args.shape else args.model
+    name = f"random:{settings.shape}" if settings.shape else settings.model
     report: dict[str, Any] = {
         "what": "session",
-        "finished": finished,
+        "finished": False,
         "model": name,
         "gpu_memory": settings.gpu_memory,
         "config": settings.options,
         "settings": settings.to_dict(),
-        **environment(),
+        **about,
         "processes": [process.to_dict() for process in found],
     }
     text = markdown(found, report)

@@ -6,6 +6,7 @@ python -m retrieval_attn.eval.bench.session.process SETTINGS.json EVENTS.jsonl
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 
 def main(settings_file: str, events_file: str) -> int:
     """Run all stages; every event is one JSON line of the second file. Exit status 0 also where rows failed."""
+    parent = os.getppid()
     with open(events_file, "a", encoding="utf-8", buffering=1) as events:
 
         def tell(event: dict[str, Any]) -> None:
             events.write(json.dumps(event) + "\n")
+            if os.getppid() != parent:  # killed: nobody reads on, or ends this process
+                sys.exit("the command that started this process is gone")
 
         tell({"begin": "import", "what": "libraries loaded"})
         import torch

@@ -86,6 +86,8 @@ class Stats:
     captured_mass: share of exact attention's weight that took part (sinks, window and retrieved keys), mean over the
     heads and tokens measured; None unless `cache.instruments.measure_mass` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
+    decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
+    nothing was captured.
     """
 
     context_tokens: int
@@ -102,6 +104,7 @@ class Stats:
     attend_seconds: float = 0.0
     captured_mass: float | None = None
     indexes: Mapping[str, int] = field(default_factory=dict)
+    decoded: str = "eager"
 
     @property
     def seconds_per_token(self) -> float:

@@ -279,6 +279,7 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         attend_seconds=work.attend_seconds,
         captured_mass=work.mass / work.mass_count if work.mass_count else None,
         indexes=cache.index_kinds(),
+        decoded=result.how,
     )
 
 

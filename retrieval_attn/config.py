@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 from retrieval_attn.errors import ConfigError
 
+QUANTIZATIONS = ("int8", "int4", "bnb-8bit", "bnb-4bit")
 HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 
 Retrieve = int | float | Literal["all"]
+Quantization = Literal["int8", "int4", "bnb-8bit", "bnb-4bit"]
 GraphMode = bool | Literal["auto"]
 HiddenStatesPlace = Literal["auto", "device", "host"]
 

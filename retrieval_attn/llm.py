@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.config import Config, resolve
+from retrieval_attn.config import Config, Quantization, resolve
 from retrieval_attn.context import Context
 from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
@@ -21,10 +21,11 @@ from retrieval_attn.gpu.memory import cap, device_memory
 from retrieval_attn.index.threads import check_threads
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
-from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.plan import Weights, plan
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
+from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.template import checked_text
 
 # Tokens planned for when a model does not say how many positions it has.
@@ -44,24 +45,28 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        quantization: Quantization | None = None,
         gpu_memory: str | int | None = None,
         max_context: int | None = None,
         device_map: str | Mapping[str, Any] | None = None,
-        tensor_parallel: bool = False,
         config: Config | None = None,
         **overrides: Any,
     ) -> None:
         """Load `name_or_path` (a folder or a hub name).
 
         device: "auto" is CUDA when there is one, else the CPU. dtype: "auto" is the checkpoint's own on a GPU
-        and float32 on the CPU, where 16-bit arithmetic is slower. gpu_memory: a hard cap, e.g. "24GiB", CUDA context
-        included; what the plan for `max_context` tokens (default: the model's positions) needs beyond it, or beyond
-        what is free on the device, is refused before anything is loaded.
+        and float32 on the CPU, where 16-bit arithmetic is slower. quantization: of the linear layers' weights when they
+        are loaded: "int8" or "int4" (torchao), "bnb-8bit" or "bnb-4bit" (bitsandbytes); None: as the checkpoint has
+        them, which may be quantised by any method that transformers loads. gpu_memory: a hard cap, e.g. "24GiB", CUDA
+        context included; what the plan for `max_context` tokens (default: the model's positions) needs beyond it, or
+        beyond what is free on the device, is refused before anything is loaded.
         device_map: layers on several GPUs, as transformers takes it ("auto"). tensor_parallel: heads shared by the
         processes of a torchrun, one GPU each. With either, gpu_memory holds for each GPU; weights that a device_map
-        keeps on "cpu" or "disk" are not planned for. Further keywords (threads, window, ...) are fields of Config.
+        keeps on "cpu" or "disk" are not planned for. Further keywords (threads, window, ...) are fields of Config, but
+        for tensor_parallel=True.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
+        tensor_parallel = bool(overrides.pop("tensor_parallel", False))
         self.config = resolve(config, overrides)
         check_threads(self.config.threads)
         self.device = choose_device(device)
@@ -72,10 +77,16 @@ class LLM:
         if max_context is not None and limit is not None and max_context > limit:
             raise ContextLengthError(f"max_context={max_context} is beyond the model's {limit} positions; lower it.")
         self.max_context: int = max_context or limit or DEFAULT_CONTEXT
-        self._require_memory(model_config, gpu_memory, dtype, device_map, tensor_parallel)
+        weights: Weights = {"dtype": chosen_dtype(quantization, dtype, self.device), "quantization": quantization}
+        self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
         self.tokenizer = load(AutoTokenizer, name_or_path)
         self.model = self._loaded(
-            name_or_path, device=device, dtype=dtype, device_map=device_map, tensor_parallel=tensor_parallel
+            name_or_path,
+            device=device,
+            dtype=dtype,
+            device_map=device_map,
+            tensor_parallel=tensor_parallel,
+            quantization=quantization,
         )
         self.device = input_device(self.model)
         enable(self.model, self.config)
@@ -84,7 +95,7 @@ class LLM:
         self,
         model_config: Any,
         gpu_memory: str | int | None,
-        dtype: str,
+        weights: Weights,
         device_map: str | Mapping[str, Any] | None,
         tensor_parallel: bool,
     ) -> None:
@@ -104,9 +115,9 @@ class LLM:
                 model_config,
                 context=self.max_context,
                 gpu_memory=memory.available if asked is None else min(asked, memory.available),
-                dtype=None if dtype == "auto" else dtype,
                 config=self.config,
                 gpus=(launched_processes(), "heads") if tensor_parallel else len(used),
+                **weights,
             )
             if not needed.fits and asked is not None and memory.available < asked:
                 raise MemoryPlanError(

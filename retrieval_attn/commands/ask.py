@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.config import Config, Retrieve
+from retrieval_attn.config import QUANTIZATIONS, Config, Retrieve
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.memory.units import parse_tokens, show_bytes
 
@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    parser.add_argument(
+        "--quantization",
+        choices=("none", *QUANTIZATIONS),
+        default="none",
+        help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
+    )
     parser.add_argument(
         "--gpu-memory", metavar="SIZE", help="most to take of the GPU, such as 24GiB (default: no limit)"
     )
@@ -73,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         name,
         device=args.device,
         dtype=args.dtype,
+        quantization=None if args.quantization == "none" else args.quantization,
         gpu_memory=args.gpu_memory,
         max_context=_needed(name, len(text.encode()) + len(args.question.encode()) + most),
         config=config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from retrieval_attn.config import HOST_DTYPES, Config
+from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, Config
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.split import SPLITS
 from retrieval_attn.memory.units import parse_tokens
@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
     parser.add_argument(
         "--dtype", default="auto", help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("none", *QUANTIZATIONS),
+        default="none",
+        help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
     )
     for name, text in (
         ("prefill_chunk", "prompt tokens that go through a layer at once"),
@@ -66,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         host_memory=None if args.host_memory == "auto" else args.host_memory,
         batch=args.batch,
         dtype=args.dtype,
+        quantization=None if args.quantization == "none" else args.quantization,
         gpus=(args.gpus, args.split),
         config=Config(
             prefill_chunk=parse_tokens(args.prefill_chunk, "--prefill-chunk"),

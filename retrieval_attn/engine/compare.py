@@ -17,10 +17,13 @@ from retrieval_attn.engine.attention import set_attention, using_retrieval
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.model.multimodal import text_attention
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.model.quantization import own_method
 
 # Largest logit difference accepted, relative to max(1, largest logit), by the arithmetic's own precision.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
+ROUNDING_TOLERANCE = 0.1
+"""The same where linear layers round what goes into them to 8 bits or bfloat16 at every call (bitsandbytes)."""
 
 NewCache = Callable[[PreTrainedModel, Config], Any]
 """Makes an empty `RetrievalCache` without asking whether the model is supported."""
@@ -62,7 +65,7 @@ def compare(model: PreTrainedModel, new_cache: NewCache, tokens: int = 64, decod
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, text_config.vocab_size, (1, tokens + decode_steps), generator=generator).to(device)
     dtype = next(model.parameters()).dtype
-    tolerance = TOLERANCE.get(dtype, 1e-4)
+    tolerance = ROUNDING_TOLERANCE if own_method(model.config) == "bitsandbytes" else TOLERANCE.get(dtype, 1e-4)
     config = Config(sink=2, window=8, spill=4, retrieve="all", decode_tokens=1)
     was_training = model.training
     model.eval()

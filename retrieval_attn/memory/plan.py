@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
@@ -30,6 +30,13 @@ Q4_BITS = 4.85
 Q8_BITS = 8.5
 CHUNK_STEP = 256
 WIDTH = 100
+
+
+class Weights(TypedDict, total=False):
+    """How a model that is planned would be loaded, see `LLM`."""
+
+    dtype: Any
+    quantization: str | None
 
 
 @dataclass(frozen=True)
@@ -136,26 +143,29 @@ def plan(
     gpu_memory: int | str = "24GiB",
     host_memory: int | str | None = None,
     batch: int = 1,
-    dtype: Any = None,
     config: Config | Mapping[str, Any] | None = None,
     gpus: int | tuple[int, str] = 1,
+    **weights: Unpack[Weights],
 ) -> Plan:
     """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
 
     Loads no weights.
     model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
-    gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. dtype: of weights and KV; None is the
-    config's. config: retrieval options (`Config` or a mapping). gpus: how many GPUs of `gpu_memory` each share the
-    model's layers (device_map); a pair (how many, "heads"): its heads (tensor parallel, a process for each). Raises
-    ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit is returned, not raised.
+    gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. config: retrieval options (`Config`
+    or a mapping). gpus: how many GPUs of `gpu_memory` each share the model's layers (device_map); a pair (how many,
+    "heads"): its heads (tensor parallel, a process for each). dtype: of weights and KV; None is the config's.
+    quantization: as `LLM` takes it. Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit
+    is returned, not raised.
     """
+    if unknown := sorted(set(weights) - set(Weights.__annotations__)):
+        raise ConfigError(f"plan does not know {', '.join(unknown)}; beside its own it takes dtype and quantization.")
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")
     options = resolve(config, {})
     device_limit = parse_bytes(gpu_memory, "gpu_memory")
     host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
-    shape = model_shape(model_or_config_or_path, dtype)
+    shape = model_shape(model_or_config_or_path, **weights)
     count, split = gpus if isinstance(gpus, tuple) and len(gpus) == 2 else (gpus, "layers")
     part = part_of(shape, count, split)
     # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`)

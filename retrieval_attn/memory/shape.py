@@ -7,7 +7,6 @@ weights are estimates, unless the folder with the weights tells them.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
-_SCALE_BITS = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,17 +65,22 @@ class ModelShape:
         return self.kv_elements * self.dtype_bytes
 
 
-def model_shape(source: Any, dtype: Any = None) -> ModelShape:
+def model_shape(source: Any, dtype: Any = None, quantization: str | None = None) -> ModelShape:
     """Sizes of `source`: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
 
-    dtype: of weights and KV; None takes the config's own, else bfloat16. Nothing is downloaded.
+    dtype: of weights and KV; None takes the config's own, else bfloat16. quantization: that a model would be loaded
+    with, see `LLM`; None: as the checkpoint says. Nothing is downloaded.
     Raises InputDataError (no such model here), UnsupportedModelError (not a decoder), ConfigError (dtype).
     """
     from torch import nn
 
+    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, stored_bytes
     from retrieval_attn.model.adapters import unwrapped
+    from retrieval_attn.model.quantization import own_method
 
     if isinstance(source, nn.Module):
+        if quantization is not None:
+            raise ConfigError("quantization is for a model that is yet to be loaded; this one is. Leave it out.")
         return _of_model(unwrapped(source), dtype)
     config = load_config(source)
     name = str(source) if isinstance(source, str | Path) else (config.name_or_path or config.model_type)
@@ -86,10 +88,16 @@ def model_shape(source: Any, dtype: Any = None) -> ModelShape:
     parameters = sum(weight.numel() for weight in model.parameters())
     kind, width = _dtype(dtype, config)
     weight_bytes, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
-    quantization = getattr(config, "quantization_config", None)
+    own = getattr(config, "quantization_config", None)
+    if quantization is not None and own is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} was given, but {name} is quantised already ({own_method(config)}); leave "
+            "it out."
+        )
     if quantization is not None:
-        stored = _stored_bytes(source)
-        weight_bytes, note = _quantized_bytes(model, quantization, width, stored)
+        weight_bytes, note = named_bytes(model, quantization, width)
+    elif own is not None:
+        weight_bytes, note = quantized_bytes(model, own, width, stored_bytes(source))
     return _shape(config, model, name, kind, width, parameters, weight_bytes, note)
 
 
@@ -119,14 +127,15 @@ def load_config(source: Any) -> PreTrainedConfig:
 
 
 def _of_model(model: Any, dtype: Any) -> ModelShape:
+    from retrieval_attn.model.quantization import held_bytes
+
     config = getattr(model, "config", None)
     if config is None:
         raise ConfigError(f"plan needs a transformers model, got {type(model).__name__} without a config.")
     parameters = sum(weight.numel() for weight in model.parameters())
     kind, width = _dtype(dtype if dtype is not None else model.dtype, config)
     if dtype is None:
-        held = sum(item.numel() * item.element_size() for item in (*model.parameters(), *model.buffers()))
-        note = "as loaded"
+        held, note = held_bytes(model), "as loaded"
     else:
         held, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
     name = config.name_or_path or config.model_type
@@ -255,44 +264,3 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"{config.model_type}: transformers has no causal language model of this type ({error})."
         ) from error
-
-
-def _stored_bytes(source: Any) -> int | None:
-    """Bytes of the weights in a local folder, by its safetensors index or single file; None if not told."""
-    if not isinstance(source, str | Path) or not Path(source).is_dir():
-        return None
-    index, single = Path(source) / "model.safetensors.index.json", Path(source) / "model.safetensors"
-    if index.is_file():
-        total = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
-        return int(total) if total else None
-    return single.stat().st_size if single.is_file() else None
-
-
-def _quantized_bytes(model: PreTrainedModel, quantization: Any, width: int, stored: int | None) -> tuple[int, str]:
-    """Weight bytes of a quantised model: as stored, else matrices at their bits and the rest in full."""
-    options = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = str(options.get("quant_method") or "unnamed")
-    method = method.rpartition(".")[2].lower()
-    if stored is not None:
-        return stored, f"{method}, as stored in the folder"
-    bits = _bits_of(method, options)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    whole = {id(model.get_input_embeddings().weight), id(getattr(model.get_output_embeddings(), "weight", None))}
-    # By shape and not by module class: experts are three-axis parameters, not nn.Linear.
-    linear = sum(weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole)
-    size = round(linear * (bits + _SCALE_BITS) / 8) + (parameters - linear) * width
-    return size, f"{method}: linear layers at {bits} bits and {_SCALE_BITS} for scales (an estimate)"
-
-
-def _bits_of(method: str, options: dict[str, Any]) -> int:
-    if options.get("bits"):
-        return int(options["bits"])
-    if options.get("load_in_4bit") or method in ("mxfp4", "fp4", "nvfp4"):
-        return 4
-    if options.get("load_in_8bit") or "fp8" in method or "int8" in method:
-        return 8
-    raise ConfigError(
-        f"plan does not know the bits per weight of quantisation {method!r}; give the folder that holds "
-        "the weights, "
-        "or a config without quantization_config and the dtype to count with."
-    )

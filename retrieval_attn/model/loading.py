@@ -12,6 +12,15 @@ import torch
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.model.multimodal import model_class
+from retrieval_attn.model.placement import is_hooked
+from retrieval_attn.model.quantization import (
+    chosen_dtype,
+    loading_config,
+    missing_package,
+    own_method,
+    require_package,
+    weight_format,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,33 +65,63 @@ def load_model(
     dtype: str = "auto",
     device_map: str | Mapping[str, Any] | None = None,
     tensor_parallel: bool = False,
+    quantization: str | None = None,
     **options: Any,
 ) -> Any:
     """A causal language model, of text or of text and images, in evaluation mode: on one device, or over several.
 
     device, dtype: see `choose_device` and `choose_dtype`. device_map: whole layers on several devices, as transformers
     takes it ("auto", "balanced", or a device for each module; needs accelerate). tensor_parallel: the heads shared by
-    the processes of a torchrun, each on the GPU of its LOCAL_RANK. options: more for from_pretrained.
-    Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun).
+    the processes of a torchrun, each on the GPU of its LOCAL_RANK. quantization: of the linear layers' weights, a name
+    of `model.quantization.FORMATS`; None: as the checkpoint has them. options: more for from_pretrained.
+    Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun, a package that
+    is not installed).
     """
     from transformers import AutoConfig
 
-    factory = model_class(load(AutoConfig, name_or_path))
-    if device_map is None and not tensor_parallel:
-        place = choose_device(device)
-        return load(factory, name_or_path, dtype=choose_dtype(dtype, place), **options).to(place).eval()
+    model_config = load(AutoConfig, name_or_path)
+    alone = device_map is None and not tensor_parallel
+    place = choose_device(device if alone else "auto")
+    chosen = choose_dtype(chosen_dtype(quantization, dtype, place), place)
+    if quantization is not None:
+        if tensor_parallel:
+            raise ConfigError("quantization does not go with tensor_parallel; use device_map, or whole weights.")
+        options["quantization_config"] = loading_config(quantization, model_config, place, chosen)
+    if not alone:
+        options |= _spread(device, device_map, tensor_parallel)
+    method = own_method(model_config) or (None if quantization is None else weight_format(quantization).package)
+    if method is not None and alone and (place.type == "cuda" or method == "bitsandbytes"):
+        require_package("Loading quantised weights there", "accelerate")
+        options["device_map"] = {"": place}  # they are quantised where they will lie, and do not move later
+    try:
+        model = load(model_class(model_config), name_or_path, dtype=chosen, **options)
+    except ImportError as error:
+        raise missing_package(error, model_config) from error
+    if alone:
+        model = model.to(place) if method is None else _without_hooks(model)
+    return model.eval()
+
+
+def _without_hooks(model: Any) -> Any:
+    """A model on one device without the hooks by which accelerate moves tensors to it: they are there already."""
+    if is_hooked(model):
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(model, recurse=True)
+    return model
+
+
+def _spread(device: str, device_map: str | Mapping[str, Any] | None, tensor_parallel: bool) -> dict[str, Any]:
+    """What from_pretrained takes to spread a model, see `load_model`."""
     if device_map is not None and tensor_parallel:
         raise ConfigError("device_map and tensor_parallel were both given; share layers or heads, not both.")
     if device != "auto":
         raise ConfigError(f"device={device!r} is one device, but the model was to be spread; leave device out.")
     if tensor_parallel:
-        options["distributed_config"] = _tensor_parallel()
-    elif importlib.util.find_spec("accelerate") is None:
+        return {"distributed_config": _tensor_parallel()}
+    if importlib.util.find_spec("accelerate") is None:
         raise ConfigError("device_map is done by accelerate, which is not installed; `pip install accelerate`.")
-    else:
-        options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map or {})
-    chosen = choose_dtype(dtype, choose_device("auto"))
-    return load(factory, name_or_path, dtype=chosen, **options).eval()
+    return {"device_map": device_map if isinstance(device_map, str) else dict(device_map or {})}
 
 
 def _tensor_parallel() -> Any:

@@ -22,6 +22,7 @@ from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import adapter_state
+from retrieval_attn.model.quantization import plain_tensors
 
 
 class StepKind(NamedTuple):
@@ -86,6 +87,6 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
             codes = code_shape(layer, key.shape[3])
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
-    weights = hash(tuple(parameter.data_ptr() for parameter in model.parameters()))
+    weights = hash(tuple(tensor.data_ptr() for tensor in plain_tensors(model.parameters())))
     hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
     return id(runtime), id(default_pool()), weights, hooks, adapter_state(model), tuple(layers)

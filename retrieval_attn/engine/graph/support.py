@@ -43,7 +43,14 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     changing = sorted(_rope_types(text.to_dict()) & {"dynamic", "longrope"})
     if changing:
         return f"rotary embedding of type {changing[0]} looks at the position on the CPU"
-    return _hooked(model)
+    return _looks_at_values(model) or _hooked(model)
+
+
+def _looks_at_values(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
+            return f"{name} is bitsandbytes' 8-bit layer, which looks for outliers on the CPU"
+    return None
 
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:

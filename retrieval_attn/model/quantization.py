@@ -1,0 +1,194 @@
+"""Weights in 8 and 4 bits, by the libraries that transformers offers: chosen when a model is loaded, or its own.
+
+A checkpoint that is quantised already (torchao, bitsandbytes, compressed-tensors, AWQ, GPTQ, ...) is loaded as
+transformers loads it. Nothing here computes with weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.errors import ConfigError
+
+GROUP = 64
+"""Weights that share a scale in 4 bits, bitsandbytes' usual number too."""
+
+
+class WeightFormat(NamedTuple):
+    """How one of the names below stores the matrices of linear layers.
+
+    package: that does it. bits: of a weight. group_numbers, group_bytes: scales and zero points of GROUP weights, as
+    numbers in the model's dtype or as bytes. row_bytes: of those of a row of a matrix. multiple: to which a row is
+    filled up on a GPU. unpacks: whether a matrix is computed with as a copy in the model's dtype.
+    """
+
+    package: str
+    bits: int
+    group_numbers: int = 0
+    group_bytes: int = 0
+    row_bytes: int = 0
+    multiple: int = 1
+    unpacks: bool = False
+
+
+# int8: a symmetric scale per row. int4: a scale and a zero point per group, kernels of torch. bnb-8bit:
+# LLM.int8 with a float32 scale per row. bnb-4bit: NF4, a float32 scale per group.
+FORMATS = {
+    "int8": WeightFormat("torchao", 8, row_bytes=4, unpacks=True),
+    "int4": WeightFormat("torchao", 4, group_numbers=2, multiple=1024),
+    "bnb-8bit": WeightFormat("bitsandbytes", 8, row_bytes=4),
+    "bnb-4bit": WeightFormat("bitsandbytes", 4, group_bytes=4),
+}
+
+# What a checkpoint's quant_method needs beside transformers, as pip names it.
+PACKAGES = {
+    "aqlm": "aqlm",
+    "auto-round": "auto-round",
+    "awq": "gptqmodel",
+    "bitnet": "accelerate",
+    "bitsandbytes": "bitsandbytes",
+    "bitsandbytes_4bit": "bitsandbytes",
+    "bitsandbytes_8bit": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "eetq",
+    "fbgemm_fp8": "fbgemm-gpu",
+    "fp8": "accelerate",
+    "gptq": "gptqmodel",
+    "higgs": "flute-kernel",
+    "hqq": "hqq",
+    "mxfp4": "kernels",
+    "quanto": "optimum-quanto",
+    "quark": "amd-quark",
+    "spqr": "spqr_quant",
+    "torchao": "torchao",
+    "vptq": "vptq",
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The format of a name; raises ConfigError for others."""
+    if name not in FORMATS:
+        raise ConfigError(f"quantization must be one of {', '.join(FORMATS)}, or None; got {name!r}.")
+    return FORMATS[name]
+
+
+def own_method(config: Any) -> str | None:
+    """The method by which a checkpoint with this config is quantised already; None for whole weights."""
+    text = config.get_text_config(decoder=True)
+    options = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if options is None:
+        return None
+    given = options if isinstance(options, dict) else options.to_dict()
+    method = given.get("quant_method") or "unnamed"
+    return str(getattr(method, "value", method))
+
+
+def chosen_dtype(name: str | None, dtype: str, device: torch.device) -> str:
+    """The dtype that goes with a quantisation: as given, but int4's kernels on a GPU take bfloat16 only.
+
+    Raises ConfigError for another one.
+    """
+    if name != "int4" or device.type != "cuda" or dtype == "bfloat16":
+        return dtype
+    if dtype != "auto":
+        raise ConfigError(f'quantization="int4" needs dtype="bfloat16" on a GPU, got {dtype!r}; leave dtype out.')
+    return "bfloat16"
+
+
+def loading_config(name: str, config: Any, device: torch.device, dtype: torch.dtype | str) -> Any:
+    """transformers' quantization_config for a name of FORMATS, for weights that will lie on `device`.
+
+    config: the checkpoint's. dtype: of what is not quantised. Raises ConfigError: an unknown name, a checkpoint that is
+    quantised already, a package that is not installed, a GPU that has no kernels for it.
+    """
+    package = weight_format(name).package
+    method = own_method(config)
+    if method is not None:
+        raise ConfigError(
+            f"quantization={name!r} was given, but this checkpoint is quantised already ({method}); leave it out."
+        )
+    require_package(f"quantization={name!r}", package)
+    if package == "bitsandbytes":
+        from transformers import BitsAndBytesConfig
+
+        if name == "bnb-8bit":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    from transformers import TorchAoConfig
+
+    try:
+        return TorchAoConfig(_int8() if name == "int8" else _int4(device))
+    except ImportError as error:
+        raise ConfigError(
+            f"quantization={name!r} needs a newer torchao than the one that is installed ({error}); "
+            "`pip install --upgrade torchao`."
+        ) from error
+
+
+def _int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(set_inductor_config=False)
+
+
+def _int4(device: torch.device) -> Any:
+    """torchao's 4-bit weights in the layout of a kernel that torch itself brings: another one on the CPU."""
+    if device.type != "cuda":
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+        return PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ConfigError(
+            f'quantization="int4" needs a GPU of compute capability 8.0 or more, this one has {major}.{minor}; use '
+            '"int8" or "bnb-4bit".'
+        )
+    layout: Any = "tile_packed_to_4d"
+    return Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=layout, set_inductor_config=False)
+
+
+def require_package(what: str, package: str) -> None:
+    """Raise ConfigError, naming the package to install, where `package` is not there."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise ConfigError(f"{what} needs the package {package}, which is not installed; `pip install {package}`.")
+
+
+def missing_package(error: ImportError, config: Any) -> ConfigError:
+    """What to say where loading a checkpoint failed for want of a package."""
+    method = own_method(config)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if method is None:
+        return ConfigError(f"Loading this model needs a package that is not installed ({reason}); install it.")
+    package = PACKAGES.get(method.lower(), method)
+    return ConfigError(
+        f"The weights of this checkpoint are quantised by {method}, which needs the package {package} ({reason}); "
+        f"`pip install {package}`."
+    )
+
+
+def plain_tensors(weights: Iterable[Tensor]) -> Iterable[Tensor]:
+    """The tensors that hold the numbers: parts of those that only stand for others, as torchao's do."""
+    for weight in weights:
+        if hasattr(weight, "__tensor_flatten__"):
+            parts = (getattr(weight, name) for name in weight.__tensor_flatten__()[0])
+            yield from plain_tensors(part for part in parts if isinstance(part, Tensor))
+        else:
+            yield weight
+        scales = getattr(weight, "quant_state", None)  # bitsandbytes' 4-bit weights
+        absmax = getattr(scales, "absmax", None)
+        if isinstance(absmax, Tensor):
+            yield absmax
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers as they lie in memory."""
+    weights = plain_tensors((*model.parameters(), *model.buffers()))
+    return sum(item.numel() * item.element_size() for item in weights)

@@ -72,6 +72,15 @@ def register(address: int, nbytes: int) -> str:
 
 def unregister(addresses: list[int]) -> None:
     """What was registered at these addresses is ordinary memory again."""
+    if torch.cuda.is_current_stream_capturing():  # garbage may be collected then; the driver forbids it to this thread
+        thread = threading.Thread(target=_unregister, args=(addresses,))
+        thread.start()
+        thread.join()
+    else:
+        _unregister(addresses)
+
+
+def _unregister(addresses: list[int]) -> None:
     cudart: Any = torch.cuda.cudart()
     for address in addresses:
         if int(cudart.cudaHostUnregister(address)):

@@ -133,7 +133,7 @@ class TestPageLock:
     def test_memory_is_unlocked_before_it_is_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         locked: list[int] = []
         unlocked: list[int] = []
-        register, unregister = page_lock._register, page_lock._unregister
+        register, unregister = page_lock.register, page_lock.unregister
 
         def noted(address: int, nbytes: int) -> str:
             locked.append(address)
@@ -143,8 +143,8 @@ class TestPageLock:
             unlocked.extend(addresses)
             unregister(addresses)
 
-        monkeypatch.setattr(page_lock, "_register", noted)
-        monkeypatch.setattr(page_lock, "_unregister", noted_end)
+        monkeypatch.setattr(page_lock, "register", noted)
+        monkeypatch.setattr(page_lock, "unregister", noted_end)
         host = path_of(Format.BFLOAT16, lock=True)
         view = host.segments[0].keys[0, :5]
         assert torch.from_numpy(host.segments[0].keys[1, :100].view(np.int16)).is_pinned()
@@ -159,7 +159,7 @@ class TestPageLock:
 
     def test_a_refusal_is_forgotten(self) -> None:
         """Memory that is not there is refused by the driver; the next kernel must not report it."""
-        assert page_lock._register(4096, 4096)
+        assert page_lock.register(4096, 4096)
         assert torch.ones(3, device="cuda").sum().item() == 3.0
 
     @pytest.mark.parametrize("host_dtype", ["auto", "int8"])

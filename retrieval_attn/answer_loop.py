@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import (
     EosTokenCriteria,
@@ -29,6 +28,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
+from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.model.multimodal import placeholders
@@ -101,15 +101,17 @@ class AnswerLoop:
 
     def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
         """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
-        once; with bars if `progress`. Returns the seconds of all of it.
+        once; with a bar if `progress`. Returns the seconds of all of it.
         """
         started = time.perf_counter()
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
-        with compilation(self.model, cache, batch.ids.shape[1], progress=progress):
-            with _Progress(cache, f"reading {tokens:,} tokens", progress):
-                self.read(cache, batch)
-            with _Progress(cache, "waiting for the last indexes", progress):
-                finish_prefill(cache, cache.on_layer)
+        with (
+            compilation(self.model, cache, batch.ids.shape[1], progress=progress),
+            ReadingBar(cache, f"reading {tokens:,} tokens", progress) as bar,
+        ):
+            self.read(cache, batch)
+            bar.wait()
+            finish_prefill(cache, bar.show)
         with using_retrieval(self.model, cache.config.prefill_chunk):
             make_ready(self.model, cache)
         return time.perf_counter() - started
@@ -182,24 +184,6 @@ class AnswerLoop:
     def _pad(self) -> int:
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else next(iter(sorted(self._eos)), 0)
-
-
-class _Progress:
-    """A bar over the layers of a cache, shown only when it takes longer than two seconds."""
-
-    def __init__(self, cache: RetrievalCache, what: str, show: bool) -> None:
-        self._cache, self._what, self._show = cache, what, show
-
-    def __enter__(self) -> None:
-        if self._show:
-            layers = len(self._cache.layers)
-            self._bar = tqdm(total=layers, desc=self._what, unit="layer", delay=2.0, leave=False)
-            self._cache.on_layer = self._bar.update
-
-    def __exit__(self, *error: object) -> None:
-        self._cache.on_layer = None
-        if self._show:
-            self._bar.close()
 
 
 class _TextPieces:

@@ -100,8 +100,9 @@ class CacheLayer(HandleLayer):
     def finish_index(self) -> None:
         """Wait for keys that are still on their way to the host or into an index; the base class sends none."""
 
-    def check_index(self) -> None:
-        """Raise what has gone wrong so far with keys on their way, without waiting."""
+    def check_index(self) -> bool:
+        """Whether no keys are on their way. Raises what has gone wrong so far with them, without waiting."""
+        return True
 
     def abandon(self) -> None:
         """Stop sending keys to the host soon, without waiting: reading was interrupted."""

@@ -172,9 +172,11 @@ class RetrievalLayer(CacheLayer):
                 self._work = work  # what failed, or was interrupted, is not forgotten
                 raise
 
-    def check_index(self) -> None:
-        if self._work is not None:
-            self._work.check()
+    def check_index(self) -> bool:
+        if self._work is None:
+            return True
+        self._work.check()
+        return self._work.done
 
     def abandon(self) -> None:
         if self._work is not None:

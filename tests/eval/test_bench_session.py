@@ -71,8 +71,12 @@ def test_command_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert rows["memory/card/all"]["status"] == rows["recall"]["status"] == "not measured"
     assert rows["memory/host/all"]["first"] > 0.1
     found = [Process(process["caches"], [Row.from_dict(row) for row in process["rows"]])]
-    same = [line for line in ratios(found, report).splitlines() if "as found" in line]
+    same = [line for line in ratios(found, report).splitlines() if "| as found |" in line]
     assert len(same) >= len(timed) and all("1.00" in line for line in same)
+    report["processes"][0]["caches"] = "warm"
+    assert ratios(found, report).count("| as found / warm |") == len(same)
+    report["processes"][0]["caches"] = "cold"
+    assert "no measure in common" in ratios(found, report)
     assert f"written to {tmp_path / 'one'}" in capsys.readouterr().out
 
 
@@ -124,6 +128,7 @@ def test_a_process_that_dies_or_never_ends_leaves_a_failed_row(tmp_path: Path) -
         (["--gpu-memory", "24GiB", "--device", "cpu"], "--gpu-memory was given, but the model would run on cpu"),
         (["--shape", "llama-3-8b", "--length", "2000k", "--device", "cpu"], "the host needs"),
         (["--shape", "huge"], "--shape huge is not known"),
+        (["--shape", "tiny"], "--shape tiny has 128 token ids, the prose needs 4096; give --random-ids"),
         (["--row-seconds", "0"], "--row-seconds must be more than 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
     ],
@@ -207,7 +212,7 @@ def test_report_of_failed_and_missing_rows() -> None:
     text = markdown([cold, warm], report)
     assert "| first | s | 12.3 | 1 | 2 |  | 3.00 |  | 1 |" in text
     assert "| token | s |  |  | failed (2) |  |  |  |  |" in text
-    assert text.endswith("1. random weights\n2. token, warm: ValueError: x\n")
+    assert text.endswith("1. random weights\n2. token: ValueError: x\n")
     assert not plots([cold, warm], "m")[0].lines
     assert "| first | cold | 1.00 | 1.00 | 1.00 |" in ratios([cold], report)
 

@@ -41,6 +41,10 @@ class Process:
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
+    def row(self, key: str) -> Row | None:
+        """The row of this key, None where there is none."""
+        return next((row for row in self.rows if row.key == key), None)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {

@@ -149,7 +149,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _checked(settings: Settings) -> Settings:
     """The settings, with the second context left out where the host has no room for it.
 
-    Raises ContextLengthError or MemoryPlanError where the model or the machine has no room for the first one.
+    Raises ConfigError for a shape that has no ids for prose, ContextLengthError or MemoryPlanError where the model or the machine has no room for the first one.
     """
     from dataclasses import replace
 
@@ -159,6 +159,11 @@ def _checked(settings: Settings) -> Settings:
     from retrieval_attn.model.loading import choose_device
 
     config = model_config(settings.model, settings.shape)
+    prose = model_config("bundled", None).vocab_size
+    if settings.shape is not None and not settings.random_ids and config.vocab_size < prose:
+        raise ConfigError(
+            f"--shape {settings.shape} has {config.vocab_size} token ids, the prose needs {prose}; give --random-ids"
+        )
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and settings.max_tokens > most:
         raise ContextLengthError(
@@ -176,8 +181,6 @@ def _checked(settings: Settings) -> Settings:
         dtype=dtype,
         config=settings.config,
     ).require()
-    if "switch" in settings.skip:
-        return replace(settings, no_second="--skip switch")
     # without a GPU the host holds what the device would
     one = needs.host_bytes + (needs.device_bytes if device.type == "cpu" else 0)
     if one > needs.host_memory:

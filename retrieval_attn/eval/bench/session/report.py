@@ -25,12 +25,12 @@ def markdown(processes: Sequence[Process], report: dict[str, Any]) -> str:
         columns += [f"{process.caches}: first", "later"]
     columns += ["card, GiB", "process, GiB", "holds under"]
     lines = []
-    for key in _keys(processes):
-        rows = [_row(process, key) for process in processes]
+    for key in dict.fromkeys(row.key for process in processes for row in process.rows):
+        rows = [process.row(key) for process in processes]
         known = [row for row in rows if row is not None]
         cells = [known[0].what, next((row.unit for row in known if row.unit), "")]
-        for process, row in zip(processes, rows, strict=True):
-            cells += ["", ""] if row is None else _times(row, notes, process.caches)
+        for row in rows:
+            cells += ["", ""] if row is None else _times(row, notes)
         cells += [_bytes([row.device_bytes for row in known]), _bytes([row.host_bytes for row in known])]
         said = dict.fromkeys(number for row in known for number in map(notes.number, row.simplifications))
         lines.append([*cells, ", ".join(map(str, said))])
@@ -87,24 +87,30 @@ def read_baseline(path: Path) -> dict[str, Any]:
 
 
 def ratios(processes: Sequence[Process], baseline: dict[str, Any]) -> str:
-    """This run over the earlier one, for every measure that both have; below 1 is faster, or less."""
-    before = {
-        (process["caches"], row["key"]): Row.from_dict(row)
-        for process in baseline["processes"]
-        for row in process["rows"]
-    }
+    """This run over the earlier one, for every measure that both have; below 1 is faster, or less.
+
+    Caches as found are compared with warm ones where the other run has no process like it.
+    """
+    before = {process["caches"]: [Row.from_dict(row) for row in process["rows"]] for process in baseline["processes"]}
     lines = []
     for process in processes:
-        for row in process.rows:
-            old = before.get((process.caches, row.key))
-            if old is None:
+        other = _OTHER_CACHES.get(process.caches, process.caches)
+        name = process.caches if process.caches in before else other
+        for old in before.get(name, []):
+            row = process.row(old.key)
+            if row is None:
                 continue
             cells = [_ratio(getattr(row, name), getattr(old, name)) for name in ("first", "later", "device_bytes")]
             if any(cells):
-                lines.append([row.what, process.caches, *cells])
-    head = [f"This run over that of commit {baseline['commit']} (`{' '.join(baseline['command'])}`):", ""]
-    shown = table(["measure", "caches", "first", "later", "card"], lines, left=1)
-    return "\n".join([*head, *_named(shown)]) + "\n"
+                caches = process.caches if name == process.caches else f"{process.caches} / {name}"
+                lines.append([row.what, caches, *cells])
+    head = f"This run over that of commit {baseline['commit']} (`{' '.join(baseline['command'])}`):"
+    if not lines:
+        return f"{head} no measure in common.\n"
+    return "\n".join([head, "", *_named(table(["measure", "caches", "first", "later", "card"], lines, left=1))]) + "\n"
+
+
+_OTHER_CACHES = {"as found": "warm", "warm": "as found"}
 
 
 class _Notes:
@@ -122,17 +128,9 @@ class _Notes:
         return ["", *(f"{number}. {text}" for number, text in enumerate(self._texts, start=1))] if self._texts else []
 
 
-def _keys(processes: Sequence[Process]) -> list[str]:
-    return list(dict.fromkeys(row.key for process in processes for row in process.rows))
-
-
-def _row(process: Process, key: str) -> Row | None:
-    return next((row for row in process.rows if row.key == key), None)
-
-
-def _times(row: Row, notes: _Notes, caches: str) -> list[str]:
+def _times(row: Row, notes: _Notes) -> list[str]:
     if row.status != "ok":
-        return [f"{row.status} ({notes.number(f'{row.what}, {caches}: {row.note}')})", ""]
+        return [f"{row.status} ({notes.number(f'{row.what}: {row.note}')})", ""]
     return ["" if value is None else _number(value) for value in (row.first, row.later)]
 
 

@@ -99,17 +99,16 @@ class Session:
             self._subject = Subject(self._settings)
             return [time.perf_counter() - started]
 
-        self._measure("load", "model ready", "s", load)
+        self._measure(Row("load", "model ready", "s"), load)
         if self._subject is not None:
             self._tell({"facts": self._subject.about()})
 
     def _read(self) -> None:
-        self._measure("read", f"read {self._settings.length:,} tokens", "s", self._reading)
+        self._measure(Row("read", f"read {self._settings.length:,} tokens", "s"), self._reading)
 
     def _read_second(self) -> None:
-        """The first read's row gets the second one's time."""
-        before = next((row for row in self._rows if row.key == "read" and row.status == "ok"), None)
-        if before is None:
+        """Only to switch between two contexts, and where there is one already."""
+        if "switch" in self._settings.skip or not self._contexts:
             return
 
         def read_again() -> list[float]:
@@ -118,7 +117,7 @@ class Session:
             return self._reading()
 
         key, what = "read_second", f"read another {self._settings.length:,} tokens"
-        self._measure(key, what, "s", read_again, first=False)
+        self._measure(Row(key, what, "s"), read_again, first=False)
 
     def _reading(self) -> list[float]:
         subject = self.subject
@@ -140,7 +139,7 @@ class Session:
                 return [one.whole for one in timed]
 
             what = f"answer of {tokens} tokens, question of {QUESTION} {way}"
-            self._measure(f"answer/{append}", what, "s", answer)
+            self._measure(Row(f"answer/{append}", what, "s"), answer)
             for name, words, unit in (("first", "its first token", "s"), ("ms_per_token", "per token after it", "ms")):
                 found = [value for one in timed if (value := getattr(one, name)) is not None]
                 self._derive(f"answer/{append}/{name}", f"{what}: {words}", unit, found)
@@ -156,8 +155,12 @@ class Session:
                         for question in self.subject.questions(1 + self._settings.repeats, length)
                     ]
 
+                held: tuple[str, ...] = ()
                 what = f"first token, question of {length:,} {way}"
-                self._measure(f"first_token/{append}/{length}", what, "s", ask)
+                decoding = self._settings.config.decode_tokens
+                if append == "exact" and length <= decoding:
+                    held = (f"questions of up to {decoding} tokens (decode_tokens) always go through the index",)
+                self._measure(Row(f"first_token/{append}/{length}", what, "s", simplifications=held), ask)
 
     def _switch(self) -> None:
         """A, B, A: the first answer of each after the other's."""
@@ -171,7 +174,7 @@ class Session:
                         for context, question in zip((there, here), questions[1:], strict=True)]  # fmt: skip
 
             what = f"first token after the other context's answer, {way} (there, back)"
-            self._measure(f"switch/{append}", what, "s", switch)
+            self._measure(Row(f"switch/{append}", what, "s"), switch)
 
     def _fork(self) -> None:
         def fork() -> list[float]:
@@ -182,7 +185,7 @@ class Session:
                 found.append(1000 * (time.perf_counter() - started))
             return found
 
-        self._measure("fork", "fork", "ms", fork)
+        self._measure(Row("fork", "fork", "ms"), fork)
 
     def _extend(self) -> None:
         for tokens in self._settings.extensions:
@@ -198,7 +201,7 @@ class Session:
                     times.append(_ask(fork, self.subject.question(QUESTION), "retrieval", 1).whole)
                 return found
 
-            self._measure(f"extend/{tokens}", f"extend a fork by {tokens:,} tokens", "s", extend)
+            self._measure(Row(f"extend/{tokens}", f"extend a fork by {tokens:,} tokens", "s"), extend)
             words = f"first token after {tokens:,} appended tokens, question of {QUESTION} through the index"
             self._derive(f"extend/{tokens}/first", words, "s", times)
 
@@ -210,7 +213,7 @@ class Session:
                         for _ in range(1 + self._settings.repeats)]  # fmt: skip
 
             what = f"{AT_ONCE} questions of {QUESTION} at once, first tokens, {way}"
-            self._measure(f"many/{append}/first", what, "s", first)
+            self._measure(Row(f"many/{append}/first", what, "s"), first)
 
         def step() -> list[float]:
             questions = self.subject.questions(AT_ONCE, QUESTION)
@@ -218,7 +221,7 @@ class Session:
             return [_ask_many(self.context(), questions, "retrieval", tokens)[1]
                     for _ in range(1 + self._settings.repeats)]  # fmt: skip
 
-        self._measure("many/ms_per_step", f"{AT_ONCE} questions at once, per step", "ms", step)
+        self._measure(Row("many/ms_per_step", f"{AT_ONCE} questions at once, per step", "ms"), step)
 
     def _memory(self) -> None:
         """Highest uses over the stages before."""
@@ -249,14 +252,13 @@ class Session:
 
     # -- rows ------------------------------------------------------------------------------------------
 
-    def _measure(self, key: str, what: str, unit: str, make: Callable[[], list[float]], *, first: bool = True) -> None:
-        """One row of what `make` returns, values in `unit` in order; first: the first of them is the first ever."""
-        self._tell({"begin": key, "what": what})
+    def _measure(self, row: Row, make: Callable[[], list[float]], *, first: bool = True) -> None:
+        """`row` with what `make` returns, values in its unit in order; first: the first of them is the first ever."""
+        self._tell({"begin": row.key, "what": row.what})
         gc.collect()
         start_host_peak()
         if self._card is not None:
             self._card.start()
-        row = Row(key, what, unit)
         try:
             row = _filled(row, make(), first)
         except NotRun as reason:

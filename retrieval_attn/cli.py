@@ -15,6 +15,7 @@ COMMANDS = {
     "ask": ("retrieval_attn.commands.ask", "read a text file and answer a question about it"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),
+    "warm": ("retrieval_attn.commands.warm", "compile ahead, once per machine, what a first answer would wait for"),
     "verify": ("retrieval_attn.commands.verify", "compare a model's retrieval attention with its eager attention"),
     "ruler": ("retrieval_attn.eval.ruler.command", "the 13 RULER tasks at any length, full attention and others"),
     "infinitebench": (

@@ -56,7 +56,7 @@ class Job(NamedTuple):
 
     def __str__(self) -> str:
         name = self.target.removeprefix("retrieval_attn.").replace(":", ".")
-        return f"{name}({', '.join(self.arguments)})"
+        return f"{name}({', '.join(one for one in self.arguments if not one.startswith('{'))})"
 
 
 def missing(jobs: Sequence[Job]) -> list[Job]:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from retrieval_attn.compiled.place import use_triton_folder
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
 from retrieval_attn.gpu.capture.exchange import (
@@ -117,6 +118,7 @@ class PollingExchange:
 
     def __init__(self, device: torch.device, server_of: ServerOf) -> None:
         """Raises BackendError, ImportError or what Triton raises where a part of it is missing."""
+        use_triton_folder()
         from retrieval_attn.gpu.capture import flag_triton
 
         self.kernels = flag_triton

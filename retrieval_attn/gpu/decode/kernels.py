@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retrieval_attn.compiled.place import use_triton_folder
+
 logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
@@ -166,18 +168,27 @@ def _triton(tensor: Tensor) -> Any:
 def kernels_for(tensor: Tensor, module: str) -> Any:
     """The module of Triton kernels `retrieval_attn.gpu.<module>`, or None where they do not run on the tensor's device.
 
-    None too, logged once, where Triton is not installed.
+    None too, logged once, where Triton is not installed or cannot compile.
     """
-    if tensor.device.type != "cuda" or not _has_triton():
+    if tensor.device.type != "cuda" or not _triton_works(tensor.device):
         return None
     return importlib.import_module(f"retrieval_attn.gpu.{module}")
 
 
 @functools.cache
-def _has_triton() -> bool:
+def _triton_works(device: torch.device) -> bool:
+    use_triton_folder()
     try:
-        import triton  # noqa: F401
+        importlib.import_module("retrieval_attn.gpu.decode.trial_triton").launch(device)
     except ImportError as error:
         logger.warning("Triton is not there (%s): decoding runs as plain PyTorch operations, slower", error)
+        return False
+    except Exception as error:  # Triton raises RuntimeError, OSError, CalledProcessError and errors of its own
+        logger.warning(
+            "Triton cannot compile here (%s: %s): decoding runs as plain PyTorch operations, slower. It needs a C "
+            "compiler, such as gcc or what CC names, and Python's headers.",
+            type(error).__name__,
+            error,
+        )
         return False
     return True

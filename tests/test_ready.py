@@ -1,0 +1,101 @@
+"""The first answer after a read costs what the second does: what is made once is made while reading."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.engine.graph import registry
+from retrieval_attn.engine.graph.decoder import GraphDecoder
+from tests.test_compiled import COUNT_COMPILED
+from tests.test_structure import ROOT
+
+CONFIG = ra.Config(sink=16, window=48, spill=32, retrieve=20, index="flat", prefill_chunk=256)
+Loaded = tuple[Any, Any]
+TEXT = "The number of the grass is 123. The sky is blue and the sea is deep. " * 20
+
+
+def decoders(model: Any) -> list[GraphDecoder]:
+    """Those that the model keeps."""
+    return registry._decoders.get(model, [])
+
+
+def test_the_step_is_captured_while_reading(loaded: Loaded, emulated_graphs: None) -> None:
+    """Asking, forks and a short extension replay what the read captured; nothing of the rehearsal is left in it."""
+    model = loaded[0]
+    context = ra.Context(*loaded, CONFIG).read(TEXT, progress=False)
+    (decoder,) = decoders(model)
+    assert (decoder.captures, decoder.replays) == (1, 1)
+    layer: Any = context.cache.layers[1]
+    tokens, columns = context.num_tokens, layer.columns
+    first = context.ask("What is the number of the grass?", max_new_tokens=6)
+    assert (context.num_tokens, layer.columns) == (tokens, columns)
+    context.fork().ask("What is the sky?", max_new_tokens=3)
+    context.extend(" The end.", progress=False)
+    context.ask("What is the sky?", max_new_tokens=3)
+    assert decoders(model) == [decoder] and decoder.captures == 1 and decoder.replays > 5
+    eager = ra.Context(*loaded, CONFIG.replace(graph=False)).read(TEXT, progress=False)
+    assert len(decoders(model)) == 1
+    assert eager.ask("What is the number of the grass?", max_new_tokens=6).tokens == first.tokens
+
+
+def test_a_step_that_cannot_be_captured_does_not_stop_the_read(
+    loaded: Loaded, emulated_graphs: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first answer says why, as before."""
+    monkeypatch.setattr(registry, "refusal", lambda model, cache: "of the weather")
+    context = ra.Context(*loaded, CONFIG).read(TEXT, progress=False)
+    assert not caplog.records
+    context.ask("What is the sky?", max_new_tokens=3)
+    assert "of the weather" in caplog.text
+
+
+def test_the_first_answer_compiles_nothing() -> None:
+    """Neither does the read itself, in this process: others compiled for it, and it loads their kernels."""
+    code = f"""{COUNT_COMPILED}
+import torch
+from pathlib import Path
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+import retrieval_attn as ra
+config = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+                     num_key_value_heads=2, head_dim=16, max_position_embeddings=32768)
+model = LlamaForCausalLM(config).eval()
+tokenizer = AutoTokenizer.from_pretrained(Path(ra.__file__).parent / "eval" / "needle_model")
+context = ra.Context(model, tokenizer, ra.Config()).read([i % 500 for i in range(5000)], progress=False)
+print("read", compiled)
+context.continue_with([5, 6, 7] * 4, max_new_tokens=4)
+print("answer", compiled)
+context.continue_with([5, 6], max_new_tokens=160)
+print("a block moved", compiled)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "read []\nanswer []\na block moved []\n", done.stdout + done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("append", ["exact", "retrieval"])
+def test_the_first_answer_compiles_no_kernel_of_tritons(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, fresh_decoders: None, append: Any
+) -> None:
+    """On a GPU: codes on the device, both exchanges of a question."""
+    triton: Any = pytest.importorskip("triton")
+    compiled: list[str] = []
+    hook: Callable[..., None] = lambda **given: compiled.append(str(given.get("repr")))  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    model = copy.deepcopy(loaded[0]).to("cuda", torch.bfloat16)
+    ids = [3 + i * 7919 % (model.config.vocab_size - 3) for i in range(20_000)]
+    context = ra.Context(model, loaded[1], ra.Config()).read(ids, progress=False)
+    assert context.cache.index_kinds().keys() == {"device"}
+    (decoder,) = decoders(model)
+    before, captures = len(compiled), decoder.captures
+    context.ask("What is the sky?", max_new_tokens=4, append=append)
+    assert compiled[before:] == [] and decoder.captures == captures == 1

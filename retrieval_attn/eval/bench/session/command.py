@@ -149,7 +149,8 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _checked(settings: Settings) -> Settings:
     """The settings, with the second context left out where the host has no room for it.
 
-    Raises ConfigError for a shape that has no ids for prose, ContextLengthError or MemoryPlanError where the model or the machine has no room for the first one.
+    Raises ConfigError for a shape that has no ids for prose, ContextLengthError or MemoryPlanError where the model or
+    the machine has no room for the first one.
     """
     from dataclasses import replace
 
@@ -188,8 +189,7 @@ def _checked(settings: Settings) -> Settings:
             f"--length {settings.length}: the model and its context need {show_bytes(one)} of memory, this machine has "
             f"{show_bytes(needs.host_memory)}; give a shorter --length or a smaller model"
         )
-    # interpreter, libraries and staging are counted in the first
-    both = one + settings.max_tokens * needs.kv_bytes_per_token
+    both = one + sum(item.bytes for item in needs.host if item.name != "process and staging")
     if both > needs.host_memory:
         why = f"two contexts need {show_bytes(both)} of host memory, this machine has {show_bytes(needs.host_memory)}"
         return replace(settings, no_second=why)

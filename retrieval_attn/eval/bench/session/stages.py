@@ -6,7 +6,6 @@ the call to what a user sees: an answer's text, or its first piece.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -255,7 +254,6 @@ class Session:
     def _measure(self, row: Row, make: Callable[[], list[float]], *, first: bool = True) -> None:
         """`row` with what `make` returns, values in its unit in order; first: the first of them is the first ever."""
         self._tell({"begin": row.key, "what": row.what})
-        gc.collect()
         start_host_peak()
         if self._card is not None:
             self._card.start()

@@ -94,6 +94,37 @@ def test_a_failing_row_is_named_and_the_others_run() -> None:
     assert "random token ids in place of a text" in rows["fork"].simplifications
 
 
+def test_other_tokens_after_a_switch_are_a_failed_row() -> None:
+    """What is not the same answer has no speed. The model's head is turned over between the two questions."""
+    settings = replace(SMALL, skip=("answer", "questions", "fork", "extend", "many", "memory"))
+    rows: list[Row] = []
+    turned: list[str] = []
+
+    def tell(event: dict[str, Any]) -> None:
+        if "row" in event:
+            rows.append(Row.from_dict(event["row"]))
+        if event.get("begin") == "switch/exact":
+            there = session.context(1)
+            ask = there.ask
+
+            def ask_and_turn(*args: Any, **options: Any) -> ra.Answer:
+                answer = ask(*args, **options)
+                turned.append(options["append"])
+                if len(turned) == 1:
+                    session.subject.model.lm_head.weight.data.neg_()
+                return answer
+
+            there.ask = ask_and_turn  # type: ignore[method-assign]
+
+    session = Session(settings, None, tell)
+    session.run()
+    found = {row.key: row for row in rows}
+    assert turned == ["exact", "retrieval"]
+    assert (found["switch/exact"].status, found["switch/exact"].first) == ("failed", None)
+    assert found["switch/exact"].note.startswith("WrongAnswer: a question chose")
+    assert found["switch/retrieval"].status == "ok"
+
+
 def test_what_needs_a_context_does_not_run_without_one() -> None:
     rows = {row.key: row for row in rows_of(replace(SMALL, length=70_000))}
     assert rows["read"].status == "failed" and rows["read"].note.startswith("ContextLengthError")

@@ -24,6 +24,7 @@ Append = Literal["exact", "retrieval"]
 WAYS: dict[Append, str] = {"exact": "exact", "retrieval": "through the index"}
 QUESTION = 32
 """Tokens of a question where their number is not what is measured."""
+SWITCH_TOKENS = 8
 AT_ONCE = 4
 STAGES = ("load", "read", "answer", "questions", "switch", "fork", "extend", "many", "memory", "recall")
 """What `--skip` names. Without load and read nothing runs."""
@@ -35,13 +36,20 @@ class NotRun(Exception):
     """What a stage needs is not there; the message says what."""
 
 
+class WrongAnswer(Exception):
+    """What answers wrongly has no speed."""
+
+
 @dataclass
 class Timed:
-    """One answer. whole: seconds from the call to the end; first: to the first piece of text; tokens generated."""
+    """One answer. whole: seconds from the call to the end; first: to the first piece of text; tokens: how many were
+    generated; chosen: their ids.
+    """
 
     whole: float
     first: float
     tokens: int
+    chosen: list[int]
 
     @property
     def ms_per_token(self) -> float | None:
@@ -162,15 +170,19 @@ class Session:
                 self._measure(Row(f"first_token/{append}/{length}", what, "s", simplifications=held), ask)
 
     def _switch(self) -> None:
-        """A, B, A: the first answer of each after the other's."""
+        """A, B, A: the first answer of each after the other's. A says the same to the same question both times."""
         for append, way in WAYS.items():
 
             def switch(append: Append = append) -> list[float]:
                 here, there = self.context(0), self.context(1)
-                questions = self.subject.questions(3, QUESTION)
-                _ask(here, questions[0], append, 8)
-                return [_ask(context, question, append, 8).first
-                        for context, question in zip((there, here), questions[1:], strict=True)]  # fmt: skip
+                question, other = self.subject.questions(2, QUESTION)
+                before, there_first, after = (
+                    _ask(context, text, append, SWITCH_TOKENS)
+                    for context, text in ((here, question), (there, other), (here, question))
+                )
+                if before.chosen != after.chosen:
+                    raise WrongAnswer(f"a question chose {before.chosen}, and {after.chosen} after the switch")
+                return [there_first.first, after.first]
 
             what = f"first token after the other context's answer, {way} (there, back)"
             self._measure(Row(f"switch/{append}", what, "s"), switch)
@@ -298,7 +310,7 @@ def _ask(context: ra.Context, question: str, append: Append, tokens: int) -> Tim
         on_text=lambda text: pieces.append(time.perf_counter()),
     )
     whole = time.perf_counter() - started
-    return Timed(whole, pieces[0] - started if pieces else whole, answer.stats.new_tokens)
+    return Timed(whole, pieces[0] - started if pieces else whole, answer.stats.new_tokens, answer.tokens)
 
 
 def _ask_many(context: ra.Context, questions: Any, append: Append, tokens: int) -> tuple[float, float]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from retrieval_attn.cache.layer import CacheLayer, LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, distinct
 from retrieval_attn.cache.sliding import SlidingLayer
+from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.engine.support import require_supported
@@ -33,7 +33,7 @@ class RetrievalCache(LayeredCache):
 
     Use it as `past_key_values=` of `model(...)` or `model.generate(...)`, with a model loaded or switched to
     `attn_implementation="retrieval"`. Full-attention layers retrieve, sliding layers keep their window,
-    linear-attention layers keep transformers' own state.
+    linear-attention layers keep a state.
     """
 
     def __init__(
@@ -97,16 +97,12 @@ class RetrievalCache(LayeredCache):
     def fork(self) -> RetrievalCache:
         """An independent continuation. Host memory and indexes are shared, the device window is copied."""
         refuse_forked()
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, CacheLayer):
-                raise UnsupportedModelError(
-                    f"Layer {index} is a {type(layer).__name__}; its state cannot be forked. Read the context again."
-                )
         self.quiet()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.batch, other.index = self.batch.fork(), copy.copy(self.index)
-        other.layers = [layer.fork(other.batch) for layer in self._own_layers()]
+        layers: list[Any] = self.layers
+        other.layers = [one.fork() if isinstance(one, StateLayer) else one.fork(other.batch) for one in layers]
         for layer in other.layers:
             if isinstance(layer, RetrievalLayer):
                 layer.index = other.index
@@ -116,7 +112,8 @@ class RetrievalCache(LayeredCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many.
 
-        Raises CacheMismatchError for more than there are, or where a sliding layer has forgotten what would be newest.
+        Raises CacheMismatchError for more than there are, where a sliding layer has forgotten what would be newest, and
+        where layers keep a state (linear attention) unless all tokens go.
         """
         given = int(tokens_to_remove)  # assisted decoding passes a tensor
         columns = self.batch.columns
@@ -125,10 +122,11 @@ class RetrievalCache(LayeredCache):
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
         self.quiet()
         layers: list[Any] = self.layers
-        for layer in layers:
-            if not isinstance(layer, CacheLayer):
-                layer.crop(tokens_to_remove)
-            elif count:
+        for layer in layers:  # before any other layer: it may refuse
+            if isinstance(layer, StateLayer):
+                layer.drop_newest(count, columns)
+        for layer in self._own_layers():
+            if count:
                 layer.drop_newest(layer.ahead + count)
         if count == columns:
             self.batch.reset()
@@ -138,17 +136,16 @@ class RetrievalCache(LayeredCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times; the host part is shared, not copied."""
         rows = range(len(self.batch.sequences))
-        repeated = [row for row in rows for _ in range(repeats)]
-        self._select(repeated, lambda layer: layer.batch_repeat_interleave(repeats))
+        self._select([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences."""
         chosen = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-        self._select(chosen.tolist(), lambda layer: layer.batch_select_indices(indices))
+        self._select(chosen.tolist())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue from these sequences (beam search). The host part is shared, not copied."""
-        self._select(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
+        self._select(beam_idx.tolist())
 
     def reset(self) -> None:
         """Forget everything; the cache can be filled again."""
@@ -156,14 +153,12 @@ class RetrievalCache(LayeredCache):
         self.index.reset()
         self.batch.reset()
 
-    def _select(self, rows: list[int], other: Callable[[Any], object]) -> None:
-        """Continue with these rows. other: does the same for a layer of transformers' own."""
+    def _select(self, rows: list[int]) -> None:
+        """Continue with these rows."""
         self.quiet()
-        for layer in self.layers:
-            if isinstance(layer, CacheLayer):
-                layer.select(rows)
-            else:
-                other(layer)
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.select(rows)
         self.batch.select(rows)
 
     def quiet(self) -> None:
@@ -218,7 +213,8 @@ class RetrievalCache(LayeredCache):
         which an index of kind "device" keeps there.
         """
         windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
-        return windows + sum(index.device_nbytes for index in self.coded_indexes)
+        states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
+        return windows + states + sum(index.device_nbytes for index in self.coded_indexes)
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""
@@ -246,7 +242,7 @@ def _make_layers(
         elif layer_type == "sliding_attention":
             layers.append(SlidingLayer(config, layer_kwargs["sliding_window"], batch))
         elif layer_type in ("linear_attention", "conv", "mlp", "moe"):
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_kwargs))
+            layers.append(StateLayer(**layer_kwargs))
         else:
             raise UnsupportedModelError(
                 f"Layer {number} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "

@@ -7,6 +7,7 @@ import logging
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.sequence import distinct
+from retrieval_attn.cache.state import StateLayer
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,9 @@ class Rollback:
         """Waits for the last indexes of `cache`, and raises what went wrong there."""
         cache.quiet()
         self._cache = cache
-        self._layers = [(layer, layer.snapshot()) for layer in cache.layers if isinstance(layer, CacheLayer)]
+        self._layers = [
+            (layer, layer.snapshot()) for layer in cache.layers if isinstance(layer, CacheLayer | StateLayer)
+        ]
         self._batch = cache.batch.snapshot()
         paths = distinct(host for sequence in cache.batch.sequences for host in sequence.kv.values())
         self._hosts = [(host, len(host)) for host in paths]
@@ -29,16 +32,18 @@ class Rollback:
     def undo(self) -> bool:
         """Forget what came after; threads that still copy or index it have ended then.
 
-        False where that cannot be done: for layers that keep another state than keys (linear attention).
+        False where that cannot be done: for layers of another kind than the package's.
         """
         for layer, _ in self._layers:
-            layer.invalidate_graph()
-            layer.abandon()
+            if isinstance(layer, CacheLayer):
+                layer.invalidate_graph()
+                layer.abandon()
         for layer, state in self._layers:
-            try:
-                layer.finish_index()
-            except Exception as error:  # what failed is forgotten
-                log.debug("an extension that is undone had failed: %s", error)
+            if isinstance(layer, CacheLayer):
+                try:
+                    layer.finish_index()
+                except Exception as error:  # what failed is forgotten
+                    log.debug("an extension that is undone had failed: %s", error)
             vars(layer).clear()
             vars(layer).update(state)
         self._cache.batch.restore(self._batch)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.engine.hidden_states import (
     HiddenStates,
     NotedEmbedding,
@@ -153,7 +154,7 @@ class _Stream:
         """The arithmetic of what a pass over `tokens` tokens needs, as far as it is known for this model."""
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
         config = cache.config.replace(prefill_chunk=min(self.chunk, tokens))
-        context = cache.layers[layer].get_seq_length() + tokens
+        context = cache.get_seq_length() + tokens
         try:
             return str(plan(self.model.config, context=context, gpu_memory=total, batch=batch, config=config))
         except RetrievalAttentionError as error:
@@ -177,9 +178,10 @@ class _ChunkedLayer:
         spec = next((item for item in (*args, *kwargs.values()) if isinstance(item, MaskSpec)), None)
         if spec is not None:  # here, where nothing is cut into chunks yet
             spec.positions.require_one_text(spec.padding, tokens, kwargs)
-        # Linear-attention layers carry state from token to token in their own way: never split those.
-        if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer):
+        if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer | StateLayer):
             result = self._original(hidden_states, *args, **kwargs)
+        elif isinstance(layer, StateLayer):  # its state goes from chunk to chunk
+            result = self._walk(cache, layer, hidden_states, args, kwargs)
         else:
             result = self._read(cache, layer, hidden_states, args, kwargs)
         if cache.on_layer is not None:
@@ -219,7 +221,12 @@ class _ChunkedLayer:
         return result
 
     def _walk(
-        self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        cache: Any,
+        layer: CacheLayer | StateLayer,
+        hidden_states: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         tokens = hidden_states.shape[1]
         seen = bool(kwargs.get("output_hidden_states")) or bool(self._layer._forward_hooks)
@@ -264,7 +271,9 @@ class _ChunkedLayer:
             return None  # the error, and with it what the layer had in its hands, is gone once this returns
         return out, rest
 
-    def _step_back(self, cache: Any, layer: CacheLayer, mark: object, hidden_states: Tensor, size: int) -> None:
+    def _step_back(
+        self, cache: Any, layer: CacheLayer | StateLayer, mark: object, hidden_states: Tensor, size: int
+    ) -> None:
         """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
         tokens, device = hidden_states.shape[1], hidden_states.device
         needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"

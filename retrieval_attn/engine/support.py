@@ -17,20 +17,26 @@ from retrieval_attn.model.placement import tensor_ranks
 
 log = logging.getLogger(__name__)
 
-# Compared with eager full attention in tests/test_models.py: same logits to 1e-5 with retrieve="all".
+# Compared with eager full attention: same logits to 1e-5 with retrieve="all". tests/test_models.py, test_hybrid.py and
+# test_multimodal.py do so.
 TESTED = frozenset(
     {
         "gemma2",
         "gemma3_text",
         "gpt_oss",
+        "lfm2",
         "llama",
         "mistral",
+        "nemotron_h",
         "phi3",
         "qwen2",
         "qwen2_5_vl_text",
         "qwen2_vl_text",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
+        "qwen3_next",
         "qwen3_vl_text",
     }
 )

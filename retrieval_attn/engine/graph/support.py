@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
+from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.model.capturable import is_capturable
 from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 
@@ -18,6 +19,8 @@ from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     """Why this model's step cannot be recorded with this cache, as far as can be told without trying; or None."""
     for number, layer in enumerate(cache.layers):
+        if isinstance(layer, StateLayer):
+            return f"layer {number} keeps a state (linear attention), which a step that is undone could not put back"
         if type(layer) not in (RetrievalLayer, SlidingLayer):
             return f"layer {number} is a {type(layer).__name__}, whose state lives outside the step's buffers"
         if layer.window is None:  # type: ignore[union-attr]

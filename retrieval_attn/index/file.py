@@ -13,7 +13,7 @@ Every array has its own CRC-32 in the table. Checksums find damage, not malice: 
 from __future__ import annotations
 
 import json
-import os
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, ShapeError
 from retrieval_attn.index.base import KeyIndex, StateValue
 from retrieval_attn.index.formats import Format, check_rows
+from retrieval_attn.index.replace import replace_file
 from retrieval_attn.index.spec import IndexSpec
 
 MAGIC = b"RAINDEX\n"
@@ -101,17 +102,24 @@ def save_index(
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > _MAX_HEADER:
         raise ConfigError(f"the header of a saved index holds at most {_MAX_HEADER} bytes, got {len(text)}")
-    _replace(Path(path), lambda file: _write(file, text, [array for _, array in arrays], table))
+    replace_file(Path(path), lambda file: _write(file, text, [array for _, array in arrays], table))
 
 
 def load_index(
-    path: Path | str, *, keys: npt.NDArray[Any] | None = None, identity: str | None = None, verify: bool = True
+    path: Path | str,
+    *,
+    keys: npt.NDArray[Any] | None = None,
+    identity: str | None = None,
+    verify: bool = True,
+    mapped: bool = True,
 ) -> SavedIndex:
     """Read the index in `path`; its arrays are maps of the file, so that the system reads and drops pages.
 
-    Writes to the arrays stay private to the process. keys: for a file saved without keys (checked against the
-    checksum there), or to use these instead of the file's. identity: what the file must say (None: anything).
-    verify=False skips the checksums of arrays (the header's is always checked): nothing is read before it is used.
+    Writes to the arrays stay private to the process. A program that shortens the file while it is mapped ends this one
+    by SIGBUS (`save_index` never does: it puts a new file in its place); mapped=False reads all of it into memory.
+    keys: for a file saved without keys (checked against the checksum there), or to use these instead of the file's.
+    identity: what the file must say (None: anything). verify=False skips the checksums of arrays (the header's is
+    always checked): nothing is read before it is used.
     Raises InputDataError for a missing, foreign, damaged or newer file, or one of another identity; ConfigError for a
     kind that is not known here; ShapeError for keys of another shape.
     """
@@ -123,7 +131,7 @@ def load_index(
             f"{path} must be the index of {identity!r}, it is of {header['identity']!r}; build the index for this one"
         )
     fmt = Format.from_name(header["format"])
-    arrays = _map_arrays(path, header, start, verify)
+    arrays = _map_arrays(path, header, start, verify, mapped)
     shape = (header["keys"], header["head_dim"])
     kept = _choose_keys(path, arrays.pop(_KEYS, None), keys, fmt, shape, header["keys_crc32"] if verify else None)
     state: dict[str, StateValue] = {**header["plain"]}
@@ -133,7 +141,7 @@ def load_index(
         index = cls.from_state(kept, fmt, state)
     except RetrievalAttentionError:
         raise
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError, MemoryError) as error:
         raise InputDataError(f"{path} does not describe an index of kind {cls.kind!r} ({error!r})") from error
     if (len(index), index.head_dim) != shape:
         raise InputDataError(f"{path} promises {shape} keys, its index has {(len(index), index.head_dim)}")
@@ -183,7 +191,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise _damaged(path, "its header is cut or changed")
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is no JSON ({error})") from error
     return header, _aligned(_PREFIX.size + length, PAGE)
 
@@ -197,23 +205,32 @@ def _check_header(path: Path, header: Any) -> None:
     wrong = [name for name, kind in wanted.items() if not isinstance(header.get(name), kind)]
     entry = {"name": str, "dtype": str, "shape": list, "offset": int, "crc32": int}
     for item in header["arrays"] if not wrong else ():
-        wrong += [f"arrays.{name}" for name, kind in entry.items() if not isinstance(item.get(name), kind)]
+        fields = item if isinstance(item, dict) else {}
+        wrong += [f"arrays.{name}" for name, kind in entry.items() if not isinstance(fields.get(name), kind)]
+        if not all(isinstance(size, int) and abs(size) < 2**63 for size in fields.get("shape") or ()):
+            wrong.append("arrays.shape of sizes")
+    if not wrong and not all(0 <= header[name] < 2**63 for name in ("keys", "head_dim", "data_bytes")):
+        wrong.append("sizes")
     if wrong:
         raise _damaged(path, f"its header lacks {', '.join(wrong)}")
 
 
-def _map_arrays(path: Path, header: dict[str, Any], start: int, verify: bool) -> dict[str, npt.NDArray[Any]]:
+def _map_arrays(
+    path: Path, header: dict[str, Any], start: int, verify: bool, mapped: bool
+) -> dict[str, npt.NDArray[Any]]:
     size = path.stat().st_size
     if size != start + header["data_bytes"]:
         raise _damaged(path, f"it must have {start + header['data_bytes']} bytes, it has {size}")
     # copy on write: a read-only array would be another type to Numba, and compile every kernel once more
-    raw = np.asarray(np.memmap(path, np.uint8, "c")) if size else np.empty(0, np.uint8)
+    raw = np.asarray(np.memmap(path, np.uint8, "c")) if mapped else np.fromfile(path, np.uint8)
+    if len(raw) != size:
+        raise _damaged(path, "it changed while it was read")
     found = {}
     for item in header["arrays"]:
         dtype = _dtype(path, item["dtype"])
-        count = int(np.prod(item["shape"], dtype=np.int64)) if item["shape"] else 1
+        count = -1 if min(item["shape"], default=0) < 0 else math.prod(item["shape"])
         first = start + item["offset"]
-        if min(item["shape"], default=0) < 0 or first % LINE or not start <= first <= size - count * dtype.itemsize:
+        if count < 0 or first % LINE or not start <= first <= size - count * dtype.itemsize:
             raise _damaged(path, f"array {item['name']} lies outside of it")
         part = raw[first : first + count * dtype.itemsize]
         if verify and _checksum(part) != item["crc32"]:
@@ -229,19 +246,6 @@ def _write(file: IO[bytes], text: bytes, arrays: list[npt.NDArray[Any]], table: 
         file.write(b"\0" * (start + item["offset"] - file.tell()))
         file.write(array.reshape(-1).view(np.uint8).data)
     file.write(b"\0" * (start - file.tell()))  # a file without arrays ends where they would begin
-
-
-def _replace(path: Path, write: Any) -> None:
-    """Call write(file) on a new file beside `path`, then put it in the place of `path` as a whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _checksum(array: npt.NDArray[Any]) -> int:

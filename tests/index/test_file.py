@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
@@ -20,6 +21,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.index import Format, KeyIndex, available, create
 from retrieval_attn.index.file import MAGIC, load_index, save_index
 from retrieval_attn.index.formats import from_float32
+from tests.cpu.reference import in_threads
 
 DIM = 16
 PREFIX = struct.Struct("<8sIII")
@@ -199,12 +201,74 @@ def rewrite(saved: Path, name: str, **changes: Any) -> Path:
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [10**9, 16], "offset": 0, "crc32": 0}]}, "outside"),
         ({"arrays": [{"name": "keys", "dtype": "O", "shape": [1], "offset": 0, "crc32": 0}]}, "dtype"),
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [-1], "offset": 0, "crc32": 0}]}, "outside"),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [[]], "offset": 0, "crc32": 0}]}, "arrays.shape"),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [2**70], "offset": 0, "crc32": 0}]}, "arrays.shape"),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [1.5], "offset": 0, "crc32": 0}]}, "arrays.shape"),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [1], "offset": 10**30, "crc32": 0}]}, "outside"),
+        ({"arrays": [7]}, "arrays.name"),
+        ({"keys": 10**30}, "sizes"),
+        ({"plain": {"nprobe": float("inf")}}, "index of kind 'ivf'|centroids"),
     ],
 )
 def test_headers_that_do_not_hold_together(saved: Path, changes: dict[str, Any], message: str) -> None:
     """A right checksum over wrong contents (another release, another program): named, not crashed on."""
     with pytest.raises(RetrievalAttentionError, match=message):
         load_index(rewrite(saved, "rewritten", **changes))
+
+
+def test_a_header_nested_without_end(saved: Path) -> None:
+    """Python's parser gives up with another error than for text that is no JSON."""
+    text = b"[" * 100_000
+    path = saved.with_name("nested")
+    path.write_bytes(PREFIX.pack(MAGIC, 1, len(text), zlib.crc32(text)) + text)
+    with pytest.raises(InputDataError, match="no JSON"):
+        load_index(path)
+
+
+def test_threads_save_to_one_path(tmp_path: Path) -> None:
+    """Their temporary file had one name for all of a process: a third of the saves failed."""
+    index, keys = build("flat", 60)
+    path = tmp_path / "index"
+
+    def save() -> None:
+        for _ in range(10):
+            save_index(path, index, keys, Format.BFLOAT16)
+
+    in_threads(save, save, save)
+    assert len(load_index(path).index) == 60
+    assert [one.name for one in tmp_path.iterdir()] == ["index"]
+
+
+def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
+    """Old files that nobody holds go; young ones, locked ones and other people's stay. Links are not followed."""
+    index, keys = build("flat", 60)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    left = {name: tmp_path / name for name in (".index.123.tmp", ".index.0abc.tmp", ".index.held.tmp", ".other.1.tmp")}
+    for path in left.values():
+        path.write_text("half")
+        os.utime(path, (1, 1))
+    os.utime(left[".index.0abc.tmp"])
+    link = tmp_path / f".index.{os.getpid()}.tmp"
+    link.symlink_to(victim)
+    with left[".index.held.tmp"].open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        save_index(tmp_path / "index", index, keys, Format.BFLOAT16)
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {"victim", "index", ".index.0abc.tmp", ".index.held.tmp", ".other.1.tmp", link.name}
+    assert victim.read_text() == "mine"
+
+
+def test_a_file_that_is_cut_while_it_is_used(tmp_path: Path) -> None:
+    """A map of it ends the process by SIGBUS; a copy in memory does not notice."""
+    index, keys = build("flat", 3000)
+    path = tmp_path / "index"
+    save_index(path, index, keys, Format.BFLOAT16)
+    queries = data()[2]
+    expected = index.search(queries, 5).ids
+    loaded = load_index(path, mapped=False, verify=False)
+    os.truncate(path, 4096)
+    assert np.array_equal(loaded.index.search(queries, 5).ids, expected)
 
 
 def test_the_wrong_context_is_refused(saved: Path, tmp_path: Path) -> None:

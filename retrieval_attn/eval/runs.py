@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from retrieval_attn.errors import InputDataError, RunFolderError
+from retrieval_attn.eval.parsed import parsed
 
 __all__ = ["RunFolder", "environment", "fingerprint", "read_rows", "utc_now", "write_atomically"]
 
+_SCORES = (int, float, type(None))
 CONFIG, ENVIRONMENT, ROWS = "config.json", "env.json", "predictions.jsonl"
 _PACKAGES = ("retrieval-attn", "torch", "transformers", "tokenizers", "numpy", "numba", "faiss-cpu")
 
@@ -41,15 +43,9 @@ def utc_now() -> str:
 
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace `path` as a whole: a reader or a crash sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    from retrieval_attn.index.replace import replace_file  # not above: it loads what help does without
+
+    replace_file(path, lambda file: file.write(data.encode() if isinstance(data, str) else data))
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -63,13 +59,15 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     rows = []
     for number, line in enumerate(data[:intact].splitlines(), start=1):
         try:
-            row = json.loads(line)
-            row["id"]
-        except (ValueError, TypeError, KeyError):
+            row = parsed(line)
+        except ValueError:
+            row = None
+        score = row.get("score") if isinstance(row, dict) else None
+        if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not isinstance(score, _SCORES):
             raise RunFolderError(
-                f"{path}, line {number}: needed a JSON object with an id, found {line[:60]!r};"
-                " remove this line or choose another folder"
-            ) from None
+                f"{path}, line {number}: needed a JSON object with an id that is text, and a score, if any, that is a "
+                f"number; found {line[:60]!r}; remove this line or choose another folder"
+            )
         rows.append(row)
     return rows, intact
 
@@ -104,7 +102,7 @@ class RunFolder:
                 )
             return
         found = _read_json(config_file)
-        if not isinstance(found, dict) or "fingerprint" not in found or "settings" not in found:
+        if not isinstance(found, dict) or "fingerprint" not in found or not isinstance(found.get("settings"), dict):
             raise RunFolderError(f"{config_file}: needed fingerprint and settings; choose another output folder")
         if found["fingerprint"] != fingerprint(settings):
             raise RunFolderError(
@@ -137,6 +135,8 @@ class RunFolder:
             _sync_folder(path)
             env_file = path / ENVIRONMENT
             starts = _read_json(env_file) if env_file.exists() else []
+            if not isinstance(starts, list):
+                raise RunFolderError(f"{env_file}: needed a list of starts; remove it or choose another output folder")
             starts.append({"started": utc_now(), **(start or {})})
             write_atomically(env_file, json.dumps(starts, indent=2, ensure_ascii=False) + "\n")
         except BaseException:
@@ -177,7 +177,10 @@ def load_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not (path / CONFIG).is_file() or not (path / ROWS).is_file():
         raise InputDataError(f"{path}: needed a results folder with {CONFIG} and {ROWS}; give the folder of a run")
     rows, _ = read_rows(path / ROWS)
-    return _read_json(path / CONFIG), list({row["id"]: row for row in rows}.values())
+    config = _read_json(path / CONFIG)
+    if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
+        raise RunFolderError(f"{path / CONFIG}: needed fingerprint and settings; give the folder of a run")
+    return config, list({row["id"]: row for row in rows}.values())
 
 
 def environment() -> dict[str, Any]:
@@ -203,9 +206,11 @@ def environment() -> dict[str, Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_bytes())
     except ValueError as error:
         raise RunFolderError(f"{path}: not JSON ({error}); choose another output folder") from None
+    except IsADirectoryError:
+        raise RunFolderError(f"{path}: needed a file, found a folder; choose another output folder") from None
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -89,6 +89,8 @@ def test_byte_order_mark_and_dos_line_ends_are_not_text(tmp_path: Path) -> None:
         ("a.jsonl", b"[1]\n", r"line 1: .*found list"),
         ("a.json", b'[{"text": "x"}, 4]', "item 2: .*found int"),
         ("a.json", b"{", "needed JSON"),
+        ("a.json", b"[" * 100_000, "needed JSON .*nested too deeply"),
+        ("a.jsonl", b'"fine"\n"a \\ud800 b"\n', "line 2: needed JSON .*surrogates"),
         ("a.txt", b"abc\xff", "byte 3 is not"),
         ("a.txt", b" \n ", "only empty documents"),
         ("a.jsonl", b"", "only empty documents"),

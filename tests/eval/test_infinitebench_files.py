@@ -268,6 +268,8 @@ def test_malformed_lines_are_named_and_nothing_is_lost(tmp_path: Path) -> None:
         ("longbook_choice_eng", {"options": OPTIONS[:3]}, r"options \(4, found 3\)"),
         ("longbook_choice_eng", {"answer": "the moon"}, "one of the options"),
         ("code_debug", {"options": ["e", "f", "g", 7]}, "options that are text"),
+        ("code_debug", {"options": 5}, "options that are text, in a list, found 5"),
+        ("passkey", {"context": "a \ud800 b"}, "not JSON .*surrogates"),
     ],
 )
 def test_fields_that_cannot_be_used_are_named(task: str, change: dict[str, Any], message: str) -> None:

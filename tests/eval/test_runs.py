@@ -50,7 +50,15 @@ def test_damaged_line_is_named(tmp_path: Path) -> None:
         RunFolder.open(tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize("line", ["[1]", "7", '{"score": 1}', "null"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[1]", "7", '{"score": 1}', "null", '{"id": []}', '{"id": 5}', '{"id": "a", "score": "1"}'),
+        '{"id": "\\ud800"}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:20],
+)
 def test_rows_need_an_id(tmp_path: Path, line: str) -> None:
     """JSON without an id would be a row that resume can never find."""
     (tmp_path / "rows").write_text(line + "\n")
@@ -85,6 +93,28 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(RunFolderError, match="found a file"):
         RunFolder.check(tmp_path / "thesis.tex", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("env.json", "{}", "env.json: needed a list of starts"),
+        ("config.json", "[]", "config.json: needed fingerprint and settings"),
+        ("config.json", '{"fingerprint": "a", "settings": 5}', "config.json: needed fingerprint and settings"),
+        ("config.json", "[" * 100_000, "config.json: not JSON"),
+        ("config.json", None, "config.json: needed a file, found a folder"),
+    ],
+)
+def test_other_contents_of_a_folder_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    with RunFolder.open(tmp_path, SETTINGS) as run:
+        run.append({"id": "a"})
+    (tmp_path / name).unlink()
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(RunFolderError, match=message):
+        RunFolder.open(tmp_path, SETTINGS)
 
 
 def test_check_creates_nothing(tmp_path: Path) -> None:

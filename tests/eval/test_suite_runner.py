@@ -144,6 +144,19 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "predictions.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("lost", ["score", "task", "position"])
+def test_rows_that_lack_a_field_are_named(tmp_path: Path, lost: str) -> None:
+    """They ended the report of all others with a traceback."""
+    make_run(n=1).execute({"a": Reader("a")}, tmp_path, SETTINGS, progress=False)
+    path = tmp_path / "predictions.jsonl"
+    first, *others = path.read_text().splitlines()
+    row = json.loads(first)
+    del row[lost]
+    path.write_text("\n".join([json.dumps(row), *others]) + "\n")
+    with pytest.raises(RunFolderError, match=f"the row '.*' lacks {lost}; remove it"):
+        make_run(n=1).execute({"a": Reader("a")}, tmp_path, SETTINGS, progress=False)
+
+
 def test_a_folder_can_grow(tmp_path: Path) -> None:
     """More samples, another task or method later: only the new answers are made."""
     make_run(n=2, positions=("inside",)).execute({"a": Reader("a")}, tmp_path, SETTINGS, progress=False)

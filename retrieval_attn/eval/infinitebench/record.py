@@ -15,6 +15,7 @@ from typing import Any
 
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.infinitebench.catalogue import CATALOGUE, GENERATED, TASKS
+from retrieval_attn.eval.parsed import parsed
 
 __all__ = ["DataFile", "Record", "answers_of", "parse_record"]
 
@@ -71,7 +72,7 @@ def answers_of(task: str, answer: Any, options: tuple[str, ...], where: str) -> 
 def parse_record(task: str, line: str, where: str) -> Record:
     """Record of one jsonl line.  Raises InputDataError that names `where` for anything missing or malformed."""
     try:
-        row = json.loads(line)
+        row = parsed(line)
     except ValueError as error:
         raise InputDataError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
@@ -82,9 +83,10 @@ def parse_record(task: str, line: str, where: str) -> Record:
     ]
     if "answer" not in row:
         missing.append("answer")
-    options = tuple(row.get("options") or ())
-    if not all(isinstance(option, str) for option in options):
-        raise InputDataError(f"{where}: needed options that are text, found {_short(list(options))}")
+    given = row.get("options") or []
+    if not isinstance(given, list) or not all(isinstance(option, str) for option in given):
+        raise InputDataError(f"{where}: needed options that are text, in a list, found {_short(given)}")
+    options = tuple(given)
     if CATALOGUE[task].choice and len(options) != 4:
         missing.append(f"options (4, found {len(options)})")
     if missing:

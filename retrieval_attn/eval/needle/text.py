@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.parsed import parsed
 
 __all__ = ["ANSWER_TOKENS", "MORE_ANSWER_TOKENS", "Drawn", "NeedleText", "depths_of"]
 
@@ -117,7 +117,7 @@ def _listed(text: str | None) -> list[str] | None:
     if text is None or not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
+        found = parsed(text)
     except ValueError as error:
         raise ConfigError(f"--needles {text!r}: needed a number or a JSON list of sentences ({error})") from None
     if not found or not all(isinstance(item, str) for item in found):

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.eval.parsed import parsed
 from retrieval_attn.eval.runs import write_atomically
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 
@@ -97,7 +98,7 @@ def _arrays(head: HeadRecording) -> dict[str, npt.NDArray[Any]]:
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parsed(path.read_bytes())
         version, heads, about = meta["version"], meta["heads"], meta["about"]
     except FileNotFoundError as error:
         raise InputDataError(f"{folder} holds no recording (meta.json is missing); make one with `record`") from error

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.eval.parsed import parsed
 
 __all__ = ["Question", "QuestionSource", "read_hotpotqa", "read_squad"]
 
@@ -149,7 +149,7 @@ def _load(path: Path) -> tuple[Any, str]:
     except OSError as error:
         raise InputDataError(f"{path}: needed a JSON file ({error.strerror}); check the path") from None
     try:
-        return json.loads(data), hashlib.sha256(data).hexdigest()
+        return parsed(data), hashlib.sha256(data).hexdigest()
     except ValueError as error:
         raise InputDataError(f"{path}: needed JSON ({error}); give the published file") from None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, RunFolderError
 from retrieval_attn.eval.baselines.reply import POSITIONS
 from retrieval_attn.eval.prompts import Prompt, PromptFormat, Prompts
 from retrieval_attn.eval.runs import RunFolder, utc_now, write_atomically
@@ -197,6 +197,12 @@ class SuiteRun:
 
     def _todo(self, out: RunFolder, methods: Sequence[str]) -> dict[int, set[tuple[int, str, str]]]:
         """Per block: (index, method, position) without a good row."""
+        for row in out.rows.values():
+            if lacking := _FIELDS - set(row) - ({"score"} if row.get("error") else set()):
+                raise RunFolderError(
+                    f"{out.path}: the row {row['id']!r} lacks {', '.join(sorted(lacking))}; remove it from "
+                    "predictions.jsonl, or choose another output folder"
+                )
         done = {_key(row) for row in out.rows.values() if not row.get("error")}
         return {
             number: {
@@ -313,6 +319,10 @@ def _release(method: Any) -> None:
     release = getattr(method, "release", None)
     if release is not None:
         release()
+
+
+_FIELDS = {"task", "length", "index", "method", "position", "score"}
+"""What a row must say to be counted; one of a failed answer has no score."""
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

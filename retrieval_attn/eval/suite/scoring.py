@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError, RunFolderError
 from retrieval_attn.eval.flags import check_matplotlib
+from retrieval_attn.eval.parsed import parsed
 from retrieval_attn.eval.runs import CONFIG, ENVIRONMENT, load_run
 from retrieval_attn.eval.suite.report import write_report
 from retrieval_attn.eval.suite.runner import score_fields
@@ -32,7 +32,13 @@ def score_again(folder: Path, suite: TaskSuite, *, plot: bool = True) -> int:
     scored = []
     for row in rows:
         if not row.get("error"):
-            row = {**row, **score_fields(suite, Row.from_dict({**row, "id": row["row_id"]}), row["response"])}
+            try:
+                row = {**row, **score_fields(suite, Row.from_dict({**row, "id": row["row_id"]}), row["response"])}
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RunFolderError(
+                    f"{folder}: the row {row['id']!r} is not one of {suite.name} ({error!r}); remove it from "
+                    "predictions.jsonl and run again"
+                ) from error
         scored.append(row)
     scorer = getattr(suite, "scorer", None)
     said = [*notes, *([f"scored again by the {scorer} rules"] if scorer else [])] if notes else None
@@ -61,8 +67,18 @@ def load_parts(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list
                 rows[row["id"]] = row
         environment = part / ENVIRONMENT
         if environment.is_file():
-            for start in json.loads(environment.read_text(encoding="utf-8")):
+            for start in _starts(environment):
                 notes += [note for note in start.get("notes", ()) if note not in notes]
     if not rows:
         raise InputDataError(f"{folder}: needed at least one row in predictions.jsonl, found none; run it first")
     return settings, list(rows.values()), notes
+
+
+def _starts(environment: Path) -> list[dict[str, Any]]:
+    try:
+        starts = parsed(environment.read_bytes())
+    except ValueError:
+        starts = None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise RunFolderError(f"{environment}: needed a list of starts; remove it")
+    return starts

@@ -7,7 +7,6 @@ The place of a needle is chosen in the text, through the tokenizer's offset map.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.eval.parsed import parsed
 
 __all__ = ["Haystack", "Placed", "encode_inside", "read_haystack", "sentence_ends", "shipped_prose"]
 
@@ -92,7 +92,7 @@ def _documents(file: Path) -> list[str]:
 
 def _load(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parsed(text)
     except ValueError as error:
         raise InputDataError(f"{where}: needed JSON ({error}); correct or remove it") from None
 

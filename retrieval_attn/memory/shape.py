@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
+from retrieval_attn.model.checkpoint import reason, require_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -83,6 +84,7 @@ def model_shape(source: Any, dtype: Any = None, quantization: str | None = None)
             raise ConfigError("quantization is for a model that is yet to be loaded; this one is. Leave it out.")
         return _of_model(unwrapped(source), dtype)
     config = load_config(source)
+    require_sizes(config, source if isinstance(source, str | Path) else config.model_type)
     name = str(source) if isinstance(source, str | Path) else (config.name_or_path or config.model_type)
     model = _on_meta(config)
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -117,10 +119,9 @@ def load_config(source: Any) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # a damaged file makes transformers raise nearly everything
         raise InputDataError(
-            f"model {source}: its config could not be read ({reason}); give a folder that has a "
+            f"model {source}: its config could not be read ({reason(error)}); give a folder that has a "
             "config.json, or the "
             "name of a model that is in the local hub cache (plan downloads nothing)."
         ) from error
@@ -263,4 +264,9 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     except ValueError as error:
         raise UnsupportedModelError(
             f"{config.model_type}: transformers has no causal language model of this type ({error})."
+        ) from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise InputDataError(
+            f"The config of {config.name_or_path or config.model_type!r} describes no model that can be built "
+            f"({reason(error)}); restore its config.json."
         ) from error

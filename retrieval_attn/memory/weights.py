@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.checkpoint import reason
 from retrieval_attn.model.quantization import GROUP, weight_format
 
 # Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
@@ -23,8 +24,11 @@ def stored_bytes(source: Any) -> int | None:
         return None
     index, single = Path(source) / "model.safetensors.index.json", Path(source) / "model.safetensors"
     if index.is_file():
-        total = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
-        return int(total) if total else None
+        try:
+            total = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+            return int(total) if total else None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InputDataError(f"{index} is damaged ({reason(error)}); restore it, or load another model.") from error
     return single.stat().st_size if single.is_file() else None
 
 

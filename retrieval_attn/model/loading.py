@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
+from retrieval_attn.model.checkpoint import reason, require_sizes
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -48,14 +50,23 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 
 def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
-    """factory.from_pretrained with a first message that says what is missing. Never runs a folder's own code."""
+    """factory.from_pretrained with a first message that says what is missing. Never runs a folder's own code.
+
+    Raises InputDataError for a folder that is missing, incomplete or damaged; what a machine lacks, such as memory or a
+    package, is raised as it is.
+    """
     try:
-        return factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
-    except (OSError, ValueError) as error:
+        found = factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
+    except (RetrievalAttentionError, ImportError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # damaged files make transformers and its readers raise nearly everything
         raise InputDataError(
-            f"No model could be loaded from {str(name_or_path)!r} ({str(error).strip().splitlines()[0]}). Give a "
+            f"No model could be loaded from {str(name_or_path)!r} ({reason(error)}). Give a "
             "folder with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."
         ) from error
+    if isinstance(found, PreTrainedConfig):
+        require_sizes(found, name_or_path)
+    return found
 
 
 def load_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -58,11 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
+        print(f"retrieval-attn {args.command}: {_about(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"retrieval-attn {args.command}: interrupted", file=sys.stderr)
         return 130
+
+
+def _about(error: OSError) -> str:
+    """One line: which file, what is wrong with it, what to do."""
+    if error.filename is None:
+        return f"{error}; see that the files and folders given are there, may be used, and have room"
+    cure = {
+        errno.ENOENT: "give one that is there",
+        errno.EACCES: "change its permissions, or give another one",
+        errno.EPERM: "change its permissions, or give another one",
+        errno.EROFS: "give a folder that can be written to",
+        errno.ENOSPC: "free some space, or give a folder on another disk",
+        errno.ENAMETOOLONG: "give a shorter name",
+    }.get(error.errno or 0, "give another file or folder")
+    name = str(error.filename)
+    return f"{name if len(name) <= 120 else name[:117] + '...'}: {error.strerror}; {cure}"
 
 
 if __name__ == "__main__":

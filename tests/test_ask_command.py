@@ -70,13 +70,17 @@ def test_standard_input_and_raw_text(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.txt", "Who?"], "No such file or directory: 'missing.txt'"),
-        (["folder", "Who?"], "Is a directory: 'folder'"),
+        (["missing.txt", "Who?"], "missing.txt: No such file or directory; give one that is there"),
+        (["folder", "Who?"], "folder: Is a directory; give another file"),
         (["x" * 300, "Who?"], "File name too long"),
         (["latin.txt", "Who?"], "latin.txt must be text in UTF-8, got byte 0xf6 at 3"),
         (["blank.txt", "Who?"], "must have some text, got 3 bytes"),
         (["good.txt", " "], "ask a non-empty question"),
         (["good.txt", "Who?", "--retrieve", "some"], "retrieve='some'"),
+        (["x" * 300, "Who?"], "...: File name too long; give a shorter name"),
+        (["good.txt/inside", "Who?"], "good.txt/inside: Not a directory; give another file"),
+        (["/proc/self/mem", "Who?"], "Input/output error"),
+        (["good.txt", "Who? " * 70_000], "0 cached and"),
         (["good.txt", "Who?", "--retrieve", "0"], "retrieve=0"),
         (["good.txt", "Who?", "--max-new-tokens", "many"], "--max-new-tokens='many' is not a number of tokens"),
         (["good.txt", "Who?", "--window", "-1"], "--window='-1'"),
@@ -103,6 +107,33 @@ def test_bad_input_is_one_line_and_status_2(
     said = [line for line in printed.err.splitlines() if line.startswith("retrieval-attn ask: ")]
     assert len(said) == 1 and message in said[0], printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("file/inside", "file/inside: Not a directory; give another file or folder"),
+        ("x" * 300, "File name too long; give a shorter name"),
+        ("/proc/nothing", "/proc/nothing: No such file or directory; give one that is there"),
+    ],
+)
+def test_folders_for_results_that_cannot_be_had(
+    folder: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["needle", "--output-dir", folder, "--lengths", "1k", "--depths", "50", "--methods", "flat"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """Of the output: one line, and no traceback when Python ends either."""
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--context", "2k"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "No space left on device" in done.stderr
 
 
 def test_chat_and_raw_exclude_each_other(document: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     config = Config(retrieve=_retrieve(args.retrieve), window=parse_tokens(args.window, "--window"), index=args.index)
 
     from retrieval_attn.answer import Sampling
+    from retrieval_attn.context import Context
     from retrieval_attn.llm import LLM
 
     most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
@@ -86,8 +87,14 @@ def run(args: argparse.Namespace) -> int:
     )
     what = "the bundled test model; --model names another" if args.model == "bundled" else name
     print(f"answered by {what}, on {llm.device}", file=sys.stderr)
+    context = Context(llm.model, llm.tokenizer, llm.config)
+    ids = context.template.context_ids(text)
+    asked = context.template.question_ids(args.question, args.raw)
+    if not asked:
+        raise InputDataError("QUESTION has no tokens; ask a non-empty question.")
+    context.cache.require_room(len(ids) + len(asked) + most)  # known before the text is read, which may take long
     started = time.perf_counter()
-    context = llm.read(text)
+    context.read(ids)
     read_seconds = time.perf_counter() - started
     with context.stream(args.question, sampling, raw=args.raw) as stream:
         for piece in stream:

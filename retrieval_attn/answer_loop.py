@@ -30,7 +30,7 @@ from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, fo
 from retrieval_attn.engine.prefill import abandon, finish_prefill
 from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready
-from retrieval_attn.errors import InputDataError
+from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
 
@@ -135,6 +135,7 @@ class AnswerLoop:
         with using_retrieval(self.model, cache.config.prefill_chunk):
             with _cancellable(cache, cancelled):
                 prompt = self.read(cache, batch)
+            _require_numbers(prompt.logits)
             prefill_seconds = time.perf_counter() - started
             emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, sampling.stop, on_text)
             choice = TokenChoice(
@@ -237,6 +238,15 @@ def _cancellable(cache: RetrievalCache, cancelled: threading.Event | None) -> It
         raise
     finally:
         cache.on_layer = None
+
+
+def _require_numbers(logits: Tensor) -> None:
+    """An answer chosen among NaN is the first token of the vocabulary, or nothing, without a word."""
+    if bool(torch.isnan(logits).any()):
+        raise UnsupportedModelError(
+            "The model's scores of the next token are NaN: its weights, or its keys and values, hold NaN or infinity. "
+            "Check the weights, or load them in a wider dtype such as bfloat16 or float32."
+        )
 
 
 def _before(text: str, stop: tuple[str, ...]) -> str:

@@ -3,6 +3,7 @@
     RetrievalAttentionError
     ├── ConfigError            an option is unknown, of the wrong type or out of range      (also ValueError)
     ├── ShapeError             arrays whose shape, dtype or layout a kernel cannot take      (also ValueError)
+    │   └── NotFiniteError     arrays with NaN or infinity where an index needs numbers
     ├── UnsupportedModelError  a model this package cannot run exactly, with its reason
     ├── UnsupportedMaskError   an attention mask that is not causal plus padding
     ├── ContextLengthError     more tokens than the model has positions for                  (also ValueError)
@@ -29,6 +30,10 @@ class ConfigError(RetrievalAttentionError, ValueError):
 
 class ShapeError(RetrievalAttentionError, ValueError):
     """Arrays whose shape, dtype or memory layout the called kernel cannot take."""
+
+
+class NotFiniteError(ShapeError):
+    """Keys or queries with NaN or infinity, for an index that cannot order those."""
 
 
 class UnsupportedModelError(RetrievalAttentionError):

@@ -293,6 +293,22 @@ def test_numbers_too_large_for_float16(which: str) -> None:
             run(model, cache, random_ids(1, 5))
 
 
+@pytest.mark.parametrize("index", ["auto", "flat"])
+def test_a_model_that_computes_nan(loaded: tuple[Any, Any], index: str) -> None:
+    """One key among 5,600: an error of the model's, with its layer or at its first token, not of an array's shape."""
+    model = build_model("llama", max_position_embeddings=8192)
+
+    def spoil(module: Any, given: Any, keys: torch.Tensor) -> torch.Tensor | None:
+        if keys.shape[1] < 3001:
+            return None
+        return keys.index_fill(1, torch.tensor([3000]), torch.nan)
+
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(spoil)
+    context = ra.Context(model, loaded[1], CONFIG, index=index)
+    with pytest.raises(UnsupportedModelError, match="Layer 0: the model computed keys|next token are NaN"):
+        context.read(random_ids(1, 5600)[0].tolist(), progress=False).continue_with([5, 6], max_new_tokens=2)
+
+
 def test_sampling_is_given_once_and_anywhere(context: ra.Context) -> None:
     """An object or keywords, wherever tokens are generated; both at once is an error, and so is another object."""
     sampling = ra.Sampling(max_new_tokens=3)

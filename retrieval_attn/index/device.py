@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ShapeError
+from retrieval_attn.errors import NotFiniteError
 from retrieval_attn.index.base import (
     DeviceBytes,
     HeadShape,
@@ -55,7 +55,7 @@ class KeyCodes(Protocol):
         """Bytes of codes and of room for more."""
 
     def add(self, keys: npt.NDArray[Any]) -> None:
-        """Code keys (n, head_dim), as stored, behind the others. Raises ShapeError if one is not finite."""
+        """Code keys (n, head_dim), as stored, behind the others. Raises NotFiniteError for NaN or infinity."""
 
     def cut(self, length: int) -> None:
         """Forget the codes from `length` on."""
@@ -85,7 +85,7 @@ class HostCodes:
     def add(self, keys: npt.NDArray[Any]) -> None:
         numbers = to_float32(keys, self._fmt)
         if not np.isfinite(numbers).all():
-            raise ShapeError(NOT_FINITE)
+            raise NotFiniteError(NOT_FINITE)
         self._codes = np.concatenate([self._codes, encode(self._space, numbers)])
 
     def cut(self, length: int) -> None:
@@ -164,7 +164,7 @@ class DeviceIndex(RunsIndex):
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
         """See KeyIndex.make. Without finite training queries codes keep what keys differ in most.
 
-        Raises ShapeError for keys that are not finite.
+        Raises NotFiniteError for keys that are not finite.
         """
         runs = KeyRuns(keys, fmt)
         dim = fmt.dim_of(keys)
@@ -174,7 +174,7 @@ class DeviceIndex(RunsIndex):
         identity = np.eye(dim, dtype=np.float32)
         sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
         if not np.isfinite(sample).all():
-            raise ShapeError(NOT_FINITE)
+            raise NotFiniteError(NOT_FINITE)
         known = sample if len(sample) else identity
         sides = learn_projection(rows if len(rows) else identity, known, dim)
         space = learn_space(sides, known, options.bytes_for(dim))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.errors import MemoryPlanError, ShapeError
+from retrieval_attn.errors import MemoryPlanError, NotFiniteError
 from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for
 from retrieval_attn.gpu.codes.search import name_keys
 from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS
@@ -119,7 +119,7 @@ class HeadCodes:
                 for rows in self._on_device(keys, device):
                     if not codes.add(rows):
                         codes.length = length
-                        raise ShapeError(NOT_FINITE)
+                        raise NotFiniteError(NOT_FINITE)
             except torch.OutOfMemoryError as error:
                 codes.length = length
                 raise _no_room(error) from error

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, RetrievalAttentionError
+from retrieval_attn.errors import (
+    CacheMismatchError,
+    MemoryPlanError,
+    NotFiniteError,
+    RetrievalAttentionError,
+    UnsupportedModelError,
+)
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.build import IndexBuild, event_now
 from retrieval_attn.offload.copy import KVCopy
@@ -156,6 +162,12 @@ class HostWork:
         """Do it; errors name the layer, and keep their class."""
         try:
             work()
+        except NotFiniteError as error:
+            raise UnsupportedModelError(
+                f"Layer {self._number}: the model computed keys that are NaN or infinite ({error}). Plain attention "
+                "answers with NaN there, too: check the weights, or load them in a wider dtype such as bfloat16 or "
+                "float32."
+            ) from error
         except RetrievalAttentionError as error:
             raise type(error)(f"Layer {self._number}: {error}") from error
         except MemoryError as error:

@@ -20,7 +20,7 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils, config
 
-from retrieval_attn.errors import InputDataError, ShapeError
+from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
 from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.kernels.dots import _offset, _row_address, _shuffled, intrinsic, scale_of, widen
 from retrieval_attn.index.memory import aligned_empty, one_layout
@@ -201,10 +201,10 @@ def encode_query(queries: npt.NDArray[np.float32], codes: Codes) -> CodedQueries
 
 
 def check_finite(bad: tuple[int, int], start: int) -> None:
-    """Raise ShapeError if there are bad = (how many, the first of them) rows of those with ids from `start` on."""
+    """Raise NotFiniteError if there are bad = (how many, the first of them) rows of those with ids from `start` on."""
     count, first = bad
     if count:
-        raise ShapeError(
+        raise NotFiniteError(
             f"keys to be coded must be finite, got {count} with NaN or infinity, the first at id {start + first}; "
             "leave them out or use index='flat' without codes"
         )

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.errors import ConfigError, NotFiniteError, ShapeError
 from retrieval_attn.index.base import (
     MAX_KEYS,
     HeadShape,
@@ -269,12 +269,12 @@ class RoarGraphIndex(RunsIndex):
 
 
 def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:
-    """Raise ShapeError for NaN or infinity, in blocks: float32 of all keys would be as large again."""
+    """Raise NotFiniteError for NaN or infinity, in blocks: float32 of all keys would be as large again."""
     for start in range(0, len(keys), 1 << 16):
         block = keys[start : start + (1 << 16)]
         bad = ~np.isfinite(to_float32(block, fmt)).all(axis=1)
         if bad.any():
-            raise ShapeError(
+            raise NotFiniteError(
                 f"keys must be finite, got {int(bad.sum())} with NaN or infinity, the first at id "
                 f"{first + start + int(bad.argmax())}; leave them out or use index='flat'"
             )

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
+from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
     DeviceBytes,
     HeadShape,
@@ -173,7 +173,7 @@ class SketchIndex(RunsIndex):
             raise ConfigError("sketch needs finite training queries, got none; pass queries (heads, m, head_dim)")
         sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
         if not np.isfinite(sample).all():
-            raise ShapeError("keys to be sketched must be finite; leave the others out or use index='flat'")
+            raise NotFiniteError("keys to be sketched must be finite; leave the others out or use index='flat'")
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
         sides = learn_projection(rows, known, dim)
         variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
@@ -347,7 +347,7 @@ def _coded(space: CodeSpace, arrays: list[npt.NDArray[Any]], fmt: Format) -> npt
     for array in arrays:
         rows, bad = code_rows(space, array, fmt)
         if bad >= 0:
-            raise ShapeError(_not_finite("one", before + bad))
+            raise NotFiniteError(_not_finite("one", before + bad))
         parts.append(rows)
         before += len(array)
     return parts[1] if len(arrays) == 1 else np.concatenate(parts)
@@ -363,7 +363,7 @@ def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:
 def _check_finite(numbers: npt.NDArray[np.float32], start: int, every: int) -> None:
     bad = np.flatnonzero(~np.isfinite(numbers).all(axis=1))
     if len(bad):
-        raise ShapeError(_not_finite(str(len(bad)), start + int(bad[0]) * every))
+        raise NotFiniteError(_not_finite(str(len(bad)), start + int(bad[0]) * every))
 
 
 def _not_finite(count: str, first: int) -> str:

@@ -1,24 +1,27 @@
-"""The host's part of a decode step, run eagerly: every row's query over what lies between its sinks and its window.
+"""The host's part of a step that runs eagerly, for one token or the many of a question: every row's queries over what
+lies between its sinks and its window.
 
-A captured step does the same through `engine/graph/host.py`.
+Where the device has codes of the keys, queries take the way of `coded_part.py`. A captured step does the same through
+`engine/graph/host.py`.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.coded_part import CodedPart, coded_range
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.sequence import distinct
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.host_attend import attend_paths, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries
 
@@ -31,25 +34,41 @@ class Scoring:
     softcap: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Shared:
-    """A path and the rows that share it: queries (q_heads, rows * new, head_dim) over tokens [start, stop)."""
+    """A path and the rows that share it, over tokens [start, stop)."""
 
     host: SequenceKV
     rows: list[int]
-    queries: np.ndarray[Any, Any]
     start: int
     stop: int
 
 
 class HostPart:
-    """Retrieved attention of query (batch, q_heads, new, head_dim) over the middle of every row."""
+    """Retrieved attention of query (batch, q_heads, new, head_dim) over the middle of every row: `begin`, `attend`."""
 
-    def __init__(self, held: HeldTokens, query: Tensor, scoring: Scoring) -> None:
-        self._scoring, self._device = scoring, query.device
+    def __init__(self, held: HeldTokens, query: Tensor, scoring: Scoring, spec: IndexSpec) -> None:
+        """spec: of the indexes."""
+        self._scoring, self._spec, self._query, self._device = scoring, spec, query, query.device
         batch, self._q_heads, self._new, _ = query.shape
-        self._shape = batch, self._q_heads, self._new
-        self._shared = _shared_paths(held, to_queries(query))
+        self._shape, self._rows = (batch, self._q_heads, self._new), list(range(batch))
+        self._shared = _shared_paths(held)
+        self._coded: list[tuple[_Shared, CodedPart]] = []
+        self._apart: dict[int | None, list[_Shared]] = {}
+
+    def begin(self, config: Config) -> None:
+        """Let the device search where it has codes: what follows until `attend` runs at the same time."""
+        for one in self._shared:
+            k = config.retrieve_count(one.stop - one.start)
+            over = None if k is None else coded_range(one.host, one.start, one.stop, k, self._spec)
+            if over is None:
+                # a share of the keys is another number for another length: one call per number
+                self._apart.setdefault(k, []).append(one)
+            else:
+                queries = self._stacked(self._query, one)
+                self._coded.append((one, CodedPart(over, queries, **vars(self._scoring))))
+        if self._coded:
+            self._coded[0][1].begin()
 
     def attend(self, config: Config, value_dim: int, stats: LayerStats) -> Partial:
         """The partial on the query's device: rows that share a path ask it together, all of them in one call.
@@ -57,30 +76,36 @@ class HostPart:
         A row with nothing between sinks and window gives out 0, lse -inf. Adds to `stats`.
         """
         began = time.perf_counter()
-        out = torch.zeros(*self._shape, value_dim, dtype=torch.float32)
-        lse = torch.full(self._shape, -torch.inf, dtype=torch.float32)
-        # a share of the keys is another number for another length: one call per number
-        groups: dict[int | None, list[_Shared]] = {}
-        for one in self._shared:
-            groups.setdefault(config.retrieve_count(one.stop - one.start), []).append(one)
-        for k, group in groups.items():
-            found = attend_paths(
+        if not self._coded and not self._apart:
+            self.begin(config)
+        out = torch.zeros(*self._shape, value_dim, dtype=torch.float32, device=self._device)
+        lse = torch.full(self._shape, -torch.inf, dtype=torch.float32, device=self._device)
+        for number, (one, part) in enumerate(self._coded):
+            for _, after in self._coded[number + 1 : number + 2]:
+                after.begin()
+            found, cost = part.finish()
+            self._place(one, found, (out, lse))
+            stats.keys_scanned += cost.keys_scanned
+            stats.bytes_read += cost.bytes_read
+            stats.search_seconds += cost.search_seconds
+            stats.attend_seconds += cost.attend_seconds
+        for k, group in self._apart.items():
+            answers = attend_paths(
                 [one.host for one in group],
-                [one.queries for one in group],
+                [self._stacked(self._host_query, one).numpy() for one in group],
                 [(one.start, one.stop) for one in group],
                 k,
                 scale=self._scoring.scale,
                 softcap=self._scoring.softcap,
             )
-            for one, part in zip(group, found, strict=True):
-                out[one.rows] = self._by_row(one, part.out).reshape(len(one.rows), *self._shape[1:], value_dim)
-                lse[one.rows] = self._by_row(one, part.lse).reshape(len(one.rows), *self._shape[1:])
-                stats.keys_scanned += part.keys_scanned
-                stats.bytes_read += part.bytes_read
-                stats.search_seconds += part.search_seconds
-                stats.attend_seconds += part.attend_seconds
+            for one, answer in zip(group, answers, strict=True):
+                self._place(one, Partial(*map(torch.from_numpy, (answer.out, answer.lse))), (out, lse))
+                stats.keys_scanned += answer.keys_scanned
+                stats.bytes_read += answer.bytes_read
+                stats.search_seconds += answer.search_seconds
+                stats.attend_seconds += answer.attend_seconds
         stats.host_seconds += time.perf_counter() - began
-        return Partial(out.to(self._device), lse.to(self._device))
+        return Partial(out, lse)
 
     def measure_mass(self, heads: int, static: Tensor, retrieved: Tensor, stats: LayerStats) -> None:
         """Add the share of exact attention's weight that sinks, window and retrieved keys have, for some heads.
@@ -92,28 +117,40 @@ class HostPart:
         chosen = [(first + i) % self._q_heads for i in range(min(heads, self._q_heads))]
         for one in self._shared:
             scale, softcap = self._scoring.scale, self._scoring.softcap
-            exact = exact_lse(one.host, one.queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
+            queries = self._stacked(self._host_query, one).numpy()
+            exact = exact_lse(one.host, queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
             middle = torch.from_numpy(exact).reshape(len(chosen), len(one.rows), self._new).transpose(0, 1)
             near = static[one.rows][:, chosen]
             share = torch.logaddexp(near, retrieved[one.rows][:, chosen]) - torch.logaddexp(near, middle)
             stats.mass += float(share.exp().sum())
             stats.mass_count += share.numel()
 
-    def _by_row(self, one: _Shared, answers: np.ndarray[Any, Any]) -> Tensor:
-        """(q_heads, rows * new, ...) -> (rows, q_heads, new, ...)."""
-        tensor = torch.from_numpy(answers)
-        return tensor.reshape(self._q_heads, len(one.rows), self._new, *tensor.shape[2:]).transpose(0, 1)
+    @cached_property
+    def _host_query(self) -> Tensor:
+        return torch.from_numpy(to_queries(self._query))
+
+    def _stacked(self, query: Tensor, one: _Shared) -> Tensor:
+        """The queries of the rows that share a path: (q_heads, rows * new, head_dim)."""
+        own = query if one.rows == self._rows else query[one.rows]
+        return own.transpose(0, 1).flatten(1, 2).contiguous()
+
+    def _place(self, one: _Shared, found: Partial, into: tuple[Tensor, Tensor]) -> None:
+        """Write answers (q_heads, rows * new, ...) to the rows that they belong to."""
+        for part, target in zip(found, into, strict=True):
+            rows = part.unflatten(1, (len(one.rows), self._new)).transpose(0, 1).to(target.device)
+            if one.rows == self._rows:
+                target.copy_(rows)  # indices would have to cross to the device
+            else:
+                target[one.rows] = rows
 
 
-def _shared_paths(held: HeldTokens, queries: np.ndarray[Any, Any]) -> list[_Shared]:
-    """queries (batch, q_heads, new, head_dim) float32 by path; rows with nothing to retrieve are left out."""
+def _shared_paths(held: HeldTokens) -> list[_Shared]:
+    """The rows by path; those with nothing to retrieve are left out."""
     hosts, ranges = held.hosts, held.ranges
     shared = []
     for host in distinct(hosts):
         rows = [row for row, other in enumerate(hosts) if other is host]
         start, stop = ranges[rows[0]]
         if stop > start:
-            q_heads, new = queries.shape[1:3]
-            stacked = queries[rows].transpose(1, 0, 2, 3).reshape(q_heads, len(rows) * new, -1)
-            shared.append(_Shared(host, rows, stacked, start, stop))
+            shared.append(_Shared(host, rows, start, stop))
     return shared

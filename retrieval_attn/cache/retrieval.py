@@ -117,10 +117,11 @@ class RetrievalLayer(CacheLayer):
         new = key.shape[2]
         held.append(key, value, self.batch.note_padding(spec.padding, self.columns, new))
         self._note_stored(new)
+        host = HostPart(held, query, scoring, self.index.spec)
+        host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
         static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
         if not held.retrieves:
             return static
-        host = HostPart(held, query, scoring)
         retrieved = host.attend(self.config, value.shape[3], self.stats)
         if self.mass_heads:
             host.measure_mass(self.mass_heads, static.lse, retrieved.lse, self.stats)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from retrieval_attn.cpu.attend import Partial, attend_ids_heads, attend_range_heads, check_score_options, merge_partials
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.segment import Hits, Segment
-from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.step.plan import LayerStep, total_cost
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError, ShapeError
@@ -23,7 +23,7 @@ from retrieval_attn.index.formats import Format, check_queries
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
 MAX_STEP_QUERIES = 64
-"""Queries of one key-value head up to which a step through the worker threads serves them."""
+"""Queries of one key-value head that a step through the worker threads serves at once; more take several steps."""
 
 
 class HostPartial(NamedTuple):
@@ -76,8 +76,9 @@ def attend_paths(
     """`attend_path` of several sequences at once: path i, queries[i] (q_heads, n, head_dim), tokens ranges[i].
 
     All heads of all paths are tasks of one step through the pool of worker threads, if their indexes have a compiled
-    search, queries are all of one shape, and few; else one path after the other, with Numba's threads. The paths must
-    be of equal heads, dims and format. Costs of a shared step are split evenly. Raises ShapeError, ConfigError.
+    search and queries are all of one shape; many queries take several steps. Else one path after the other, with
+    Numba's threads. The paths must be of equal heads, dims and format. Costs of a shared step are split evenly. Raises
+    ShapeError, ConfigError.
     """
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
         raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
@@ -107,20 +108,30 @@ def _step_paths(
     softcap: float | None,
     threads: int | None,
 ) -> list[HostPartial] | None:
-    """One step for all paths, or None where that cannot be done."""
+    """Steps for all paths, each for as many queries as it serves, or None where that cannot be done."""
     q_heads, n, _ = queries[0].shape
     if any(own.shape != queries[0].shape for own in queries):
         return None
-    step = _step_of(paths[0], len(paths))
-    if not plan_paths(step, paths, ranges, (q_heads, n), top_k, scale=scale, softcap=softcap, threads=threads):
+    first = paths[0]
+    step, at_once = _step_of(first, len(paths)), MAX_STEP_QUERIES // max(1, q_heads // first.num_kv_heads)
+    if not n or not at_once:
         return None
-    for row, own in enumerate(queries):
-        step.queries[row] = own
-    cost = step.run()
-    share = len(paths)
-    costs = cost.keys_scanned // share, cost.bytes_read // share
+    out = np.empty((len(paths), q_heads, n, first.value_dim), np.float32)
+    lse = np.empty((len(paths), q_heads, n), np.float32)
+    costs = []
+    for start in range(0, n, at_once):
+        part = slice(start, min(start + at_once, n))
+        shape = q_heads, part.stop - part.start
+        if not plan_paths(step, paths, ranges, shape, top_k, scale=scale, softcap=softcap, threads=threads):
+            return None
+        for row, own in enumerate(queries):
+            step.queries[row] = own[:, part]
+        costs.append(step.run())
+        out[:, :, part], lse[:, :, part] = step.out, step.lse
+    share, cost = len(paths), total_cost(costs)
+    work = cost.keys_scanned // share, cost.bytes_read // share
     seconds = cost.search_seconds / share, cost.attend_seconds / share
-    return [HostPartial(step.out[row].copy(), step.lse[row].copy(), *costs, *seconds) for row in range(share)]
+    return [HostPartial(out[row], lse[row], *work, *seconds) for row in range(share)]
 
 
 def plan_paths(

@@ -205,15 +205,16 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def prepare(cls, options: DeviceOptions, fmt: Format) -> bool:
-        """See KeyIndex.prepare. There is no compiled search but of candidates that a device names."""
+        """See KeyIndex.prepare. What a device does for a search, `gpu/codes/search.py` says."""
         prepare_candidates(fmt)
-        return False
+        exact_search(fmt)
+        return True
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        if request.candidates is None:
-            return None
         if not self.serves(request.k, request.visible):
             return exact_search(request.fmt)
+        if request.candidates is None:
+            return None
         return candidate_search(request, request.candidates, self.rescore_count(request.k))
 
     def device_codes(self, k: int, visible: int) -> Any:

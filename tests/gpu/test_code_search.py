@@ -16,7 +16,7 @@ from torch import Tensor
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, shared_scratch, size_class
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, shared_scratch, size_class
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
@@ -117,6 +117,27 @@ def test_the_best_are_named(device: str, dim: int, key_bytes: int, dtype: torch.
         slack = 2e-3 * float(scores.abs().max())
         sure = ranked.indices[:wanted][ranked.values[:wanted] > ranked.values[wanted - 1] + slack]
         assert set(sure.tolist()) <= set(found)
+
+
+@pytest.mark.parametrize("rows", [1000, 10, 3])
+def test_many_queries_in_blocks_and_turns(device: str, rows: int) -> None:
+    """Each gets what it gets alone, however many there are and however few have room at once."""
+    heads, members, wanted = 2, 37, 20
+    search, codes = search_of(device, [650, 649], group=1, dim=16, key_bytes=8, wanted=wanted)
+    shape, where = search.shape, torch.device(device)
+    ranges: list[tuple[DeviceCodes, int] | None] = [(codes[0], 650), (codes[1], 649)]
+    query = torch.randn(heads, members, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    many = question_search(heads, members + 3, shape, where)
+    many.bind(ranges)
+    ids = torch.full((heads * members, shape.room), 77, dtype=torch.int32, device=device)
+    scratch = Scratch(min(rows, heads * members), size_class(650), shape.room, where)
+    many.run(query.view(1, -1, 1, 16), ids, None, scratch, lambda function, *given: function(*given))
+    search.bind(ranges)
+    for member in (0, 9, 10, 31, 32, 36):
+        alone = named(search, query[:, member : member + 1])
+        for head in range(heads):
+            found = [number for number in ids[head * members + member].tolist() if number >= 0]
+            assert found == alone[head]
 
 
 def test_rows_without_codes_and_places(device: str) -> None:

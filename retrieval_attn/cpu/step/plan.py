@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,12 @@ class StepCost(NamedTuple):
     bytes_read: int
 
 
+def total_cost(costs: Iterable[StepCost]) -> StepCost:
+    """What several steps cost together."""
+    sums = [sum(column) for column in zip(StepCost(0.0, 0.0, 0, 0), *costs, strict=True)]
+    return StepCost(float(sums[0]), float(sums[1]), int(sums[2]), int(sums[3]))
+
+
 class StepBuffers(NamedTuple):
     """Memory that a step reads and writes, from outside: it keeps its place however often the step is planned.
 
@@ -79,7 +85,7 @@ class LayerStep:
     """(rows, kv_heads * group, n) float32, natural logarithms; -inf where there was no token. See `out`."""
 
     def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0, buffers: StepBuffers | None = None) -> None:
-        """A step without a plan. layer: named in errors. Compiles the step for `fmt`, or loads it.
+        """A step without a plan. layer: named in errors, may be set anew. Compiles the step for `fmt`, or loads it.
 
         buffers: where queries are read and results written (page-locked memory that a device copies from and to);
         None: memory of its own, new at every plan that changes shapes.
@@ -87,7 +93,7 @@ class LayerStep:
         self.pool = pool
         self._buffers = buffers
         self._fmt = fmt
-        self._layer = layer
+        self.layer = layer
         words = aligned_empty((STEP.itemsize // 8,), np.int64) if buffers is None else buffers.descriptor
         if buffers is None:
             words[:] = 0
@@ -281,7 +287,7 @@ class LayerStep:
             entry, query = int(self._tables.tasks["entry"][task]), None
         else:
             entry, query = divmod(task - searches, int(self._step["queries"][0]))
-        where = f"layer {self._layer}, sequence {entry // self._heads}, key-value head {entry % self._heads}"
+        where = f"layer {self.layer}, sequence {entry // self._heads}, key-value head {entry % self._heads}"
         if query is not None:
             where += f", query {query} of its group"
         raise BackendError(f"{where}: {_MESSAGES.get(code, f'unknown error {code}')}")

@@ -76,7 +76,7 @@ def make_tables(
     entries = np.zeros(len(rows) * heads, ENTRY)
     ranges: list[tuple[int, ...]] = []
     searches: list[CompiledSearch] = []
-    tasks: list[tuple[int, int, tuple[int, ...]]] = []
+    tasks: list[npt.NDArray[np.int64]] = []
     for row, own in enumerate(rows):
         for head in range(heads):
             entry = row * heads + head
@@ -95,26 +95,42 @@ def make_tables(
                 number = len(ranges)
                 if search.by_query:
                     parts = max(1, min(request.parts // queries, search.max_parts))
-                    for i in range(parts * queries):
-                        tasks.append((-1, entry, (entry, number, i, parts, lists + i // queries)))
-                    count += parts * queries
+                    place = np.arange(parts * queries)
+                    tasks.append(_task_rows(place, -1, entry, number, place, parts, lists + place // queries))
                 else:
                     if search.first_task:
-                        tasks.append((-1, entry, (entry, number, -1, 1, 0)))
+                        tasks.append(_task_rows(np.zeros(1), -1, entry, number, -1, 1, 0))
                         count += 1
                     parts = request.parts_of(piece, search.part_tokens)
-                    for part in range(parts):
-                        # all heads' first parts first: what they find lets later parts drop most of their keys
-                        tasks.append((part, entry, (entry, number, part, parts, lists + part)))
-                    count += parts
+                    place = np.arange(parts)
+                    # all heads' first parts first: what they find lets later parts drop most of their keys
+                    tasks.append(_task_rows(place, place, entry, number, place, parts, lists + place))
+                count += len(place)
                 lists += parts
                 keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
                 tokens = piece.low, piece.high, piece.first
                 ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept))
                 searches.append(search)
             entries[entry] = lists, first_range, len(own), count
-    ordered = [task for _, _, task in sorted(tasks)]
-    return Tables(entries, _records(ranges, RANGE), _records(ordered, TASK), searches)
+    return Tables(entries, _records(ranges, RANGE), _ordered(tasks), searches)
+
+
+def _task_rows(like: npt.NDArray[Any], *columns: Any) -> npt.NDArray[np.int64]:
+    """(len(like), 1 + fields of TASK) int64: the turn that a task takes, then the task."""
+    rows = np.empty((len(like), len(columns)), np.int64)
+    for column, values in enumerate(columns):
+        rows[:, column] = values
+    return rows
+
+
+def _ordered(tasks: list[npt.NDArray[np.int64]]) -> npt.NDArray[Any]:
+    """Tasks of all heads by their turns, those of a head together."""
+    fields = len(TASK.names or ())
+    rows = np.concatenate([np.empty((0, 1 + fields), np.int64), *tasks])
+    order = np.lexsort((rows[:, 1], rows[:, 0]))  # stable
+    array = aligned_empty((len(rows),), TASK)
+    array.view(np.int64).reshape(len(rows), fields)[:] = rows[order, 1:]
+    return array
 
 
 def _records(rows: list[tuple[int, ...]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

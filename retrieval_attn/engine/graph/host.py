@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.coded_part import coded_pieces, head_codes
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
@@ -176,16 +177,12 @@ def _code_ranges(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> li
     heads = next(len(piece.keys) for pieces in step.rows for piece in pieces)
     ranges: list[CodeRange | None] = [None] * (heads * sum(map(len, rows_of)))
     for members, pieces in zip(rows_of, step.rows, strict=True):
-        coded = [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
+        coded = coded_pieces(pieces)
         if len(coded) > 1:
             raise CaptureError("a sequence has codes of several segments on the device")
         for piece in coded:
-            stop = piece.high - piece.index_first
-            for head, index in enumerate(piece.indexes or ()):
-                codes = index.device_codes(retrieve, stop) if piece.low == piece.index_first else None
-                if codes is not None:
-                    for row in members:
-                        ranges[row * heads + head] = codes, stop
+            for row in members:
+                ranges[row * heads : (row + 1) * heads] = head_codes(piece, retrieve)
     return ranges
 
 

@@ -167,7 +167,11 @@ class WindowCache:
         """
         used = slice(*self.span)
         key, value = self._key[:, :, used], self._value[:, :, used]
-        mask = _visible(query.shape[2], self.sink_len + self.tail_len, reach, self.valid, query.device)
+        tokens = self.sink_len + self.tail_len
+        if self.valid is None and (reach is None or tokens <= reach):
+            # the queries' own tokens are the last: kernels know that without a mask
+            return attend(query, key, value, scale=scale, causal=True, softcap=softcap)
+        mask = _visible(query.shape[2], tokens, reach, self.valid, query.device)
         return attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
 
     def clone(self) -> WindowCache:

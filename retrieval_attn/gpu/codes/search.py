@@ -1,17 +1,18 @@
-"""The scan of a layer's codes inside a captured step: which keys the host should score for each query.
+"""The scan of a layer's codes: which keys the host should score for each query of a step, or of a question.
 
 Where the codes lie and how many there are is read from a table in device memory, so one graph serves whatever context
 is bound. Three kernels (`search_triton.py`): queries are projected to whole numbers; all codes are scored, and the best
 score of every group of neighbours is kept; the groups that may hold one of the k best keys are picked, and of those the
 keys. A threshold is found by cutting its range, so a few keys more than k are named, `room` at most, and the same ones
-at every run.
+at every run. Queries of one key-value head go through the kernels in blocks and, where scratch memory has no room for
+the scores of all, in turns: the kernels are compiled alike for any number of queries.
 
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,15 @@ MIN_CLASS = 4096
 """Keys that scratch memory is made for, at least."""
 MIN_WIDTH = 32
 """Numbers that a matrix instruction of bytes takes at a time."""
+
+SMALL_BLOCK, BLOCK = 8, 32
+"""Queries of a key-value head that a program scores at a time: of one token, where they are that few, and of many."""
+WIDE_KEY = 192
+"""Bytes per key from which on a program has room for the smaller block only."""
+MAX_NUMBERS = 1 << 16
+"""Numbers among which a kernel can find a threshold: it counts in 16 bits."""
+QUESTION_SCORES = 512 << 20
+"""Bytes of scores at most, of the queries that are searched at once outside a captured step."""
 
 CodeRange = tuple[DeviceCodes, int]
 """Codes and how many of them count."""
@@ -61,15 +71,42 @@ class Scratch:
 
     def __init__(self, queries: int, max_keys: int, room: int, device: torch.device) -> None:
         """max_keys: per query, a power of 2 as `size_class` gives it. room: as in `CodeShape`."""
-        self.max_keys = max_keys
+        self.queries, self.max_keys = queries, max_keys
         self.picked = _power(room)
         self.group = MIN_GROUP
         while self.group**2 * self.picked < max_keys // 2:  # both the groups and the keys of those picked fit a tile
             self.group *= 2
+        while self.group > 1 and self.picked * self.group >= MAX_NUMBERS:
+            self.group //= 2
         self.scores = torch.empty(queries, max_keys, dtype=torch.float32, device=device)
         self.best = torch.empty(queries, max_keys // self.group, dtype=torch.float32, device=device)
         self.groups = torch.empty(queries, self.picked, dtype=torch.int32, device=device)
         self.hits = torch.empty(queries, room, dtype=torch.int32, device=device)
+
+    @property
+    def suits_kernels(self) -> bool:
+        """Whether kernels can pick among so many: all the groups' best scores, and all keys of the groups picked."""
+        return max(self.max_keys // self.group, self.picked * self.group) < MAX_NUMBERS
+
+    def turns(self, entries: int, members: int) -> Iterator[Turn]:
+        """All `members` queries of each of `entries` key-value heads, as many at a time as there is room for."""
+        if self.queries >= members:
+            at_once = self.queries // members
+            for entry in range(0, entries, at_once):
+                yield Turn(entry, min(at_once, entries - entry), 0, members)
+            return
+        for entry in range(entries):
+            for member in range(0, members, self.queries):
+                yield Turn(entry, 1, member, min(self.queries, members - member))
+
+
+class Turn(NamedTuple):
+    """Queries that are searched at once: `members` from `first_member` on of each of `entries` key-value heads."""
+
+    first_entry: int
+    entries: int
+    first_member: int
+    members: int
 
 
 def size_class(keys: int) -> int:
@@ -81,14 +118,27 @@ class CodeSearch:
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
     planes (queries, 4, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
+    block: queries that a program scores at a time.
     """
 
-    def __init__(self, batch: int, q_heads: int, kv_heads: int, shape: CodeShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: int,
+        q_heads: int,
+        kv_heads: int,
+        shape: CodeShape,
+        device: torch.device,
+        *,
+        block: int | None = None,
+    ) -> None:
+        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: what suits so many."""
         self.shape, self.kv_heads = shape, kv_heads
         self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
         self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
         # zeros where the kernel does not write: padding up to the width of a matrix instruction counts nothing
         width = max(MIN_WIDTH, _power(shape.num_8bit + shape.num_4bit // 2))
+        chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
+        self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
         self.factors = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
 
@@ -120,10 +170,11 @@ class CodeSearch:
     ) -> None:
         """Name keys for query (batch, q_heads, 1, head_dim) in ids (batch * q_heads, room) int32; -1: no more.
 
+        Fewer q_heads than it was made for will do, if they are a multiple of kv_heads.
         places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
         function that finds its arguments anew at every replay.
         """
-        kernels = kernels_for(query, "codes.search_triton")
+        kernels = kernels_for(query, "codes.search_triton") if scratch.suits_kernels else None
         if kernels is not None:
             kernels.search(self, query, ids, places, scratch)
         else:
@@ -155,12 +206,51 @@ def name_keys(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
     query whose scores are not finite.
     """
     shape = CodeShape(codes.space.num_8bit, codes.space.num_4bit, k)
-    ids = torch.full((len(queries), shape.room), -1, dtype=torch.int32, device=queries.device)
-    search = CodeSearch(1, len(queries), 1, shape, queries.device)
+    ids = torch.empty((len(queries), shape.room), dtype=torch.int32, device=queries.device)
+    search = question_search(1, len(queries), shape, queries.device)
     search.bind([(codes, stop)])
-    scratch = Scratch(len(queries), size_class(stop), shape.room, queries.device)
-    search.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
+    search.name(queries, ids)
     return ids
+
+
+class QuestionSearch(CodeSearch):
+    """The search for queries of many tokens, outside a capture: `name` in place of `run`."""
+
+    def name(self, queries: Tensor, ids: Tensor) -> None:
+        """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does."""
+        scratch = question_scratch(len(queries), self.max_keys, self.shape.room, queries.device)
+        self.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
+
+
+def question_search(kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> QuestionSearch:
+    """A search for up to `members` queries of each key-value head."""
+    return QuestionSearch(1, kv_heads * members, kv_heads, shape, device, block=BLOCK)
+
+
+def question_scratch(queries: int, keys: int, room: int, device: torch.device) -> Scratch:
+    """Scratch memory for `queries` queries over `keys` keys each, or for as many as may be searched at once.
+
+    Fewer where the device has no room for more.
+    """
+    max_keys = size_class(keys)
+    at_once = min(queries, max(1, QUESTION_SCORES // (4 * max_keys)))
+    while True:
+        try:
+            return Scratch(at_once, max_keys, room, device)
+        except torch.OutOfMemoryError:
+            if at_once == 1:
+                raise
+            at_once = -(-at_once // 2)
+
+
+def prepare_questions(shape: CodeShape, head_dim: int, keys: int, device: torch.device) -> None:
+    """Compile, or load, what `QuestionSearch` runs for any queries of `head_dim` numbers over so many keys."""
+    search = question_search(1, 1, shape, device)
+    search.bind([None])
+    query = torch.zeros(1, 1, 1, head_dim, device=device)
+    ids = torch.empty((1, shape.room), dtype=torch.int32, device=device)
+    scratch = question_scratch(1, keys, shape.room, device)
+    search.run(query, ids, None, scratch, lambda function, *arguments: function(*arguments))
 
 
 def shared_scratch(kept: dict[Any, Scratch], queries: int, max_keys: int, room: int, device: torch.device) -> Scratch:

@@ -25,13 +25,13 @@ MAX_ROUNDS = 24
 FINE = 254
 """Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MIN_TILE = 16
-"""Smallest tile of a matrix instruction, in every direction."""
+TILE_BYTES = 48 << 10
+"""Codes on their way that a program holds at most: what else it shares then fits the 99 KiB of the smallest cards."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_b", "q_heads", "members"])
 def _project_kernel(
-    query, table, planes, factors, query_b, query_h, q_heads, kv_heads, dim, rank,
+    query, table, planes, factors, query_b, query_h, q_heads, members, dim, rank,
     WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     FINE: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def _project_kernel(
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
-    words = table + (row * kv_heads + head // (q_heads // kv_heads)).to(tl.int64) * WORDS
+    words = table + (i // members).to(tl.int64) * WORDS
     column, number = tl.arange(0, D), tl.arange(0, R)
     used = tl.load(words + 2) > 0
     # an address out of the table: the graph was captured for no cache in particular
@@ -80,29 +80,34 @@ def _halves(codes, keep, FAST: tl.constexpr):
     return codes & keep, (codes >> 4) & 15
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _score_kernel(
-    planes, factors, table, scores, best, kv_heads, group, max_keys,
+    planes, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
     GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """scores[query] of all codes of the query's head, and the best of every GROUP of them."""
-    entry, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    """scores of all codes of an entry for `count` of its `members` queries, and the best of every GROUP of them.
+
+    A program has G of the queries: how many there are is no matter of the compiled code.
+    """
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    entry, block = first_entry + tl.program_id(0), tl.program_id(2) * G
     words = table + entry.to(tl.int64) * WORDS
     length = tl.load(words + 2)
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
     # the two planes of a head's queries are columns of one product: codes are loaded once, for the whole group
     k, column, member = tl.arange(0, K), tl.arange(0, 2 * G), tl.arange(0, G)
-    query = entry.to(tl.int64) * group + column % G
+    query = entry.to(tl.int64) * members + first_member + block + column % G
     own = planes + query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
-    lower_planes = tl.load(own, mask=(column % G < group)[None, :], other=0)
-    upper_planes = tl.load(own + 2 * K, mask=(column % G < group)[None, :], other=0)
+    lower_planes = tl.load(own, mask=(block + column % G < count)[None, :], other=0)
+    upper_planes = tl.load(own + 2 * K, mask=(block + column % G < count)[None, :], other=0)
     # of 8-bit numbers the upper halves come along, too: they meet planes of zeros
     keep = tl.where(k < NUM_8BIT, -1, 15).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
     plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, :, None]
-    in_group = member < group
-    query = entry.to(tl.int64) * group + member
+    in_group = block + member < count
+    query = entry.to(tl.int64) * members + first_member + block + member
     factor = tl.load(factors + query, mask=in_group, other=1.0)
+    query = tl.program_id(0).to(tl.int64) * count + block + member  # scratch has rows for the queries of this turn
     # the grid is captured, the length is not: so many programs share whatever keys there are now
     for start in range(program * N, length, programs * N):
         key = start + tl.arange(0, N)
@@ -145,9 +150,10 @@ def _threshold(values, inside, k, enough, ROUNDS: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _pick_kernel(
-    table, scores, best, groups, hits, places, ids, k, enough_groups, enough, room, q_heads, kv_heads, max_keys,
+    table, scores, best, groups, hits, places, ids, k, enough_groups, enough, room,
+    members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
     HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
@@ -157,15 +163,15 @@ def _pick_kernel(
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)
-    words = table + (i // q_heads * kv_heads + i % q_heads // (q_heads // kv_heads)).to(tl.int64) * WORDS
-    count = tl.cdiv(tl.load(words + 2), GROUP)
-    row = at
+    entry = (first_entry + i // count).to(tl.int64)
+    length = tl.cdiv(tl.load(table + entry * WORDS + 2), GROUP)
+    row = entry * members + first_member + i % count
     if HAS_PLACES:
-        row = tl.load(places + i).to(tl.int64)
+        row = tl.load(places + row).to(tl.int64)
 
     number = tl.arange(0, GROUPS)
-    values = tl.load(best + at * (max_keys // GROUP) + number, mask=number < count, other=-float("inf"))
-    inside = (number < count) & (values > -float("inf"))
+    values = tl.load(best + at * (max_keys // GROUP) + number, mask=number < length, other=-float("inf"))
+    inside = (number < length) & (values > -float("inf"))
     chosen = inside & (values >= _threshold(values, inside, k, enough_groups, ROUNDS))
     # places by a running sum, not by an atomic counter: the order is the same at every run
     place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
@@ -193,31 +199,33 @@ def _pick_kernel(
 def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch) -> None:
     """See `CodeSearch.run`."""
     batch, q_heads, _, dim = query.shape
-    kv_heads, shape = search.kv_heads, search.shape
-    entries, group = batch * kv_heads, q_heads // kv_heads
-    queries, rank, enough = batch * q_heads, shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
-    max_keys, size = scratch.max_keys, scratch.group
-    width = search.planes.shape[2]
-    _project_kernel[(queries,)](
+    shape, group, width = search.shape, scratch.group, search.planes.shape[2]
+    entries, members = batch * search.kv_heads, q_heads // search.kv_heads
+    rank, enough = shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
+    _project_kernel[(batch * q_heads,)](
         query, search.table, search.planes, search.factors,
-        query.stride(0), query.stride(1), q_heads, kv_heads, dim, rank,
+        query.stride(0), query.stride(1), q_heads, members, dim, rank,
         WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
         R=triton.next_power_of_2(rank), FINE=FINE, num_warps=8,
     )  # fmt: skip
-    _score_kernel[(entries, max(1, min(PROGRAMS // entries, max_keys // BLOCK_KEYS)))](
-        search.planes, search.factors, search.table, scratch.scores, scratch.best, kv_heads, group, max_keys,
-        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, BYTES=shape.num_8bit + shape.num_4bit // 2, K=width, N=BLOCK_KEYS,
-        G=max(MIN_TILE // 2, triton.next_power_of_2(group)), GROUP=size, FINE=FINE, FAST=not INTERPRETED,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    _pick_kernel[(queries,)](
-        search.table, scratch.scores, scratch.best, scratch.groups, scratch.hits,
-        scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
-        shape.room, q_heads, kv_heads, max_keys,
-        WORDS=TABLE_WORDS, GROUP=size, GROUPS=max_keys // size, PICKED=scratch.picked,
-        ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
-        num_warps=_warps(max(max_keys // size, scratch.picked * size)),
-    )  # fmt: skip
+    for turn in scratch.turns(entries, members):
+        blocks = triton.cdiv(turn.members, search.block)
+        programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
+        _score_kernel[(turn.entries, programs, blocks)](
+            search.planes, search.factors, search.table, scratch.scores, scratch.best,
+            members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
+            WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, BYTES=shape.num_8bit + shape.num_4bit // 2, K=width,
+            N=BLOCK_KEYS, G=search.block, GROUP=group, FINE=FINE, FAST=not INTERPRETED,
+            num_warps=4, num_stages=max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))),
+        )  # fmt: skip
+        _pick_kernel[(turn.entries * turn.members,)](
+            search.table, scratch.scores, scratch.best, scratch.groups, scratch.hits,
+            scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
+            shape.room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
+            WORDS=TABLE_WORDS, GROUP=group, GROUPS=scratch.max_keys // group, PICKED=scratch.picked,
+            ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
+            num_warps=_warps(max(scratch.max_keys // group, scratch.picked * group)),
+        )  # fmt: skip
 
 
 def _warps(numbers: int) -> int:

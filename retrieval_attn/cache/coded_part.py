@@ -1,0 +1,292 @@
+"""Retrieved attention over a path whose keys have codes on the device, for the queries of any number of tokens.
+
+The device names keys by their codes, the host scores those exactly and attends (`index/device.py`). Queries go through
+both in chunks: while the host works on one, the device searches the next. All heads of a layer are in a chunk, and
+nothing is compiled for a number of queries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.host_attend import step_pieces
+from retrieval_attn.cpu.pool import Pool, default_pool
+from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers, StepCost, total_cost
+from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.codes.search import (
+    CodeRange,
+    CodeShape,
+    QuestionSearch,
+    prepare_questions,
+    question_search,
+    size_class,
+)
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.index.task.descriptor import METER_WORDS, WORDS
+from retrieval_attn.offload.staging import pinned
+
+MOST_QUERIES = 256
+"""Queries of one key-value head in a chunk at most."""
+LEAST_QUERIES = 32
+"""The same of a chunk that is not cut in two: a step of fewer would not keep the threads busy."""
+MOST_CANDIDATES = 16 << 20
+"""Keys that are named in a chunk at most."""
+
+
+@dataclass(frozen=True)
+class CodedRange:
+    """Tokens [start, stop) of a path, of which those of one piece are coded on the device.
+
+    pieces: of the path, as a step takes them. codes: of each key-value head. k: keys that each query attends to.
+    """
+
+    path: SequenceKV
+    pieces: list[SearchRange]
+    codes: list[CodeRange | None]
+    shape: CodeShape
+    k: int
+
+
+def coded_range(path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec) -> CodedRange | None:
+    """What the codes on the device say of tokens [start, stop); None where they do not serve a search for the best k.
+
+    Not where a path has codes of several segments, either. spec: of the path's indexes.
+    """
+    shape = spec.code_shape(path.head_dim, k)
+    if shape is None:
+        return None
+    pieces = step_pieces(path, start, stop)
+    coded = coded_pieces(pieces)
+    codes = head_codes(coded[0], k) if len(coded) == 1 else []
+    if not any(codes):
+        return None
+    return CodedRange(path, pieces, codes, CodeShape(*shape), k)
+
+
+def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
+    """The pieces whose keys may be coded on a device."""
+    return [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
+
+
+def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
+    """The codes of each key-value head of a piece; None: its search for the best k needs none."""
+    stop = piece.high - piece.index_first
+    if piece.low != piece.index_first:
+        return [None for _ in piece.indexes or ()]
+    found = [index.device_codes(k, stop) for index in piece.indexes or ()]
+    return [None if codes is None else (codes, stop) for codes in found]
+
+
+class QuestionShape(NamedTuple):
+    """What the memory of a question's chunks is made for."""
+
+    device: torch.device
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    fmt: Format
+    codes: CodeShape
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key-value head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def most(self) -> int:
+        """Positions of a chunk at most."""
+        by_candidates = MOST_CANDIDATES // (self.q_heads * self.codes.room)
+        return max(1, min(MOST_QUERIES // self.group, by_candidates))
+
+    def chunk(self, positions: int) -> int:
+        """Positions of a chunk: half of all, so that host and device work at the same time, where that is enough."""
+        return min(self.most, max(-(-positions // 2), LEAST_QUERIES // self.group, 1))
+
+
+def prepare_coded(config: Config, spec: IndexSpec, head_dim: int, tokens: int, device: torch.device) -> None:
+    """Compile, or load, what the device runs for questions about a context of so many tokens.
+
+    Nothing to do without codes on a CUDA device, or where a share of the keys is retrieved: that is another number for
+    every length.
+    """
+    k = config.retrieve
+    shape = None if isinstance(k, float | str) else spec.code_shape(head_dim, k)
+    if shape is None or device.type != "cuda":
+        return
+    coded = max(1, tokens - config.sink - config.window - config.spill)
+    with torch.inference_mode(False), torch.no_grad(), _on(device):
+        for keys in {size_class(coded), size_class(tokens)}:
+            prepare_questions(CodeShape(*shape), head_dim, keys, device)
+
+
+class CodedPart:
+    """Attention of queries (q_heads, positions, head_dim) on a device over a `CodedRange`: `begin`, then `finish`."""
+
+    def __init__(self, over: CodedRange, queries: Tensor, *, scale: float, softcap: float | None) -> None:
+        path = over.path
+        heads = queries.shape[0], path.num_kv_heads, path.head_dim, path.value_dim
+        shape = QuestionShape(queries.device, *heads, path.fmt, over.shape)
+        self._over, self._queries, self._scale, self._softcap = over, queries.float(), scale, softcap
+        self._pool = default_pool() if path.pool is None else path.pool
+        self._shape = shape
+        self._desk: _Desk | None = None
+        size = shape.chunk(queries.shape[1])
+        self._chunks = [slice(at, min(at + size, queries.shape[1])) for at in range(0, queries.shape[1], size)]
+
+    def begin(self) -> None:
+        """Let the device search for the first queries; at most once, before `finish`."""
+        if self._desk is None and self._chunks:
+            self._desk = _Desk.take(self._shape, self._pool)
+            self._desk.search.bind(self._over.codes)
+            self._send(0)
+
+    def finish(self) -> tuple[Partial, StepCost]:
+        """out (q_heads, positions, value_dim) and lse (q_heads, positions), float32 on the device, and the cost.
+
+        Raises BackendError, with the layer and head named, if a search failed.
+        """
+        self.begin()
+        shape, device = self._queries.shape[:2], self._queries.device
+        out = torch.empty(*shape, self._shape.value_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        if self._desk is None:
+            return Partial(out, lse), total_cost([])
+        costs = []
+        try:
+            for number, part in enumerate(self._chunks):
+                if number + 1 < len(self._chunks):
+                    self._send(number + 1)
+                slot = self._desk.slots[number % 2]
+                costs.append(self._run(slot, part.stop - part.start))
+                slot.results(out[:, part], lse[:, part])
+        finally:
+            desk, self._desk = self._desk, None
+            desk.give_back()
+        return Partial(out, lse), total_cost(costs)
+
+    def _send(self, number: int) -> None:
+        """Let the device search for a chunk, and send what the host needs of it."""
+        assert self._desk is not None
+        queries = self._queries[:, self._chunks[number]].contiguous()
+        with _on(queries.device):
+            ids = self._desk.name(queries)
+            self._desk.slots[number % 2].receive(queries, ids)
+
+    def _run(self, slot: _Slot, positions: int) -> StepCost:
+        """The host's part of a chunk whose queries and candidates are on their way to `slot`."""
+        over, step = self._over, slot.step
+        step.layer = over.path.layer
+        options: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "threads": over.path.threads}
+        if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
+            raise BackendError(
+                f"layer {over.path.layer}: a question cannot be searched: an index beside the codes has no compiled "
+                "search, or its candidates need too much memory; retrieve fewer keys"
+            )
+        slot.wait()
+        return step.run()
+
+
+class _Slot:
+    """Memory of a chunk that the host reads and writes, page-locked where that means something, and its step."""
+
+    def __init__(self, shape: QuestionShape, pool: Pool) -> None:
+        self._shape = shape
+        count = shape.q_heads * shape.most
+        cuda = shape.device.type == "cuda"
+        self._queries, self._out, self._lse = (
+            _numbers(size, cuda).view(torch.float32)
+            for size in (count * shape.head_dim, count * shape.value_dim, count)
+        )
+        self._ids = _numbers(count * shape.codes.room, cuda).view(torch.int32).view(count, shape.codes.room)
+        meters, descriptor = np.zeros(pool.workers * METER_WORDS, np.int64), np.zeros(WORDS, np.int64)
+        results = self._out.numpy(), self._lse.numpy(), meters, descriptor
+        self.step = LayerStep(pool, shape.fmt, buffers=StepBuffers(self._queries.numpy(), *results, self._ids.numpy()))
+        self._sent = torch.cuda.Event() if cuda else None
+        self._taken = torch.cuda.Event() if cuda else None
+
+    def receive(self, queries: Tensor, ids: Tensor) -> None:
+        """Copy a chunk's queries (q_heads, positions, head_dim) and what was named for them here, without waiting."""
+        self._queries[: queries.numel()].view(queries.shape).copy_(queries, non_blocking=True)
+        self._ids[: len(ids)].copy_(ids, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Until what was sent is here, and the results before are gone."""
+        for event in (self._sent, self._taken):
+            if event is not None:
+                event.synchronize()
+
+    def results(self, out: Tensor, lse: Tensor) -> None:
+        """Copy the step's results to out (q_heads, positions, value_dim) and lse, without waiting."""
+        with _on(out.device):
+            out.copy_(self._out[: out.numel()].view(out.shape), non_blocking=True)
+            lse.copy_(self._lse[: lse.numel()].view(lse.shape), non_blocking=True)
+            if self._taken is not None:
+                self._taken.record()
+
+
+def _numbers(count: int, cuda: bool) -> Tensor:
+    """Host memory for `count` numbers of 4 bytes."""
+    return pinned(4 * count) if cuda else torch.empty(4 * count, dtype=torch.uint8)
+
+
+class _Desk:
+    """Memory for two chunks of a question and its search on the device. Kept for the next layer, and the next question.
+
+    Nobody has a desk that somebody else has: two questions at the same time take two.
+    """
+
+    _idle: dict[tuple[QuestionShape, int], list[_Desk]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, shape: QuestionShape, pool: Pool) -> None:
+        self._key, self._shape = (shape, id(pool)), shape
+        self._pool = pool  # kept, so that its id stays taken
+        with torch.inference_mode(False), torch.no_grad():  # the next question may come outside inference mode
+            self.slots = [_Slot(shape, pool) for _ in range(2)]
+            members = shape.group * shape.most
+            self.search: QuestionSearch = question_search(shape.kv_heads, members, shape.codes, shape.device)
+
+    @classmethod
+    def take(cls, shape: QuestionShape, pool: Pool) -> _Desk:
+        """A desk that is idle, or a new one."""
+        with cls._lock:
+            for key in [key for key, desks in cls._idle.items() if not desks or desks[0]._pool.closed]:
+                del cls._idle[key]
+            idle = cls._idle.get((shape, id(pool)))
+            if idle:
+                return idle.pop()
+        return cls(shape, pool)
+
+    def give_back(self) -> None:
+        """Let go of keys and codes; the next question may take the desk."""
+        self.search.forget()
+        for slot in self.slots:
+            slot.step.forget()
+        with self._lock:
+            self._idle.setdefault(self._key, []).append(self)
+
+    def name(self, queries: Tensor) -> Tensor:
+        """Keys for queries (q_heads, positions, head_dim), on the device: (q_heads * positions, room) int32."""
+        flat, room = queries.flatten(0, 1), self._shape.codes.room
+        ids = torch.empty(len(flat), room, dtype=torch.int32, device=queries.device)
+        self.search.name(flat, ids)
+        return ids
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cache import coded_part
-from retrieval_attn.cache.coded_part import CodedPart, QuestionShape, coded_range, prepare_coded
+from retrieval_attn.cache.coded_part import CodedPart, QuestionShape, coded_range
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
@@ -27,7 +27,7 @@ from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
 from tests.cpu.reference import attention, best_ids
-from tests.tiny_models import build_model, random_ids
+from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 
 SINKS, TAIL, TOKENS, SCALE, K = 4, 200, 1100, 0.09, 20
 KINDS: dict[str, dict[str, Any]] = {
@@ -205,6 +205,34 @@ def test_a_window_is_causal_in_the_question(padded: bool, softcap: float | None)
         assert (mine - right).abs().max() < 2e-6
 
 
+def test_a_long_question_leaves_the_window_as_large_as_it_was() -> None:
+    """Breaks if the next decode step finds a window of another size: its graph would be captured anew."""
+    model, ids = build_model("llama"), random_ids(1, 700)
+    config = ra.Config(sink=4, window=32, spill=8, retrieve=16, exact_append=False, index="flat")
+    ra.enable(model, config)
+    cache = ra.RetrievalCache(model, config)
+    layers: list[Any] = list(cache.layers)
+    with torch.no_grad():
+        model(input_ids=ids[:, :300], past_key_values=cache)
+        slots = [layer.window.buffers[0].shape[2] for layer in layers]
+        model(input_ids=ids[:, 300:], past_key_values=cache)
+    ra.disable(model)
+    assert [layer.window.buffers[0].shape[2] for layer in layers] == slots
+    assert all(layer.window.tail_len == 32 and layer.held.columns == 700 for layer in layers)
+
+
+@pytest.mark.parametrize("index", ["flat", "device"])
+def test_rows_of_a_batch_answer_as_alone(index: str, loaded: Loaded) -> None:
+    """Rows over one context, with padding in front of the shorter, longer than the window's tail and not."""
+    config = ra.Config(sink=4, window=64, spill=16, retrieve=24, index=index, exact_append=False)
+    config = config.replace(index_options=KINDS["device"] if index == "device" else {})
+    context = ra.Context(*loaded, config).read(needle_text(8000), progress=False)
+    questions = [QUESTION, needle_text(900)[-700:] + QUESTION, "And the number of the grass?" + QUESTION]
+    together = context.ask_many(questions, raw=True, max_new_tokens=6)
+    for question, answer in zip(questions, together, strict=True):
+        assert answer.tokens == context.ask(question, raw=True, max_new_tokens=6).tokens
+
+
 @pytest.mark.parametrize("n", [3, 100])
 def test_a_model_answers_through_codes_as_through_a_scan(n: int) -> None:
     """The same best keys, so the same logits: of the question's last token, and of those after it."""
@@ -247,10 +275,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_kernels_name_the_best_keys_of_any_question(
     dim: int, group: int, key_bytes: int | None, compiled: list[str]
 ) -> None:
-    """And nothing is compiled once a head size is prepared, whatever the length. With few bytes keys are missed."""
+    """And nothing is compiled after the first question, whatever the length. With few bytes keys are missed."""
     path = path_of("device", dim=dim, device="cuda", tokens=6000, key_bytes=key_bytes)
     device = torch.device("cuda", torch.cuda.current_device())
-    prepare_coded(ra.Config(sink=SINKS, window=16, spill=8, retrieve=K), path.spec, dim, 6000, device)
+    through_codes(path, torch.from_numpy(asked(2, 2 * group, dim)).to(device), K)
     before = len(compiled)
     for n in (1, 7, 8, 33, 128, 200):
         queries = asked(n, 2 * group, dim)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.config import Config
 from retrieval_attn.cpu.host_attend import step_pieces
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers, StepCost, total_cost
@@ -24,14 +23,7 @@ from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.codes.search import (
-    CodeRange,
-    CodeShape,
-    QuestionSearch,
-    prepare_questions,
-    question_search,
-    size_class,
-)
+from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch, question_search
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task.descriptor import METER_WORDS, WORDS
@@ -114,22 +106,6 @@ class QuestionShape(NamedTuple):
     def chunk(self, positions: int) -> int:
         """Positions of a chunk: half of all, so that host and device work at the same time, where that is enough."""
         return min(self.most, max(-(-positions // 2), LEAST_QUERIES // self.group, 1))
-
-
-def prepare_coded(config: Config, spec: IndexSpec, head_dim: int, tokens: int, device: torch.device) -> None:
-    """Compile, or load, what the device runs for questions about a context of so many tokens.
-
-    Nothing to do without codes on a CUDA device, or where a share of the keys is retrieved: that is another number for
-    every length.
-    """
-    k = config.retrieve
-    shape = None if isinstance(k, float | str) else spec.code_shape(head_dim, k)
-    if shape is None or device.type != "cuda":
-        return
-    coded = max(1, tokens - config.sink - config.window - config.spill)
-    with torch.inference_mode(False), torch.no_grad(), _on(device):
-        for keys in {size_class(coded), size_class(tokens)}:
-            prepare_questions(CodeShape(*shape), head_dim, keys, device)
 
 
 class CodedPart:

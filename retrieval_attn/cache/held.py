@@ -79,9 +79,13 @@ class HeldTokens:
         self.window.append(key, value, None if valid is None else valid.to(key.device))
 
     def spill(self) -> None:
-        """Move everything beyond the window to the host."""
+        """Move everything beyond the window to the host; a buffer that has grown is as large as ever again.
+
+        A captured graph is for windows of one size, and for one of another it would be captured anew.
+        """
         self.flush()
         self._drop_oldest(max(0, self.window.tail_len - self._config.window))
+        self.window.shrink(self._config.window + self._config.spill)
         self.place_sinks(None)
 
     def flush(self) -> None:

@@ -30,7 +30,7 @@ from retrieval_attn.offload.work import HostWork
 
 
 class RetrievalLayer(CacheLayer):
-    """See the module. held: its tokens, None before the first ones.
+    """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
 
     mass_heads: query heads for which every eager decode step also computes exact attention's denominator.
     """
@@ -55,6 +55,7 @@ class RetrievalLayer(CacheLayer):
         self.index = index
         self._work: HostWork | None = None
         self._reading: Reading | None = None
+        self.q_heads = 0
 
     # -- what is held --------------------------------------------------------------------------------
 
@@ -95,6 +96,7 @@ class RetrievalLayer(CacheLayer):
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:
         self.finish_index()
+        self.q_heads = query.shape[1]
         held, new = self._hold(key, value), key.shape[2]
         total = self._announced if self._announced is not None else new
         if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
@@ -120,12 +122,15 @@ class RetrievalLayer(CacheLayer):
         host = HostPart(held, query, scoring, self.index.spec)
         host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
         static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
-        if not held.retrieves:
-            return static
-        retrieved = host.attend(self.config, value.shape[3], self.stats)
-        if self.mass_heads:
-            host.measure_mass(self.mass_heads, static.lse, retrieved.lse, self.stats)
-        return merge([static, retrieved])
+        parts = [static]
+        if held.retrieves:
+            retrieved = host.attend(self.config, value.shape[3], self.stats)
+            parts.append(retrieved)
+            if self.mass_heads:
+                host.measure_mass(self.mass_heads, static.lse, retrieved.lse, self.stats)
+        if held.window.room == 0:  # it is full, or has grown for many tokens
+            held.spill()
+        return merge(parts)
 
     def _expected_offset(self) -> int:
         return self.columns + (self._reading.done.filled if self._reading is not None else 0)

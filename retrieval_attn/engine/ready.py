@@ -14,11 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.host_part import HostPart, Scoring
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.compiled.jobs import Compilation
 from retrieval_attn.cpu.ahead import kernel_jobs, load_kernels
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format
 
 logger = logging.getLogger(__name__)
@@ -72,5 +75,26 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
         logger.info("no step was captured while reading: %s", error)
 
 
-REHEARSALS: tuple[Rehearsal, ...] = (capture_step,)
+def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """Search codes on a CUDA device as a question does, in one layer of each shape: all questions run those kernels."""
+    if input_device(model).type != "cuda":
+        return
+    rehearsed = set()
+    for layer in cache.layers:
+        if not isinstance(layer, RetrievalLayer) or not layer.index.spec.keeps_device_keys:
+            continue
+        held = layer.held
+        if held is None or not held.retrieves:
+            continue
+        key, value = held.window.buffers
+        shape = layer.q_heads, key.shape, value.shape, key.device, tuple(held.ranges)
+        if shape not in rehearsed:
+            rehearsed.add(shape)
+            query = key.new_ones(key.shape[0], layer.q_heads, 2, key.shape[3])
+            part = HostPart(held, query, Scoring(1.0, None), layer.index.spec)
+            part.begin(layer.config)
+            part.attend(layer.config, value.shape[3], LayerStats())
+
+
+REHEARSALS: tuple[Rehearsal, ...] = (capture_step, search_codes)
 """In this order."""

@@ -106,6 +106,18 @@ class WindowCache:
             self.valid = torch.cat([old, new], dim=1)
         self.tail_len += count
 
+    def shrink(self, capacity: int) -> None:
+        """Let go of what the buffer has grown by beyond room for `capacity` tail tokens.
+
+        Raises ShapeError if there are more.
+        """
+        if self.tail_len > capacity:
+            raise ShapeError(f"a tail of {self.tail_len} tokens needs more room than for {capacity}.")
+        if self._capacity > capacity:
+            used = slice(0, self._tail + capacity)
+            self._key, self._value = self._key[:, :, used].clone(), self._value[:, :, used].clone()
+            self._capacity = capacity
+
     def drop_oldest(self, count: int) -> None:
         """Forget the `count` oldest tokens of the tail (they are on the host by now)."""
         if count < 0 or count > self.tail_len:

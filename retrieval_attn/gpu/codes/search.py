@@ -154,7 +154,10 @@ class CodeSearch:
         ]
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
-        self.table.copy_(torch.tensor(rows, dtype=torch.int64))
+        self._upload(torch.tensor(rows, dtype=torch.int64))
+
+    def _upload(self, rows: Tensor) -> None:
+        self.table.copy_(rows)
 
     def forget(self) -> None:
         """Let the codes go; `bind` names others before the next `run`."""
@@ -214,12 +217,31 @@ def name_keys(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
 
 
 class QuestionSearch(CodeSearch):
-    """The search for queries of many tokens, outside a capture: `name` in place of `run`."""
+    """The search for queries of many tokens, outside a capture: `name` in place of `run`.
+
+    `bind` does not wait for the device, which must be done with the search before the next `bind`.
+    """
+
+    _rows: Tensor | None = None
+
+    def _upload(self, rows: Tensor) -> None:
+        if self._rows is None:
+            self._rows = _page_locked(rows) if self.table.is_cuda else rows
+        self._rows.copy_(rows)
+        self.table.copy_(self._rows, non_blocking=True)
 
     def name(self, queries: Tensor, ids: Tensor) -> None:
         """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does."""
         scratch = question_scratch(len(queries), self.max_keys, self.shape.room, queries.device)
         self.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
+
+
+def _page_locked(like: Tensor) -> Tensor:
+    """Memory for numbers like these; ordinary memory where page-locked memory is refused: copies then wait."""
+    try:
+        return torch.empty_like(like, pin_memory=True)
+    except RuntimeError:
+        return torch.empty_like(like)
 
 
 def question_search(kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> QuestionSearch:
@@ -241,16 +263,6 @@ def question_scratch(queries: int, keys: int, room: int, device: torch.device) -
             if at_once == 1:
                 raise
             at_once = -(-at_once // 2)
-
-
-def prepare_questions(shape: CodeShape, head_dim: int, keys: int, device: torch.device) -> None:
-    """Compile, or load, what `QuestionSearch` runs for any queries of `head_dim` numbers over so many keys."""
-    search = question_search(1, 1, shape, device)
-    search.bind([None])
-    query = torch.zeros(1, 1, 1, head_dim, device=device)
-    ids = torch.empty((1, shape.room), dtype=torch.int32, device=device)
-    scratch = question_scratch(1, keys, shape.room, device)
-    search.run(query, ids, None, scratch, lambda function, *arguments: function(*arguments))
 
 
 def shared_scratch(kept: dict[Any, Scratch], queries: int, max_keys: int, room: int, device: torch.device) -> Scratch:

@@ -202,11 +202,12 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     shape, group, width = search.shape, scratch.group, search.planes.shape[2]
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
     rank, enough = shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
+    matrix = triton.next_power_of_2(dim) * triton.next_power_of_2(rank)
     _project_kernel[(batch * q_heads,)](
         query, search.table, search.planes, search.factors,
         query.stride(0), query.stride(1), q_heads, members, dim, rank,
         WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
-        R=triton.next_power_of_2(rank), FINE=FINE, num_warps=8,
+        R=triton.next_power_of_2(rank), FINE=FINE, num_warps=min(32, max(8, matrix // 2048)),
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
         blocks = triton.cdiv(turn.members, search.block)

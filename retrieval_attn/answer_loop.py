@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,12 +81,15 @@ class AnswerLoop:
                 )
         longest = max(map(len, rows))
         pads = [longest - len(row) for row in rows]
-        ids = [[*before, *[self._pad] * pad, *row] for pad, row in zip(pads, rows, strict=True)]
-        valid = torch.ones(len(rows), len(before) + longest, dtype=torch.bool)
-        for row, pad in enumerate(pads):
-            valid[row, len(before) : len(before) + pad] = False
+        ids = torch.full((len(rows), len(before) + longest), self._pad)
+        if before:  # a context is long: as an array it is ten times faster than as a list
+            ids[:, : len(before)] = torch.frombuffer(array("q", before), dtype=torch.int64)
+        valid = torch.ones(ids.shape, dtype=torch.bool)
+        for number, (pad, row) in enumerate(zip(pads, rows, strict=True)):
+            valid[number, len(before) : len(before) + pad] = False
+            ids[number, len(before) + pad :] = torch.tensor(row, dtype=torch.int64)
         device = input_device(self.model)
-        return PromptRows(torch.tensor(ids, device=device), valid.to(device))
+        return PromptRows(ids.to(device), valid.to(device))
 
     def read(self, cache: RetrievalCache, batch: PromptRows) -> PromptState:
         """Run the model over the columns of `batch` that `cache` does not hold yet.

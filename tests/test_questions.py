@@ -128,7 +128,7 @@ def test_a_coded_question_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = through_codes(path, queries, K)
     for most, room in ((8, 512 << 20), (26, 3 * 4 * 4096), (256, 1)):
         monkeypatch.setattr(coded_part, "MOST_QUERIES", most)
-        monkeypatch.setattr(coded_part, "LEAST_QUERIES", most)
+        monkeypatch.setattr(coded_part, "LEAST_QUERIES", 1)
         monkeypatch.setattr(code_search, "QUESTION_SCORES", room)
         for mine, other in zip(through_codes(path, queries, K), expected, strict=True):
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-6)
@@ -136,14 +136,8 @@ def test_a_coded_question_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_chunks_overlap_and_stay_bounded() -> None:
     """Two chunks where there is enough for two; never more than MOST_QUERIES of a head, one position at least."""
-    for heads, positions, size in (
-        (32, 1, 8),
-        (32, 32, 16),
-        (32, 33, 17),
-        (32, 1024, 64),
-        (8, 1024, 256),
-        (4096, 9, 1),
-    ):
+    sizes = [(32, 1, 1), (32, 32, 32), (32, 63, 63), (32, 65, 33), (32, 1024, 128), (8, 1100, 367), (4096, 9, 1)]
+    for heads, positions, size in sizes:
         shape = QuestionShape(torch.device("cpu"), heads, 8, 128, 128, Format.BFLOAT16, CodeShape(8, 8, 100))
         assert shape.chunk(positions) == size
 
@@ -163,6 +157,7 @@ def test_a_desk_lets_go_of_the_context() -> None:
     path, queries = path_of("device"), torch.from_numpy(asked(40))
     over = coded_range(path, SINKS, TOKENS, K, path.spec)
     assert over is not None
+    coded_part._Desk._idle.clear()
     one, other = (CodedPart(over, queries, scale=SCALE, softcap=None) for _ in range(2))
     one.begin()
     other.begin()
@@ -279,12 +274,15 @@ def test_kernels_name_the_best_keys_of_any_question(
     path = path_of("device", dim=dim, device="cuda", tokens=6000, key_bytes=key_bytes)
     device = torch.device("cuda", torch.cuda.current_device())
     through_codes(path, torch.from_numpy(asked(2, 2 * group, dim)).to(device), K)
-    before = len(compiled)
+    before, shares = len(compiled), []
     for n in (1, 7, 8, 33, 128, 200):
         queries = asked(n, 2 * group, dim)
         got, exact = through_codes(path, torch.from_numpy(queries).to(device), K), oracle(path, queries, K)
-        right = np.abs(got[0] - exact[0]).max(axis=2) < 1e-5
-        assert (right.all() if key_bytes else right.mean() > 0.5) and np.isfinite(got[1]).all()
+        shares.append(np.exp(got[1] - exact[1]).ravel())
+        if key_bytes:
+            np.testing.assert_allclose(got[0], exact[0], rtol=0, atol=1e-5)
+    captured = np.concatenate(shares)  # of the best keys' weight
+    assert captured.max() < 1 + 1e-5 and captured.mean() > (1 - 1e-5 if key_bytes else 0.8)
     assert compiled[before:] == []
 
 

@@ -29,10 +29,10 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task.descriptor import METER_WORDS, WORDS
 from retrieval_attn.offload.staging import pinned
 
-MOST_QUERIES = 256
+MOST_QUERIES = 512
 """Queries of one key-value head in a chunk at most."""
-LEAST_QUERIES = 32
-"""The same of a chunk that is not cut in two: a step of fewer would not keep the threads busy."""
+LEAST_QUERIES = 128
+"""The same of a chunk that is not cut in two: planning a step takes as long as answering so many."""
 MOST_CANDIDATES = 16 << 20
 """Keys that are named in a chunk at most."""
 
@@ -105,7 +105,9 @@ class QuestionShape(NamedTuple):
 
     def chunk(self, positions: int) -> int:
         """Positions of a chunk: half of all, so that host and device work at the same time, where that is enough."""
-        return min(self.most, max(-(-positions // 2), LEAST_QUERIES // self.group, 1))
+        least = max(1, LEAST_QUERIES // self.group)
+        chunks = max(-(-positions // self.most), min(2, positions // least), 1)
+        return max(1, -(-positions // chunks))
 
 
 class CodedPart:

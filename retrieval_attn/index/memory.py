@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import mmap
 import sys
 from typing import Any
@@ -34,14 +35,14 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[A
     refuses the memory.
     """
     kind = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    nbytes = math.prod(shape) * kind.itemsize
     huge = nbytes >= 2 * HUGE_PAGE
     step = HUGE_PAGE if huge else CACHE_LINE
     try:
         buffer = mapped(nbytes + step, "index arrays") if huge else np.empty(nbytes + step, np.uint8)
     except (MemoryError, OSError, OverflowError, ValueError) as error:
         raise MemoryPlanError(f"{nbytes} bytes of host memory cannot be had ({error}); free memory") from error
-    offset = -buffer.ctypes.data % step
+    offset = -int(buffer.__array_interface__["data"][0]) % step
     return buffer[offset : offset + nbytes].view(kind).reshape(shape)
 
 

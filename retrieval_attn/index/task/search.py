@@ -77,11 +77,11 @@ def record(dtype: np.dtype[Any], count: int, **values: Any) -> npt.NDArray[Any]:
     for name, value in values.items():
         if isinstance(value, np.ndarray):
             assert value.flags.c_contiguous, (name, value.strides)
-            value = value.ctypes.data
+            value = address_of(value)
         rows[name] = value
     return rows
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """Where an array begins."""
-    return int(array.ctypes.data)
+    return int(array.__array_interface__["data"][0])  # half the time of `ctypes`

@@ -119,7 +119,8 @@ def _best(
     tiles = np.zeros((heads, padded, dim), np.float32)
     tiles[:, :num_queries] = queries
     pools = np.empty((heads, splits, num_queries, capacity), np.int64)
-    _scan_heads(one_layout(kernel_view(keys, fmt)), keys.shape[1], tiles, num_queries, splits, k, pools)
+    with kernel_threads(None):
+        _scan_heads(one_layout(kernel_view(keys, fmt)), keys.shape[1], tiles, num_queries, splits, k, pools)
     best = pools[..., :k].transpose(0, 2, 1, 3).reshape(heads, num_queries, splits * k)
     if splits > 1:
         best.partition(splits * k - k, axis=-1)

@@ -66,6 +66,24 @@ def kernel_threads(threads: int | None) -> Iterator[None]:
             numba.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def builder_threads(threads: int, most: int) -> Iterator[None]:
+    """For one of several threads that build indexes at once: parallel kernels inside run on `threads` threads.
+
+    Where only one may run at a time (see the module) builders do not wait for each other, but for each other's kernels,
+    which then run on `most` threads. Raises ConfigError and BackendError as `kernel_threads` does.
+    """
+    check_threads(most)
+    use_threads()
+    _launch()
+    before = numba.get_num_threads()
+    numba.set_num_threads(most if _layer_is_exclusive() else threads)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
+
+
 @functools.cache
 def _launch() -> None:
     """Start Numba's threads; the number of threads of the process's other OpenMP users stays as it was.

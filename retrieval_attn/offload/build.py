@@ -20,7 +20,7 @@ from retrieval_attn.compiled.jobs import wait_until_compiled
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.cores import usable_cores
-from retrieval_attn.index.threads import kernel_threads, single_blas
+from retrieval_attn.index.threads import builder_threads, single_blas
 from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
@@ -172,7 +172,7 @@ class IndexBuild:
         def one(head: int) -> Any:
             if self._stop.is_set():
                 raise CancelledError
-            with kernel_threads(max(1, pool.most // max(1, pool.busy))), single_blas():
+            with builder_threads(max(1, pool.most // max(1, pool.busy)), pool.most), single_blas():
                 return build(head)
 
         return pool.map(one, heads)

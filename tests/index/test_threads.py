@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -65,3 +68,54 @@ def test_many_callers_at_once() -> None:
 
     in_threads(*[work] * 6)
     assert not wrong and blas_threads() == before
+
+
+BUILDERS = """
+import threading
+import numba
+import numpy as np
+from retrieval_attn.index import FlatIndex, Format, RoarGraphIndex, SketchIndex
+from retrieval_attn.index.threads import builder_threads, kernel_threads
+
+rng = np.random.default_rng(0)
+keys = rng.standard_normal((4, 9000, 32), dtype=np.float32)
+queries = rng.standard_normal((4, 2, 64, 32), dtype=np.float32)
+
+
+def build(head):
+    graph = RoarGraphIndex.build(keys[head], Format.FLOAT32, queries[head])
+    sketch = SketchIndex.build(keys[head], Format.FLOAT32, queries[head])
+    return [index.search(queries[head, 0, :8], 10).ids.tolist() for index in (graph, sketch)]
+
+
+alone = [build(head) for head in range(4)]
+assert numba.threading_layer() == "workqueue", numba.threading_layer()
+together, both = [None] * 4, threading.Barrier(4)
+
+
+def one(head):
+    with builder_threads(1, 2):
+        both.wait(30)  # builders that wait for each other never meet here
+        assert numba.get_num_threads() == 2
+        together[head] = build(head)
+
+
+threads = [threading.Thread(target=one, args=(head,)) for head in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert together == alone
+print("done")
+"""
+
+
+def test_builders_work_side_by_side_where_kernels_take_turns() -> None:
+    """Numba's workqueue layer ends the process when two threads enter parallel kernels at once: builders of several
+    heads share nothing but the turn for each kernel, and build what each builds alone.
+    """
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILDERS], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "done", done.stderr[-2000:] + done.stdout

@@ -67,7 +67,8 @@ def near_of(codes: npt.NDArray[np.uint8], ratios: npt.NDArray[np.float32]) -> Ne
     """What distances need, of code rows (nodes, width) whose channels are rescaled by ratios (width,)."""
     nodes, width = codes.shape
     near = near_scratch(nodes, width)
-    _rescale_all(codes, ratios, near)
+    with kernel_threads(None):
+        _rescale_all(codes, ratios, near)
     return near
 
 

@@ -177,6 +177,17 @@ def test_a_fork_leaves_the_first_as_it_was(model: Any) -> None:
             assert worst(got, wanted[:, start : start + got.shape[1]]) <= TOLERANCE
 
 
+def test_the_plan_counts_the_states(model: Any) -> None:
+    """As many bytes as a cache holds, for each row of a batch."""
+    ra.enable(model, ALL)
+    cache = ra.RetrievalCache(model, ALL)
+    steps(model, cache, [random_ids(1, 40)])
+    held = sum(layer.nbytes for layer in cache.layers if isinstance(layer, StateLayer))
+    planned = ra.plan(model, context=1000, batch=3)
+    assert next(item.bytes for item in planned.device if item.name == "states") == 3 * held
+    assert planned.shape.full_layers == planned.shape.state_layers == 2
+
+
 def test_a_crop_is_refused_and_a_reset_is_not(model: Any) -> None:
     """A state does not know earlier tokens; nothing is changed by the refusal."""
     ids = random_ids(1, 100, seed=5)

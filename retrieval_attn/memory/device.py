@@ -171,6 +171,7 @@ class DeviceSize:
     def fixed_bytes(self) -> int:
         """Bytes while generating that do not depend on the context."""
         held = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
+        held += self.batch * self.shape.states_bytes
         return held + self.spare_codes + self.logits_bytes + DEVICE_RESERVE
 
     @property

@@ -247,6 +247,11 @@ class _Arithmetic:
                 size.sliding_bytes,
                 f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
             ),
+            Item(
+                "states",
+                self.batch * shape.states_bytes,
+                f"{shape.state_layers} layers without keys, whatever the context",
+            ),
             Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
             Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
             Item("prefill: KV being copied", kv * (size.kv_layers - 1), "of the layer before, to the host"),
@@ -299,7 +304,13 @@ class _Arithmetic:
     def full_attention(self, device_limit: int) -> FullAttention:
         part, n, size = self.part, self.context, self.device_size
         tokens_kv = self.batch * n * part.full_layers
-        rest = size.sliding_bytes + size.logits_bytes + DEVICE_RESERVE + size.chunk_bytes(self.chunk)
+        rest = (
+            size.sliding_bytes
+            + self.batch * part.states_bytes
+            + size.logits_bytes
+            + DEVICE_RESERVE
+            + size.chunk_bytes(self.chunk)
+        )
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
         share = part.weight_bytes / self.shape.weight_bytes
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
@@ -308,7 +319,7 @@ class _Arithmetic:
         reader = part if self.processes > 1 else self.shape
         weights_read = reader.weight_bytes * reader.active_parameters // reader.parameters
         read = DeviceSize(reader, self.options, n, self.batch, size.layout)
-        device_read = weights_read + read.sliding_bytes
+        device_read = weights_read + read.sliding_bytes + self.batch * reader.states_bytes
         floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
         host_read = self._host_read()
         ours = (device_read + read.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH

@@ -29,6 +29,8 @@ class ModelShape:
     mlp_width: widest MLP activation per token: intermediate size, or of all experts that one token visits.
     embedding_parameters: of the input embedding; head_parameters: of the output's, 0 where it is the same table.
     ranks_split_heads: whether transformers' tensor parallel gives every rank its own key-value heads.
+    state_layers: layers that keep a state of `state_layer_bytes` instead of keys (0 bytes where the config does not say
+    how large it is).
     """
 
     name: str
@@ -54,6 +56,13 @@ class ModelShape:
     embedding_parameters: int
     head_parameters: int
     ranks_split_heads: bool
+    state_layers: int = 0
+    state_layer_bytes: int = 0
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of the layers that keep a state instead of keys, of one sequence."""
+        return self.state_layers * self.state_layer_bytes
 
     @property
     def kv_elements(self) -> int:
@@ -188,6 +197,8 @@ def _shape(
         embedding_parameters=embedding,
         head_parameters=head,
         ranks_split_heads=splits_heads(text),
+        state_layers=sum(kind_of in ("linear_attention", "conv") for kind_of in types),
+        state_layer_bytes=_state_bytes(text, width),
     )
 
 
@@ -198,6 +209,22 @@ def _tables(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[int, int]:
     ties = getattr(text, "tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
     tied = head is not None and (head.weight is table.weight or ties)
     return table.weight.numel(), 0 if tied or head is None else head.weight.numel()
+
+
+def _state_bytes(text: PreTrainedConfig, width: int) -> int:
+    """Bytes of one layer's state: the last inputs of its convolution, and a float32 matrix per head."""
+    kernel = getattr(text, "linear_conv_kernel_dim", None)
+    if kernel:  # gated delta rule (Qwen3-Next)
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        return int((2 * keys + values) * kernel * width + values * text.linear_key_head_dim * 4)
+    if getattr(text, "conv_L_cache", None):  # short convolution (LFM2)
+        return int(text.hidden_size * text.conv_L_cache * width)
+    if getattr(text, "mamba_num_heads", None) and getattr(text, "ssm_state_size", None):  # Mamba-2 (Nemotron-H)
+        inner = text.mamba_num_heads * text.mamba_head_dim
+        taken = inner + 2 * text.n_groups * text.ssm_state_size
+        return int(taken * text.conv_kernel * width + inner * text.ssm_state_size * 4)
+    return 0
 
 
 def splits_heads(text: PreTrainedConfig) -> bool:

@@ -42,6 +42,7 @@ def _layers(shape: ModelShape, gpus: int) -> ModelShape:
         layers=held,
         full_layers=full,
         sliding_layers=min(shape.sliding_layers, -(-shape.sliding_layers // gpus)),
+        state_layers=min(shape.state_layers, -(-shape.state_layers // gpus)),
     )
 
 

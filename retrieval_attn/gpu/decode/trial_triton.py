@@ -1,4 +1,4 @@
-"""A kernel that does next to nothing: whether Triton can compile and launch one here. Imported only where there is Triton.
+"""A kernel that does next to nothing: can Triton compile and launch one here? Imported only where there is Triton.
 
 Triton needs a C compiler beside the package, and a folder to keep what it made.
 """

@@ -36,6 +36,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
 INDEXES: dict[str, dict[str, Any]] = {
     "auto": {},
+    "device": {"index": "device"},
     "sketch": {"index": "sketch"},
     "roargraph": {"index": "roargraph", "index_options": {"exact_below": 64}},
 }
@@ -211,10 +212,17 @@ def interrupt(
 
 
 def run(
-    moments: int, seed: int, indexes: Sequence[str], model_path: Path, operations: Sequence[str] = OPERATIONS
+    moments: int,
+    seed: int,
+    indexes: Sequence[str],
+    model_path: Path,
+    operations: Sequence[str] = OPERATIONS,
+    device: str = "cpu",
 ) -> dict[str, Tally]:
     """Spread `moments` evenly over indexes, operations and ways."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     choice = random.Random(seed)
     tallies = {name: Tally() for name in operations}
@@ -247,11 +255,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="interrupts", description=__doc__.partition("\n")[0])
     parser.add_argument("--moments", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--indexes", default=",".join(INDEXES), help="some of them, separated by commas")
+    parser.add_argument("--indexes", default="auto,sketch,roargraph", help="some of them, separated by commas")
     parser.add_argument("--model", type=Path, default=PACKAGE / "eval" / "needle_model")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-    tallies = run(args.moments, args.seed, args.indexes.split(","), args.model)
+    tallies = run(args.moments, args.seed, args.indexes.split(","), args.model, device=args.device)
     for name, tally in tallies.items():
         outcomes = ", ".join(f"{count} {what}" for what, count in sorted(tally.outcomes.items()))
         print(f"{name:8} {sum(tally.outcomes.values()):4} moments: {outcomes}; ended within {tally.seconds:.2f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ COMMANDS = {
     "bench": ("retrieval_attn.eval.bench.command", "compare indexes on attention keys; the paper's studies of them"),
 }
 
+# transformers imports torchao where it is installed, which then says what kernels it has not, used or not.
+_TALKS_AT_IMPORT = ("torchao", "torch.utils._pytree")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Importing and building it loads neither torch nor transformers."""
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     141: nobody reads the output any more.
     """
+    for name in _TALKS_AT_IMPORT:
+        logging.getLogger(name).setLevel(logging.ERROR)
     args = build_parser().parse_args(argv)
     module, _ = COMMANDS[args.command]
     try:

@@ -196,9 +196,7 @@ def test_output_that_nobody_reads(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     finally:
         os.close(writing)
-    # an installed torchao says at its import, in lines of its own, which kernels it has not
-    own = [line for line in done.stderr.splitlines() if "torchao" not in line and "register_constant" not in line]
-    assert (done.returncode, own) == (141, [])
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_folder_with_code_of_its_own_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

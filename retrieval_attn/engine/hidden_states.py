@@ -120,7 +120,7 @@ def why_not_on_host(model: Any, cache: Any = None) -> str | None:
     if unknown := unknown_beside_layers(model, embedding):
         return f"{', '.join(unknown)} beside its layers may look at them"
     if cache is not None and not all(isinstance(layer, CacheLayer) for layer in cache.layers):
-        return "some of its layers read a prompt as a whole"
+        return "some of its layers keep a state instead of keys"
     return None
 
 

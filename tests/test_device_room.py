@@ -150,3 +150,19 @@ def test_free_memory_follows_the_cap() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         model.to("cpu")
+
+
+def test_codes_count_on_the_host_only_where_hidden_states_may_lie_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with a module that may look at hidden states has to hold them: the index is chosen beside them."""
+    seen: list[str] = []
+
+    def noted(model_config: Any, config: ra.Config, *rest: Any) -> ra.Config:
+        seen.append(config.hidden_states)
+        return config
+
+    monkeypatch.setattr(device_room, "chosen_index", noted)
+    model: Any = build_model("llama")
+    device_room.IndexChoice(model, AUTO).decide(20000)
+    model.model.adapter = torch.nn.Linear(1, 1)
+    device_room.IndexChoice(model, AUTO).decide(20000)
+    assert seen == ["auto", "device"]

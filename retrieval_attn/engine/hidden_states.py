@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.cache.layer import CacheLayer, LayeredCache
+from retrieval_attn.cache.layer import LayeredCache
 from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.memory.device_room import free_device_bytes, reading_layout
-from retrieval_attn.model.layers import layer_holders, rotary_embeddings, unknown_beside_layers
-from retrieval_attn.model.multimodal import is_multimodal
-from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
+from retrieval_attn.model.hidden import why_not_on_host
+from retrieval_attn.model.layers import layer_holders, rotary_embeddings
+from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.hidden import DeviceRows, Ferry, HiddenRows, HostRows
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class HiddenStates:
     def begin(self, cache: Any, tokens: int, batch: int, chunk: int) -> None:
         """A forward of `tokens` tokens of `batch` rows begins, in chunks of `chunk`. Raises UnsupportedModelError."""
         cache.index.decide(tokens, batch)
-        config = where_possible(self.model, cache.index.config.replace(prefill_chunk=chunk), cache)
+        config = where_possible(self.model, cache.index.config.replace(prefill_chunk=chunk))
         held = cache.get_seq_length() + tokens
         self.layout = reading_layout(self.model.config, config, held, free_device_bytes(self.model), batch)
         if self.layout.hidden_on_host:
@@ -91,12 +91,13 @@ class HiddenStates:
             self.ferry.finish()
 
 
-def where_possible(model: Any, config: Config, cache: Any = None) -> Config:
+def where_possible(model: Any, config: Config) -> Config:
     """`config`, or one that leaves hidden states on the device where they cannot lie on the host.
 
     Raises UnsupportedModelError, with the reason, where config.hidden_states is "host" and they cannot.
     """
-    reason = why_not_on_host(model, cache)
+    grad = "gradients are recorded: read within torch.no_grad()" if torch.is_grad_enabled() else None
+    reason = grad or why_not_on_host(model)
     if reason is None or config.hidden_states == "device":
         return config
     if config.hidden_states == "host":
@@ -104,24 +105,6 @@ def where_possible(model: Any, config: Config, cache: Any = None) -> Config:
             f'hidden_states="host" does not serve {type(model).__name__}: {reason}. Use "auto" or "device".'
         )
     return config.replace(hidden_states="device")
-
-
-def why_not_on_host(model: Any, cache: Any = None) -> str | None:
-    """Why the hidden states of `model` must stay on its device, None if they need not."""
-    if len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
-        return "it runs on several devices, or its weights move"
-    if not isinstance(model, PreTrainedModel) or not isinstance(model.get_output_embeddings(), nn.Linear):
-        return "it has no linear output"
-    if is_multimodal(model):
-        return "it embeds images and text before its text decoder begins"
-    embedding = model.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not rotary_embeddings(model):
-        return "it has no token embedding, or no rotary embedding beside its layers"
-    if unknown := unknown_beside_layers(model, embedding):
-        return f"{', '.join(unknown)} beside its layers may look at them"
-    if cache is not None and not all(isinstance(layer, CacheLayer) for layer in cache.layers):
-        return "some of its layers keep a state instead of keys"
-    return None
 
 
 def layered_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:

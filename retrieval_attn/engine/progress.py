@@ -28,11 +28,12 @@ class ReadingBar:
         )
 
     def __enter__(self) -> Self:
+        self._watcher = self._cache.on_layer
         self._cache.on_layer = self._layer_read
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._cache.on_layer = None
+        self._cache.on_layer = self._watcher
         self._bar.close()
 
     @property
@@ -44,12 +45,14 @@ class ReadingBar:
     def wait(self) -> None:
         """All layers are read: from now on the bar says that their indexes are waited for."""
         self._bar.set_description(WAITING, refresh=False)
-        self._cache.on_layer = None
+        self._cache.on_layer = self._watcher
 
     def show(self) -> None:
         """Show how many layers are done now."""
         self._bar.update(self.count - self._bar.n)
 
     def _layer_read(self) -> None:
+        if self._watcher is not None:  # who watched before goes on
+            self._watcher()
         self._read = min(self._read + 1, len(self._cache.layers))
         self.show()

@@ -17,6 +17,7 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, layouts
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ class IndexChoice:
         """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""
         model = None if self._model is None else self._model()
         if not self._decided and self._requested.index == "auto" and model is not None:
-            self.config = chosen_index(model.config, self._requested, tokens, free_device_bytes(model), batch)
+            possible = self._requested
+            if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
+                possible = possible.replace(hidden_states="device")
+            self.config = chosen_index(model.config, possible, tokens, free_device_bytes(model), batch)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec

@@ -142,17 +142,15 @@ class CodedPart:
         lse = torch.empty(shape, dtype=torch.float32, device=device)
         if self._desk is None:
             return Partial(out, lse), total_cost([])
-        costs = []
-        try:
-            for number, part in enumerate(self._chunks):
-                if number + 1 < len(self._chunks):
-                    self._send(number + 1)
-                slot = self._desk.slots[number % 2]
-                costs.append(self._run(slot, part.stop - part.start))
-                slot.results(out[:, part], lse[:, part])
-        finally:
-            desk, self._desk = self._desk, None
-            desk.give_back()
+        costs, desk = [], self._desk
+        for number, part in enumerate(self._chunks):
+            if number + 1 < len(self._chunks):
+                self._send(number + 1)
+            slot = desk.slots[number % 2]
+            costs.append(self._run(slot, part.stop - part.start))
+            slot.results(out[:, part], lse[:, part])
+        self._desk = None
+        desk.give_back()  # not after an error: the device may still read or write there
         return Partial(out, lse), total_cost(costs)
 
     def _send(self, number: int) -> None:

@@ -18,21 +18,14 @@ from numba.core import cgutils
 from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
     LANES,
-    _is_float_rows,
-    _is_rows,
-    _products,
-    _row_address,
     _row_scale,
-    _shuffled,
     _stored_ir,
     _widen,
     bits_to_float,
-    dot,
     float_to_bits,
-    prefetch_row,
-    scale_of,
     widen,
 )
+from retrieval_attn.index.kernels.gathered import load_word, score_gathered
 from retrieval_attn.index.task.atomics import intrinsic
 from retrieval_attn.index.task.rows import bytes_of_row
 
@@ -156,12 +149,12 @@ def _sum_codegen(vectors: int) -> Any:
         with cgutils.for_range(builder, count) as loop:
             ahead = builder.add(loop.index, ir.Constant(_INT64, AHEAD))
             ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
-            coming = _load_word(builder, rows, ahead)
+            coming = load_word(builder, rows, ahead)
             lines = -(-vectors * LANES * size // CACHE_LINE) + (stored == types.int8)  # rows of int8 begin anywhere
             for line in range(lines):
                 offset = builder.add(skip, ir.Constant(_INT64, line * CACHE_LINE))
                 _prefetch(builder, builder.add(coming, offset))
-            start = _load_word(builder, rows, loop.index)
+            start = load_word(builder, rows, loop.index)
             row = builder.add(start, skip)
             weight_at = builder.add(weights, builder.mul(loop.index, ir.Constant(_INT64, 4)))
             weight = builder.load(builder.inttoptr(weight_at, _FLOAT.as_pointer()))
@@ -183,11 +176,6 @@ def _sum_codegen(vectors: int) -> Any:
         return context.get_dummy_value()
 
     return codegen
-
-
-def _load_word(builder: Any, array: Any, index: Any) -> Any:
-    address = builder.add(array, builder.mul(index, ir.Constant(_INT64, 8)))
-    return builder.load(builder.inttoptr(address, _INT64.as_pointer()))
 
 
 def _sum_signature(like: Any) -> Any:
@@ -287,45 +275,6 @@ def attend_rows(like, rows, scores, count, scale, softcap, out):
     return np.float32(np.float64(shift) + math.log(total))
 
 
-@intrinsic
-def _dot_four(typingctx, queries, query, keys, rows, width, out):
-    """Write queries[query] . keys[rows[i]], i < 4, to address `out`; rows: address of int64. Bit-identical to `dot`."""
-    if not (_is_float_rows(queries) and _is_rows(keys)):
-        return None
-
-    def codegen(context, builder, signature, args):
-        queries_type, _, keys_type, _, _, _ = signature.args
-        query_row = _row_address(context, builder, queries_type, args[0], args[1])
-        numbers = [_load_word(builder, args[3], ir.Constant(_INT64, i)) for i in range(4)]
-        key_rows = [_row_address(context, builder, keys_type, args[2], number) for number in numbers]
-        products = _products(builder, [query_row], key_rows, keys_type.dtype, args[4])
-        first = _shuffled(builder, products, products, list(range(4)))
-        pointer = builder.inttoptr(args[5], ir.VectorType(_FLOAT, 4).as_pointer())
-        builder.store(first, pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(queries, types.int64, keys, types.int64, types.int64, types.int64), codegen
-
-
-@njit(nogil=True, cache=True, fastmath={"contract"})
-def _score_gathered(queries, query, keys, rows, count, scores):
-    """scores[i] = queries[query] . keys[rows[i]] for i < count."""
-    dim = keys.shape[1]
-    row_list, target = rows.ctypes.data, scores.ctypes.data
-    for i in range(min(AHEAD, count)):
-        prefetch_row(keys, rows[i])
-    fours = count // 4 * 4
-    for i in range(0, fours, 4):
-        for ahead in range(i + AHEAD, min(i + AHEAD + 4, count)):
-            prefetch_row(keys, rows[ahead])
-        _dot_four(queries, query, keys, row_list + 8 * i, dim, target + 4 * i)
-        for j in range(dim // LANES * LANES, dim):
-            for t in range(i, i + 4):
-                scores[t] += queries[query, j] * (widen(keys[rows[t], j]) * scale_of(keys, rows[t]))
-    for i in range(fours, count):
-        scores[i] = dot(queries, query, keys, rows[i])
-
-
 @njit(nogil=True, cache=True)
 def attend_ids_once(queries, query, keys, values, ids, scale, softcap, rows, scores, out):
     """Attention of queries[query] over tokens `ids` (any order, < 0: nothing), with nothing allocated; returns the lse.
@@ -338,7 +287,7 @@ def attend_ids_once(queries, query, keys, values, ids, scale, softcap, rows, sco
         if ids[i] >= 0:
             rows[count] = ids[i]
             count += 1
-    _score_gathered(queries, query, keys, rows, count, scores)
+    score_gathered(queries, query, keys, rows, count, scores)
     base, stride = values.ctypes.data, np.int64(values.strides[0])
     for i in range(count):
         rows[i] = base + rows[i] * stride

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba import carray, njit
 
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.dots import dot, prefetch_row
+from retrieval_attn.index.kernels.gathered import score_gathered
 from retrieval_attn.index.kernels.packed import keep_best, pack_score
 from retrieval_attn.index.task.atomics import at_address
 from retrieval_attn.index.task.descriptor import count_cost, step_at, words_at
@@ -29,9 +29,6 @@ from retrieval_attn.index.task.tasks import (
     task_at,
 )
 
-AHEAD = 24
-"""Candidates whose keys are asked for before they are scored: a row comes from memory, which takes as long as scoring
-two dozen."""
 MAX_PARTS = 4
 """Tasks that the candidates of one query are cut into at most."""
 
@@ -59,20 +56,19 @@ def _score_candidates(descriptor, number, worker, like):
     own = query_of(step, task.entry, query)
     keys = rows_at(span.keys_at, span.high, step.head_dim, like)
     limit = span.high - first
-    pool = words_at(scratch_of(step, worker) + step.pool_at, 1, step.capacity)[0]
+    scratch = scratch_of(step, worker)
+    pool = words_at(scratch + step.pool_at, 1, step.capacity)[0]
     enough = ids[min(row.needed, limit) - 1] >= 0  # not for a query that is not finite, say
     start, stop = room * part // task.parts, room * (part + 1) // task.parts
-    for i in range(start, min(start + AHEAD, stop)):
-        if 0 <= ids[i] < limit:
-            prefetch_row(keys, first + ids[i])
+    scores = carray(at_address(scratch + step.own_at), room, np.float32)
     count = np.int64(0)
     for i in range(start, stop):
-        if i + AHEAD < stop and 0 <= ids[i + AHEAD] < limit:
-            prefetch_row(keys, first + ids[i + AHEAD])
         if 0 <= ids[i] < limit:
-            token = first + ids[i]
-            pool[count] = pack_score(dot(own, 0, keys, token), token)
+            pool[count] = first + ids[i]
             count += 1
+    score_gathered(own, 0, keys, pool, count, scores)
+    for i in range(count):
+        pool[i] = pack_score(scores[i], pool[i])
     scored = count
     if not enough:
         count = np.int64(0)
@@ -105,5 +101,6 @@ def candidate_search(request: SearchRequest, ids: npt.NDArray[np.int32], needed:
         by_query=True,
         max_parts=MAX_PARTS,
         capacity=ids.shape[1],
+        scratch=4 * ids.shape[1],
         alive=(row, ids),
     )

@@ -52,6 +52,7 @@ def test_generate_and_prefill_by_layer_take_a_peft_model(adapted: Any) -> None:
     ra.enable(adapted, ALL)
     assert torch.equal(adapted.generate(input_ids=ids, **options), expected)
     assert torch.equal(adapted.generate(input_ids=ids, custom_generate=ra.generate, **options), expected)
+    same: Any
     with ra.prefill_by_layer(adapted, 16) as same:
         assert same is adapted
         assert torch.equal(adapted.generate(input_ids=ids, **options), expected)

@@ -177,7 +177,7 @@ def test_spreading_that_cannot_be(options: dict[str, Any], words: str, needle_mo
 
 def spread_over_fakes(name: str) -> Any:
     """A tiny model of fake tensors, its layers on two fake devices, with accelerate's hooks between them."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     class Hook(AlignDevicesHook):
         def init_hook(self, module: Any) -> Any:  # accelerate would move the weights, which fakes do not let it

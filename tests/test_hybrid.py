@@ -213,7 +213,8 @@ def test_a_chunk_that_does_not_fit_is_read_again(model: Any, monkeypatch: pytest
     ra.enable(model, ALL, prefill_chunk=512)
     layer = next(one for one in model.model.layers if _keeps_a_state(one))
     mixer = next(child for child in layer.children() if hasattr(child, "layer_idx"))
-    forward, failed = mixer.forward, []
+    forward = mixer.forward
+    failed: list[bool] = []
 
     def short_of_memory(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)  # the state has changed already

@@ -133,7 +133,8 @@ def test_images_whose_tokens_see_each_other_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_our_loop_refuses_images_by_name(name: str) -> None:
     """It would read the placeholders as if they were words."""
-    model, inputs = ra.enable(new_model(name), ALL), with_image(name, 60)
+    model: Any = ra.enable(new_model(name), ALL)
+    inputs = with_image(name, 60)
     with pytest.raises(ra.ConfigError, match="pixel_values"):
         model.generate(**inputs, max_new_tokens=2, custom_generate=ra.generate)
 

@@ -20,7 +20,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine import prefill
 from retrieval_attn.engine.prefill import finish_prefill
-from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, ShapeError
+from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
@@ -200,10 +200,10 @@ def test_an_error_names_its_layer_and_comes_at_the_next_layer(threaded: None) ->
         model = ra.enable(copy.deepcopy(tiny_model("llama")), CONFIG, prefill_chunk=64)
         model.model.layers[0].self_attn.k_proj.weight[0, 0] = float("inf")
         cache = ra.RetrievalCache(model, CONFIG)
-        with pytest.raises(ShapeError, match=r"Layer \d: keys must be finite"):
+        with pytest.raises(UnsupportedModelError, match=r"Layer \d: the model computed keys that are NaN"):
             model(random_ids(1, 300), past_key_values=cache)
             finish_prefill(cache)
-        with pytest.raises(ShapeError, match=r"Layer \d: "):
+        with pytest.raises(UnsupportedModelError, match=r"Layer \d: "):
             cache.stats()
         cache.reset()
         assert cache.get_seq_length() == 0

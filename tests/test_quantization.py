@@ -22,7 +22,7 @@ from tests.test_models import ALL, TOLERANCE, eager_steps, steps, worst
 from tests.tiny_models import random_ids
 
 TORCHAO = ("int8", "int4")
-SIZES: dict[str, int] = {"hidden_size": 1024, "intermediate_size": 1024, "vocab_size": 97, "num_hidden_layers": 1}
+SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "vocab_size": 97, "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_the_plan_counts_their_bytes(name: str, folder: Path, quantised: tuple[s
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_an_8b_model_fits_a_smaller_card(name: Any) -> None:
     """Llama-3-8B's shape: 8.03 G parameters, 6.98 G of them in linear layers; plan and command say so."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
     config = LlamaConfig(**sizes, **heads, dtype="bfloat16")
     whole = ra.plan(config).shape.weight_bytes
     found = ra.plan(config, quantization=name).shape.weight_bytes

@@ -118,6 +118,6 @@ def test_attention_weights_that_the_config_asks_for_are_refused() -> None:
 
 def test_hidden_states_are_refused_where_they_are_not_collected() -> None:
     """Our loop would give None for them."""
-    model = ra.enable(copy.deepcopy(tiny_model("llama")), ALL)
+    model: Any = ra.enable(copy.deepcopy(tiny_model("llama")), ALL)
     with pytest.raises(ra.ConfigError, match="output_hidden_states=True"):
         model.generate(random_ids(1, 20), output_hidden_states=True, custom_generate=ra.generate, **GENERATED)

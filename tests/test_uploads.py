@@ -40,7 +40,7 @@ def path_of(fmt: Format, seed: int = 0, tokens: int = TOKENS, lock: bool = False
 
 
 def expected(host: SequenceKV, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    _, key, value = next(as_blocks([Stretch.of(host, stop)], dtype))
+    _, key, value = next(as_blocks([Stretch.of(host, stop)], torch.empty(0, dtype=dtype)))
     return key[0], value[0]
 
 
@@ -55,11 +55,11 @@ def walked(
 
 def test_on_the_cpu_a_path_is_one_block_in_place() -> None:
     host = path_of(Format.FLOAT32)
-    [(number, key, value)] = as_blocks([Stretch.of(host)], torch.float32)
+    [(number, key, value)] = as_blocks([Stretch.of(host)], torch.empty(0))
     assert number == 0
     assert key.shape == (1, HEADS, TOKENS, DIM) and value.shape == (1, HEADS, TOKENS, VALUE_DIM)
     assert key.data_ptr() == host.segments[0].keys.ctypes.data
-    assert list(as_blocks([Stretch.of(host, 0)], torch.float32)) == []
+    assert list(as_blocks([Stretch.of(host, 0)], torch.empty(0))) == []
 
 
 def test_a_large_segment_begins_every_head_on_a_page() -> None:

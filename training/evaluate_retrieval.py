@@ -28,7 +28,7 @@ ARMS = ("full", "inside", "after")
 
 def answers(llm: ra.LLM, sample: Sample, ids: list[int], arms: tuple[str, ...]) -> dict[str, str]:
     """Generated text per arm, decoded the same way for all."""
-    budget = {"max_new_tokens": sample.max_new_tokens}
+    budget: dict[str, Any] = {"max_new_tokens": sample.max_new_tokens}
     context_ids = llm.tokenizer(sample.context)["input_ids"]
     split = len(context_ids) if ids[: len(context_ids)] == context_ids else len(ids) - 1
     found: dict[str, str] = {}
@@ -36,7 +36,8 @@ def answers(llm: ra.LLM, sample: Sample, ids: list[int], arms: tuple[str, ...]) 
         ra.disable(llm.model)
         llm.model.set_attn_implementation("sdpa")
         prompt = torch.tensor([ids], device=llm.model.device)
-        out = llm.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **budget)
+        model: Any = llm.model
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **budget)
         found["full"] = str(llm.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
         ra.enable(llm.model, llm.config)
     if "inside" in arms:

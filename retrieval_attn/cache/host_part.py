@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +93,7 @@ class HostPart:
         for k, group in self._apart.items():
             answers = attend_paths(
                 [one.host for one in group],
-                [self._stacked(self._host_query, one).numpy() for one in group],
+                [self._host_queries(one) for one in group],
                 [(one.start, one.stop) for one in group],
                 k,
                 scale=self._scoring.scale,
@@ -117,7 +118,7 @@ class HostPart:
         chosen = [(first + i) % self._q_heads for i in range(min(heads, self._q_heads))]
         for one in self._shared:
             scale, softcap = self._scoring.scale, self._scoring.softcap
-            queries = self._stacked(self._host_query, one).numpy()
+            queries = self._host_queries(one)
             exact = exact_lse(one.host, queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
             middle = torch.from_numpy(exact).reshape(len(chosen), len(one.rows), self._new).transpose(0, 1)
             near = static[one.rows][:, chosen]
@@ -126,8 +127,14 @@ class HostPart:
             stats.mass_count += share.numel()
 
     @cached_property
-    def _host_query(self) -> Tensor:
-        return torch.from_numpy(to_queries(self._query))
+    def _host_query(self) -> np.ndarray:
+        return to_queries(self._query)
+
+    def _host_queries(self, one: _Shared) -> np.ndarray:
+        """What `_stacked` gives, on the host."""
+        own = self._host_query if one.rows == self._rows else self._host_query[one.rows]
+        _, heads, _, dim = own.shape
+        return np.ascontiguousarray(own.transpose(1, 0, 2, 3).reshape(heads, -1, dim))
 
     def _stacked(self, query: Tensor, one: _Shared) -> Tensor:
         """The queries of the rows that share a path: (q_heads, rows * new, head_dim)."""

@@ -64,7 +64,7 @@ class Past:
 
     def _blocks(self, stretches: list[Stretch], last: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
         if self._like.device.type != "cuda":
-            return as_blocks(stretches, self._like.dtype)
+            return as_blocks(stretches, self._like)
         device, uploads = self._like.device, self._batch.uploads
         if device not in uploads:
             uploads[device] = Uploads(device)

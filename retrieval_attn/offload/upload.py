@@ -250,13 +250,18 @@ def _rows(part: PathPart, offset: int, block: _Rows) -> Iterator[tuple[Tensor, T
             yield torch.from_numpy(array[head]).view(into.dtype), into[head, offset : offset + count]
 
 
-def as_blocks(stretches: Sequence[Stretch], dtype: torch.dtype) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """What `Uploads.walk` gives, on the CPU: each path as one block, in place where it is stored in `dtype`."""
+def as_blocks(stretches: Sequence[Stretch], like: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What `Uploads.walk` gives where there is no CUDA: each path as one block, where `like` is and in its dtype.
+
+    On the CPU it lies in place where it is stored in that dtype.
+    """
     for number, one in enumerate(stretches):
         if not one.stop:
             continue
         key, value = (
-            unpack(torch.from_numpy(array).view(TORCH_DTYPE[one.host.fmt]), one.host.fmt, dtype)[None]
+            unpack(torch.from_numpy(array).view(TORCH_DTYPE[one.host.fmt]), one.host.fmt, like.dtype).to(like.device)[
+                None
+            ]
             for array in one.host.read(0, one.stop)
         )
         yield number, key, value

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.cache import exact as exact_pass
+from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cli import main
 from retrieval_attn.eval.bench.memory import SLACK, Row, verdict
 from retrieval_attn.gpu.attention.merge import Partial
@@ -43,13 +43,13 @@ def test_prefill_reports_phases_and_agreement(tmp_path: Path) -> None:
 
 def test_wrong_logits_have_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact attention of the prefill off by a tenth: exit status 1, and ours has no seconds."""
-    causal = exact_pass._causal
+    answer = ExactPass.answer
 
     def louder(*given: Any, **more: Any) -> Partial:
-        part = causal(*given, **more)
+        part = answer(*given, **more)
         return Partial(1.1 * part.out, part.lse)
 
-    monkeypatch.setattr(exact_pass, "_causal", louder)
+    monkeypatch.setattr(ExactPass, "answer", louder)
     folder = tmp_path / "out"
     extra = ["--lengths", "300", "--indexes", "flat", "--no-plot", "--output-dir", str(folder)]
     assert main(["bench", "prefill", *SMALL, *extra]) == 1

@@ -19,7 +19,7 @@ from retrieval_attn.cli import main
 from retrieval_attn.compiled import place
 from retrieval_attn.compiled.jobs import Compilation, Job, missing, wait_until_compiled
 from retrieval_attn.compiled.numba_cache import KernelLocator
-from retrieval_attn.cpu.ahead import kernel_jobs
+from retrieval_attn.cpu.ahead import kernel_jobs, wait_for_builders
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import keep_best
 from retrieval_attn.index.spec import IndexSpec
@@ -211,6 +211,35 @@ def test_an_interrupt_ends_the_other_processes(own_folder: Path) -> None:
     began = time.perf_counter()
     wait_until_compiled()
     assert time.perf_counter() - began < 1
+
+
+def test_builders_of_codes_wait_for_their_own_job(own_folder: Path) -> None:
+    """The device waits for them, with keys that are to be coded: what answers need may take longer."""
+    device = IndexSpec.of("device")
+    jobs = kernel_jobs(Format.BFLOAT16, device, 131072)
+    assert [job.target.split(":")[1] for job in jobs[:3]] == ["code", "search", "build"]
+    with Compilation(jobs, progress=False, processes=2) as compilation:
+        wait_for_builders(device)
+        done, left = jobs[0], missing(jobs)
+        assert done not in left and jobs[2] in left
+        waiting = threading.Thread(target=wait_for_builders, args=(device,), kwargs={"extends": True})
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        compilation.close()
+        waiting.join(5)
+        assert not waiting.is_alive()
+    code = f"""{COUNT_COMPILED}
+import numpy as np
+from retrieval_attn.cpu.ahead import _no_codes
+from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.spec import IndexSpec
+random = np.random.default_rng(0)
+keys = from_float32(random.standard_normal((9000, 128), np.float32), Format.BFLOAT16)
+IndexSpec.of("device").build(keys, Format.BFLOAT16, random.standard_normal((4, 300, 128), np.float32), coder=_no_codes)
+print(compiled)
+"""
+    assert python(code, **{place.VARIABLE: str(own_folder)}).stdout == "[]\n"
 
 
 def test_jobs_cover_what_reading_and_decoding_run() -> None:

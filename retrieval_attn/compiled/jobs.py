@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -78,11 +78,12 @@ class Compilation:
         self.jobs = missing(jobs)
         self.failed: dict[Job, str] = {}
         self._waiting = list(self.jobs)
-        self._lock, self._workers = threading.Lock(), list[subprocess.Popen[str]]()
+        self._left = set(self.jobs)  # neither done nor failed
+        self._lock, self._workers = threading.Condition(), list[subprocess.Popen[str]]()
         self._threads: list[threading.Thread] = []
         self._bar: Any = None
         if not self.jobs or not sys.executable or not _can_keep():
-            self._waiting = []
+            self._waiting, self._left = [], set()
             return
         most = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)) if _LINUX else os.cpu_count() or 1)
         if progress:
@@ -101,10 +102,17 @@ class Compilation:
             thread.join()
         self.close()
 
+    def wait_for(self, targets: Collection[str]) -> None:
+        """Until those jobs that run one of these functions are done, or have failed."""
+        with self._lock:
+            self._lock.wait_for(lambda: not any(job.target in targets for job in self._left))
+
     def close(self) -> None:
         """Begin no other job, end the processes."""
         with self._lock:
             self._waiting.clear()
+            self._left.clear()
+            self._lock.notify_all()
             workers, self._workers = self._workers, []
             for worker in workers:
                 worker.kill()
@@ -138,8 +146,10 @@ class Compilation:
                     try:
                         worker = _start()
                     except OSError as error:
-                        self._waiting.clear()
                         self.failed[job] = str(error)
+                        self._left.difference_update([job, *self._waiting])
+                        self._waiting.clear()
+                        self._lock.notify_all()
                         return
                     self._workers.append(worker)
             self._do(job, worker)
@@ -163,14 +173,22 @@ class Compilation:
             worker.wait()
             logger.info("%s was not compiled ahead: %s", job, self.failed[job])
         with self._lock:
+            self._left.discard(job)
+            self._lock.notify_all()
             if self._bar is not None:
                 self._bar.update()
 
 
-def wait_until_compiled() -> None:
-    """Until no compilation that this process began is under way: its kernels load then, in place of being compiled."""
+def wait_until_compiled(*targets: str) -> None:
+    """Until no compilation that this process began still has jobs of these functions to do (none named: any jobs).
+
+    Their kernels load then, in place of being compiled.
+    """
     for compilation in list(_under_way):
-        compilation.wait()
+        if targets:
+            compilation.wait_for(targets)
+        else:
+            compilation.wait()
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

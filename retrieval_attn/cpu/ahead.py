@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from retrieval_attn.compiled.jobs import Job
+from retrieval_attn.compiled.jobs import Job, wait_until_compiled
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import compile_server
@@ -33,7 +33,7 @@ KEYS, LATER, DIM, QUERIES = 8448, 64, 64, 256
 def kernel_jobs(
     fmt: Format, spec: IndexSpec, tokens: int | None = None, *, retrieve_all: bool = False, serves_graphs: bool = False
 ) -> list[Job]:
-    """What reading `tokens` tokens (None: any number) and decoding after them compile, the longest first.
+    """What reading `tokens` tokens (None: any number) and decoding after them compile, what is waited for first first.
 
     retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host. With a few cores and
     a known number of tokens, of kinds that an index may turn out to be only the likeliest is compiled ahead.
@@ -43,13 +43,23 @@ def kernel_jobs(
     if tokens is not None and len(usable_cores()) < MANY_CORES:
         kinds = kinds[:1]
     arguments = [(name, one.kind, json.dumps(asdict(one.options), sort_keys=True)) for one in (*kinds, EXACT)]
-    jobs = [Job(f"{__name__}:{what}", own) for own in arguments[:-1] for what in ("search", "build")]
+    own = list(zip(kinds, arguments[:-1], strict=True))
+    jobs = [Job(f"{__name__}:code", given) for one, given in own if _is_coded(one)]
+    jobs += [Job(f"{__name__}:{what}", given) for _, given in own for what in ("search", "build")]
     jobs += [Job(f"{__name__}:step", (name,)), Job(f"{__name__}:search", arguments[-1])]
     if retrieve_all:
         jobs.append(Job(f"{__name__}:attend_all", (name,)))
     if serves_graphs:
         jobs.append(Job(f"{__name__}:server"))
     return list(dict.fromkeys(jobs))
+
+
+def wait_for_builders(spec: IndexSpec, *, extends: bool = False) -> None:
+    """Until other processes have compiled what builds indexes of this kind; extends: or inserts into them.
+
+    The device waits meanwhile, with keys that are to be coded; it needs a small part of what is compiled.
+    """
+    wait_until_compiled(f"{__name__}:{'code' if _is_coded(spec) and not extends else 'build'}")
 
 
 def load_kernels(fmt: Format, spec: IndexSpec, kinds: Collection[str] | None = None) -> None:
@@ -74,6 +84,13 @@ def search(fmt: str, kind: str, options: str) -> None:
         attend_apart(_path(form, spec, LATER), _queries(1), 0, LATER, 1, 1.0, None, None)
 
 
+def code(fmt: str, kind: str, options: str) -> None:
+    """Building an index of a kind whose keys a device codes, without the device."""
+    form, spec = Format.from_name(fmt), IndexSpec.of(kind, json.loads(options))
+    keys = from_float32(np.random.default_rng(0).standard_normal((LATER, DIM), np.float32), form)
+    spec.build(keys, form, _queries(LATER), coder=_no_codes)
+
+
 def build(fmt: str, kind: str, options: str) -> None:
     """Building an index of one kind, judging it as `auto` does, and inserting later keys."""
     form, spec = Format.from_name(fmt), IndexSpec.of(kind, json.loads(options))
@@ -94,6 +111,22 @@ def attend_all(fmt: str) -> None:
 def server() -> None:
     """What answers a graph's layers."""
     compile_server()
+
+
+def _is_coded(spec: IndexSpec) -> bool:
+    """Whether codes on a device are all there is to build."""
+    return spec.device_bytes(DIM).held > 0
+
+
+class _NoCodes:
+    """Codes that nobody keeps."""
+
+    def add(self, keys: np.ndarray) -> None:
+        """See `index.device.KeyCodes`."""
+
+
+def _no_codes(*given: object) -> _NoCodes:
+    return _NoCodes()
 
 
 def _path(fmt: Format, spec: IndexSpec, tokens: int) -> SequenceKV:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.compiled.jobs import wait_until_compiled
+from retrieval_attn.cpu.ahead import wait_for_builders
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.cores import usable_cores
@@ -145,10 +145,9 @@ class IndexBuild:
 
     def run(self, ready: torch.cuda.Event | None) -> None:
         """Build or extend, path after path. ready: what keys on the device wait for. `fetch` came before."""
-        if self._jobs:
-            wait_until_compiled()
         while self._jobs:
             job = self._jobs.pop(0)
+            wait_for_builders(job.host.spec, extends=job.extend)
             if self._stop.is_set():
                 raise CancelledError
             if job.extend:

@@ -274,15 +274,16 @@ def test_kernels_name_the_best_keys_of_any_question(
     path = path_of("device", dim=dim, device="cuda", tokens=6000, key_bytes=key_bytes)
     device = torch.device("cuda", torch.cuda.current_device())
     through_codes(path, torch.from_numpy(asked(2, 2 * group, dim)).to(device), K)
-    before, shares = len(compiled), []
+    before, shares, same = len(compiled), [], []
     for n in (1, 7, 8, 33, 128, 200):
         queries = asked(n, 2 * group, dim)
         got, exact = through_codes(path, torch.from_numpy(queries).to(device), K), oracle(path, queries, K)
         shares.append(np.exp(got[1] - exact[1]).ravel())
-        if key_bytes:
-            np.testing.assert_allclose(got[0], exact[0], rtol=0, atol=1e-5)
+        same.append(np.isclose(got[0], exact[0], rtol=0, atol=1e-5).all(axis=-1).ravel())
     captured = np.concatenate(shares)  # of the best keys' weight
     assert captured.max() < 1 + 1e-5 and captured.mean() > (1 - 1e-5 if key_bytes else 0.8)
+    if key_bytes:  # 8 bits are not all of a number either: of two keys with nearly one score the other may be taken
+        assert np.concatenate(same).mean() > 0.99
     assert compiled[before:] == []
 
 

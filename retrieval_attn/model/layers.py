@@ -14,7 +14,7 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     text and images these are the text's.
     """
     found = []
-    for module in _modules(text_decoder(model)):
+    for module in modules_of(text_decoder(model)):
         if not isinstance(module, nn.ModuleList):
             continue
         for member in module:
@@ -35,11 +35,11 @@ def layer_index(layer: nn.Module) -> int | None:
 
 def layer_holders(model: nn.Module) -> list[nn.Module]:
     """The modules that have the lists of decoder layers: transformers' models without their output."""
-    holders = _modules(text_decoder(model))
+    holders = modules_of(text_decoder(model))
     return [module for module in holders if any(map(_is_layer_list, module._modules.values()))]
 
 
-def _modules(root: nn.Module) -> list[nn.Module]:
+def modules_of(root: nn.Module) -> list[nn.Module]:
     """As root.modules(), whose generators within generators take a millisecond: every question asks some 20 times."""
     found: dict[nn.Module, None] = {}
     waiting = [root]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.model.layers import decoder_layers
+from retrieval_attn.model.layers import decoder_layers, modules_of
 
 
 def input_device(model: Any) -> torch.device:
@@ -25,7 +25,7 @@ def input_device(model: Any) -> torch.device:
 
 def execution_device(module: nn.Module) -> torch.device:
     """Where a module computes: as accelerate's hooks say, else where its first parameter is, else the CPU."""
-    for part in module.modules():
+    for part in modules_of(module):
         for hook in _hooks(part):
             device = getattr(hook, "execution_device", None)
             if device is not None and not isinstance(device, dict):
@@ -40,7 +40,7 @@ def devices(model: nn.Module) -> tuple[torch.device, ...]:
 
 def is_hooked(model: nn.Module) -> bool:
     """Whether accelerate moves tensors between devices or loads weights while the model runs (`device_map`)."""
-    return any(hook is not None for part in model.modules() for hook in _hooks(part))
+    return any(hook is not None for part in modules_of(model) for hook in _hooks(part))
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.gpu.attention import plain as flash_math
-from retrieval_attn.gpu.attention.backends import BACKENDS
+from retrieval_attn.gpu.attention.backends import BACKENDS, Call, _square
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.plain import math_attention
 from retrieval_attn.gpu.attention.reference import reference_attention
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -51,6 +52,7 @@ CASES = (
     Case("rectangle", 63, 130),
     Case("square causal", 65, 65, causal=True),
     Case("causal after a past", 33, 150, causal=True),
+    Case("causal after thirteen times as many", 16, 224, causal=True),
     Case("causal, queries before the first key", 40, 25, causal=True),
     Case("causal, one key", 5, 1, causal=True),
     Case("soft-cap", 33, 150, causal=True, softcap=3.0),
@@ -90,6 +92,25 @@ def compare(name: str, case: Case, group: int, inputs: tuple[Tensor, Tensor, Ten
     error = (got.lse - expected.lse)[~empty].abs()
     if len(error):
         assert error.max() <= 2e-5 * max(1.0, float(expected.lse[~empty].abs().max())) + rough, where
+
+
+@pytest.mark.parametrize(
+    ("past", "queries", "lengths"),
+    [(13 * 16, 16, [128, 64, 16]), (32 * 16, 16, [128] * 4), (16, 16, [16]), (13 * 16, 12, [208]), (100, 16, [100])],
+)
+def test_a_kernel_with_plans_sees_few_lengths(past: int, queries: int, lengths: list[int]) -> None:
+    """The past in pieces of few lengths, every key once; with an odd chunk in one."""
+    seen: list[int] = []
+
+    def run(call: Call) -> Partial:
+        if not call.causal:
+            seen.append(call.keys)
+        return math_attention(call.query, call.key, call.value, scale=call.scale, causal=call.causal)
+
+    inputs = tensors("cpu", torch.float32, 2, 32, queries, past + queries)
+    got = _square(run, planned=True)(Call(*inputs, scale=SCALE, causal=True))
+    assert seen == lengths
+    compare("planned", Case("", queries, past + queries, causal=True), 2, inputs, got)
 
 
 @ON_CPU_FEW

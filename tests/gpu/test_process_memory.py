@@ -51,11 +51,11 @@ def test_a_capped_process_stays_below_its_cap(limit: float) -> None:
     if before > 1024 or "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip(ALONE)
     before = used_mib()
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(limit)], stdout=subprocess.PIPE, text=True)
     most = 0
-    while process.poll() is None:
-        most = max(most, used_mib() - before)
-        time.sleep(0.05)
-    assert process.stdout is not None
-    assert process.stdout.read().strip().endswith("done") and process.returncode == 0
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(limit)], stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            most = max(most, used_mib() - before)
+            time.sleep(0.05)
+        said, _ = process.communicate()
+    assert said.strip().endswith("done") and process.returncode == 0
     assert limit * 1024 - SLACK_MIB <= most <= limit * 1024

@@ -13,6 +13,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.model.capturable import is_capturable
+from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 
 
@@ -50,10 +51,14 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
 
 
 def _looks_at_values(model: PreTrainedModel) -> str | None:
-    for name, module in model.named_modules():
+    for module in modules_of(model):
         if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
-            return f"{name} is bitsandbytes' 8-bit layer, which looks for outliers on the CPU"
+            return f"{_name_of(module, model)} is bitsandbytes' 8-bit layer, which looks for outliers on the CPU"
     return None
+
+
+def _name_of(module: torch.nn.Module, model: torch.nn.Module) -> str:
+    return next(name for name, other in model.named_modules() if other is module)
 
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:
@@ -69,9 +74,10 @@ def _rope_types(options: Any) -> set[str]:
 
 
 def _hooked(model: PreTrainedModel) -> str | None:
-    for name, module in model.named_modules():
+    for module in modules_of(model):
         for hook in hooks_of(module):
             # transformers' own stay in place after a call that asked for hidden states, and do nothing otherwise
             if not is_capturable(hook) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                return f"{name or 'the model'} has a forward hook, which replays would not call (model.capturable)"
+                name = _name_of(module, model) or "the model"
+                return f"{name} has a forward hook, which replays would not call (model.capturable)"
     return None

@@ -19,7 +19,7 @@ MIN_TILE = 16
 """Smallest tile of a matrix instruction, in every direction."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _encode_kernel(
     keys, key_projection, shift, codes, bad, count, stride, dim,
     NUM_8BIT: tl.constexpr, NUM_4BIT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr, H: tl.constexpr,

@@ -30,7 +30,7 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
 from retrieval_attn.engine.progress import ReadingBar
-from retrieval_attn.engine.ready import compilation, make_ready
+from retrieval_attn.engine.ready import compilation, make_ready, prepared
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
@@ -110,7 +110,8 @@ class AnswerLoop:
         started = time.perf_counter()
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
         with (
-            compilation(self.model, cache, batch.ids.shape[1], progress=progress),
+            compilation(self.model, cache, batch.ids.shape[1], progress=progress) as compiling,
+            prepared(self.model, cache, compiling),
             ReadingBar(cache, f"reading {tokens:,} tokens", progress) as bar,
         ):
             self.read(cache, batch)

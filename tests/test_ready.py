@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.engine.graph import registry
+from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.decoder import GraphDecoder
+from retrieval_attn.engine.preparation import THREADS, Preparation
 from tests.test_compiled import COUNT_COMPILED
 from tests.test_structure import ROOT
 
@@ -79,6 +83,69 @@ print("a block moved", compiled)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout == "read []\nanswer []\na block moved []\n", done.stdout + done.stderr
+
+
+def test_what_cannot_be_prepared_is_left_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A compiler may raise anything; the rest is done before the reading ends."""
+    done: list[str] = []
+    with caplog.at_level(logging.INFO), Preparation() as preparation:
+        preparation.begin("the first", lambda: 1 / 0)
+        preparation.begin("the second", lambda: done.append("second"))
+    assert done == ["second"]
+    assert "the first could not be prepared" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_an_interrupted_reading_does_not_wait_for_preparations() -> None:
+    """Nothing more is begun."""
+    go, done = threading.Event(), list[str]()
+    with pytest.raises(KeyboardInterrupt), Preparation() as preparation:
+        for number in range(THREADS):
+            preparation.begin(f"a long one, {number}", go.wait)
+        preparation.begin("the last", lambda: done.append("not begun"))
+        raise KeyboardInterrupt
+    go.set()
+    for future in preparation._futures:
+        future.result(10)
+    assert done == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_launching_ahead_changes_nothing(loaded: Loaded, rows: int) -> None:
+    """Each step's kernels over zeros, with the shapes of a layer that was read, on memory of their own."""
+    context = ra.Context(*loaded, CONFIG.replace(index="device", retrieve=4)).read(TEXT, progress=False)
+    cache = context.cache.fork()
+    cache.batch_repeat_interleave(rows)
+    layer: Any = cache.layers[1]
+    launches = LayerLaunches(layer, processors=2)
+    before = [part.clone() for part in layer.window.buffers], layer.columns, layer.held.ranges
+    for work in launches.works(graphs=True):
+        with torch.no_grad():
+            work()
+    assert all(map(torch.equal, layer.window.buffers, before[0]))
+    assert (layer.columns, layer.held.ranges) == before[1:]
+    other: Any = cache.layers[2]
+    assert launches.shape == LayerLaunches(other, processors=2).shape
+    assert launches.works(graphs=False) == [launches.search_question]
+
+
+@pytest.mark.cuda
+def test_threads_compile_what_the_device_launches_while_the_model_reads(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, fresh_decoders: None
+) -> None:
+    """All of it: nothing is left for the end of the read, whose trial, capture and search launch the same kernels."""
+    triton: Any = pytest.importorskip("triton")
+    compiled: list[tuple[str, str]] = []
+
+    def note(**given: Any) -> None:
+        compiled.append((threading.current_thread().name, str(given.get("repr"))))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    model = copy.deepcopy(loaded[0]).to("cuda", torch.float16)
+    ids = [3 + i * 7919 % (model.config.vocab_size - 3) for i in range(40_000)]
+    context = ra.Context(model, loaded[1], ra.Config()).read(ids, progress=False)
+    assert context.cache.index_kinds().keys() == {"device"}
+    mine = "retrieval_attn-prepare", "retrieval_attn-code"
+    assert compiled and [kernel for thread, kernel in compiled if not thread.startswith(mine)] == []
 
 
 @pytest.mark.cuda

@@ -1,14 +1,16 @@
 """What the first answer would wait for, done while a context is read: kernels compiled, the decode step captured.
 
 Whoever adds something that is made once for a model, device or machine adds it here: kernels of the host to
-`cpu/ahead.kernel_jobs`, which other processes compile while the model reads, and what needs the model or its device to
-REHEARSALS, which run at the end of a read.
+`cpu/ahead.kernel_jobs`, which other processes compile while the model reads; what a device launches to `prepared`,
+whose threads compile and load it meanwhile; and what needs the context's end to REHEARSALS, which run then.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -16,11 +18,20 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import HostPart, Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.compiled.jobs import Compilation
+from retrieval_attn.compiled.jobs import Compilation, missing, wait_until_compiled
 from retrieval_attn.cpu.ahead import kernel_jobs, load_kernels
+from retrieval_attn.cpu.serve import compile_server
+from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
+from retrieval_attn.engine.preparation import Preparation
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
+from retrieval_attn.gpu.capture.exchange import requested_host_callback
+from retrieval_attn.gpu.capture.polling import load_flags
+from retrieval_attn.gpu.capture.probe import load_probe
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.codes import beside, load_coder
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format
 
@@ -46,6 +57,96 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         ),
         progress=progress,
     )
+
+
+@contextlib.contextmanager
+def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation) -> Iterator[None]:
+    """Meanwhile threads load what `compiling` compiles, and compile and load what the device will launch.
+
+    Beside a GPU only: elsewhere they would take the cores from the model.
+    """
+    device = input_device(model)
+    if device.type != "cuda":
+        yield
+        return
+    with Preparation() as preparation:
+        fmt = host_format(cache.config.host_dtype, model.dtype)
+        for what, work in _preparations(model, cache, compiling, device):
+            if _is_first((what, device, model.dtype, fmt, cache.index.spec)):
+                preparation.begin(what, functools.partial(_on, device, work))
+        watch, before = _LayerWatch(preparation, cache, device), cache.on_layer
+        cache.on_layer = functools.partial(watch, before)
+        try:
+            yield
+        finally:
+            cache.on_layer = before
+
+
+def _preparations(
+    model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation, device: torch.device
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What the shape of no layer is needed for, by what it is."""
+    config, spec = cache.config, cache.index.spec
+    fmt = host_format(config.host_dtype, model.dtype)
+    yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _head_dim(model))
+    yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
+    if config.graph is not False and requested_host_callback() != "host_node":
+        yield "the exchange with the host", functools.partial(_load_exchange, device)
+
+
+def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None:
+    """Load the host's kernels, if other processes compile all of them."""
+    wait_until_compiled()
+    if not missing(compiling.jobs):
+        load_kernels(fmt, spec, {spec.kind})
+
+
+def _load_exchange(device: torch.device) -> None:
+    """Load what a trial of "polling" launches. Made later, the trial itself has the device to itself."""
+    load_probe(device)
+    load_flags(device)
+    compile_server()
+
+
+def _head_dim(model: PreTrainedModel) -> int:
+    text = model.config.get_text_config(decoder=True)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+class _LayerWatch:
+    """Has kernels launched for each shape of layers, once the first of that shape is read."""
+
+    def __init__(self, preparation: Preparation, cache: RetrievalCache, device: torch.device) -> None:
+        self._preparation, self._cache, self._graphs = preparation, cache, cache.config.graph is not False
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._read = 0
+
+    def __call__(self, before: Callable[[], object] | None) -> None:
+        """A layer was read. before: who else watches."""
+        for layer in self._cache.layers[self._read : self._read + 1]:
+            if isinstance(layer, RetrievalLayer) and layer.held is not None and layer.held.retrieves:
+                launches = LayerLaunches(layer, self._processors)
+                if _is_first(launches.shape):
+                    for work in launches.works(self._graphs):
+                        self._preparation.begin(work.__name__, functools.partial(_on, layer.held.device, work))
+        self._read += 1
+        if before is not None:
+            before()
+
+
+_begun: set[tuple[object, ...]] = set()
+
+
+def _is_first(key: tuple[object, ...]) -> bool:
+    """Whether this is prepared for the first time in this process."""
+    first = key not in _begun
+    _begun.add(key)
+    return first
+
+
+def _on(device: torch.device, work: Callable[[], object]) -> None:
+    with torch.cuda.device(device), beside(device):
+        work()
 
 
 def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import MemoryPlanError, NotFiniteError
-from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for
+from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for, encode
 from retrieval_attn.gpu.codes.search import name_keys
 from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.transfer import stored_on, unpack
 
@@ -61,7 +62,7 @@ class DeviceCoder:
     def rows(self, space: CodeSpace, fmt: Format, keys: np.ndarray[Any, Any], head: int) -> np.ndarray[Any, Any]:
         """See `sketch.coding.RowCoder`: the device holds codes of one head at a time. Raises MemoryPlanError, too."""
         with self._turn:
-            with _beside(self._device):
+            with beside(self._device):
                 memory = _take(capacity_for(len(keys)), space.key_bytes, device=self._device)
             codes = HeadCodes(space, fmt, memory, self._lent_to(head))
             codes.add(keys)
@@ -74,7 +75,7 @@ class DeviceCoder:
     def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
         shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
-        with self._lock, _beside(self._device):
+        with self._lock, beside(self._device):
             if not self._slab or self._slab[-1].shape != shape:
                 # one block for all: the allocator rounds each of many up to its own pages
                 self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
@@ -101,7 +102,7 @@ class HeadCodes:
     def __init__(self, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> None:
         """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
         self._fmt, self._lent = fmt, lent
-        with _beside(memory.device):
+        with beside(memory.device):
             query_projection, key_projection, shift = (torch.from_numpy(part).to(memory.device) for part in space[:3])
             there = DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
             self.device = DeviceCodes(there, memory)
@@ -114,7 +115,7 @@ class HeadCodes:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
         codes = self.device
         device, length = codes.codes.device, codes.length
-        with _beside(device):
+        with beside(device):
             try:
                 for rows in self._on_device(keys, device):
                     if not codes.add(rows):
@@ -143,7 +144,7 @@ class HeadCodes:
         if codes.device.type != "cuda":
             return codes.numpy()
         held = _inbox.room(codes.nbytes).view(codes.shape)
-        with _beside(codes.device):
+        with beside(codes.device):
             held.copy_(codes, non_blocking=True)
         return held.numpy()
 
@@ -152,11 +153,23 @@ class HeadCodes:
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
         where = self.device.codes.device
-        with _beside(where):
+        with beside(where):
             found: np.ndarray[Any, Any] = (
                 name_keys(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
         return found
+
+
+def load_coder(device: torch.device, dtype: torch.dtype, spec: IndexSpec, head_dim: int) -> None:
+    """Compile, or load, what codes keys (n, head_dim) of this dtype for an index whose keys are coded on the device."""
+    shape = spec.code_shape(head_dim, 1)
+    if shape is None:
+        return
+    num_8bit, num_4bit, _ = shape
+    sides = torch.zeros(num_8bit + num_4bit, head_dim, device=device)
+    space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), num_8bit, num_4bit)
+    codes = torch.zeros(1, num_8bit + num_4bit // 2, dtype=torch.uint8, device=device)
+    encode(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes)
 
 
 class _PinnedBuffer(threading.local):
@@ -199,8 +212,8 @@ def _no_room(error: BaseException) -> MemoryPlanError:
 
 
 @contextlib.contextmanager
-def _beside(device: torch.device) -> Any:
-    """On the stream for codes; what was done is finished afterwards, whatever stream needs it."""
+def beside(device: torch.device) -> Any:
+    """On a stream beside the one that reads; what was done is finished afterwards, whatever stream needs it."""
     with torch.inference_mode(False), torch.no_grad():
         if device.type != "cuda":
             yield

@@ -41,7 +41,8 @@ class StepMemory:
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros_like(self.token)
         self.chosen = torch.zeros_like(self.token[:, 0])
-        self.spans = torch.zeros(layers, 2, dtype=torch.int32, device=device)
+        # rows begin on multiples of 16 bytes: Triton compiles a kernel for aligned addresses, and one for others
+        self.spans = torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, :2]
         self.meters = np.zeros((layers, MAX_MICROBATCHES, workers * words.METER_WORDS), np.int64)
         self.descriptors = np.zeros((layers, MAX_MICROBATCHES, words.WORDS), np.int64)
 

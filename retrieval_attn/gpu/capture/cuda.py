@@ -46,9 +46,11 @@ class CudaRuntime:
         self._device = device
         self._lock = threading.RLock()
         self._calls: Calls | None = None
+        self._collects = False  # the trial needs no memory that garbage may hold
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         with torch.cuda.device(device):
             self.host_callback: HostCallback = self._choose(server_of, host_callback)
+        self._collects = True
 
     def _choose(self, server_of: ServerOf, host_callback: HostCallback | None) -> HostCallback:
         reason = "as requested"
@@ -102,7 +104,8 @@ class CudaRuntime:
     def capture(self, record: Callable[[], None]) -> Replay:
         with self._lock:
             calls, graph = self.exchange.open(), torch.cuda.CUDAGraph()
-            gc.collect()  # now, with the memory that garbage holds: a capture forbids to free it
+            if self._collects:  # now, with the memory that garbage holds: a capture forbids to free it
+                gc.collect()
             self.synchronize()
             self._calls = calls
             try:

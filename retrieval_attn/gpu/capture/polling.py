@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -113,15 +113,25 @@ class Numbers:
         return next(self._count) % (2**31 - 1) + 1
 
 
+def load_flags(device: torch.device) -> Any:
+    """The kernels that ask and wait, compiled and loaded: loading may wait for a device, which must not wait for us
+    then. Raises ImportError or what Triton raises.
+    """
+    use_triton_folder()
+    from retrieval_attn.gpu.capture import flag_triton
+
+    words = torch.zeros(2 * DEVICE_LINE, dtype=torch.int32, device=device)
+    host = page_locked(2 * HOST_LINE, torch.int64)
+    flag_triton.ask(host[HOST_LINE:], words)
+    flag_triton.wait(words[DEVICE_LINE:], words, host)
+    return flag_triton
+
+
 class PollingExchange:
     """See the module. polls, limit_seconds: POLLS and LIMIT_SECONDS of graphs that are captured from now on."""
 
     def __init__(self, device: torch.device, server_of: ServerOf) -> None:
         """Raises BackendError, ImportError or what Triton raises where a part of it is missing."""
-        use_triton_folder()
-        from retrieval_attn.gpu.capture import flag_triton
-
-        self.kernels = flag_triton
         self.device, self._server_of = device, server_of
         self.polls, self.limit_seconds = POLLS, LIMIT_SECONDS
         self.numbers, self.turn = Numbers(), threading.Lock()
@@ -132,15 +142,8 @@ class PollingExchange:
             torch.cuda.synchronize()  # there is a context
             # not one of PyTorch's: those are shared, and an answer behind other work of the stream would come late
             self._answers_by = driver.new_stream()
-            self._load_kernels()
-
-    def _load_kernels(self) -> None:
-        """Compile and load: loading may wait for a device, which must not wait for us then."""
-        words = torch.zeros(2 * DEVICE_LINE, dtype=torch.int32, device=self.device)
-        host = page_locked(2 * HOST_LINE, torch.int64)
-        self.kernels.ask(host[HOST_LINE:], words)
-        self.kernels.wait(words[DEVICE_LINE:], words, host)
-        torch.cuda.synchronize()
+            self.kernels = load_flags(device)
+            torch.cuda.synchronize()
 
     def server(self) -> Server:
         """A new one, without calls."""

@@ -6,6 +6,7 @@ the codes of all heads of a step; `DeviceCodes.find` is the plain PyTorch way, w
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ ROWS_AT_ONCE = 1 << 15
 """Keys that PyTorch codes, or scans, at once: their float32 numbers must not show beside a layer's keys."""
 ALIGNED = 16
 """Bytes that a kernel loads at once: codes of a head begin on a multiple, and capacities are multiples."""
+_launching = threading.Lock()
 
 
 class DeviceSpace(NamedTuple):
@@ -70,7 +72,8 @@ def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
     kernels = kernels_for(keys, "codes.codes_triton")
     if kernels is not None:
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
-        kernels.encode(keys, space.key_projection, space.shift, space.num_8bit, codes, bad)
+        with _launching:  # threads would compile it side by side
+            kernels.encode(keys, space.key_projection, space.shift, space.num_8bit, codes, bad)
         return not bool(bad)
     finite = True
     for some, into in zip(keys.split(ROWS_AT_ONCE), codes.split(ROWS_AT_ONCE), strict=True):

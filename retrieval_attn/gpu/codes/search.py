@@ -69,8 +69,13 @@ class Scratch:
     picked) and hits (queries, room) int32.
     """
 
-    def __init__(self, queries: int, max_keys: int, room: int, device: torch.device) -> None:
-        """max_keys: per query, a power of 2 as `size_class` gives it. room: as in `CodeShape`."""
+    def __init__(
+        self, queries: int, max_keys: int, room: int, device: torch.device, *, has_memory: bool = True
+    ) -> None:
+        """max_keys: per query, a power of 2 as `size_class` gives it. room: as in `CodeShape`.
+
+        has_memory: False for a search to which nothing is bound: it compiles the same kernels, which touch none of it.
+        """
         self.queries, self.max_keys = queries, max_keys
         self.picked = _power(room)
         self.group = MIN_GROUP
@@ -78,10 +83,11 @@ class Scratch:
             self.group *= 2
         while self.group > 1 and self.picked * self.group >= MAX_NUMBERS:
             self.group //= 2
-        self.scores = torch.empty(queries, max_keys, dtype=torch.float32, device=device)
-        self.best = torch.empty(queries, max_keys // self.group, dtype=torch.float32, device=device)
-        self.groups = torch.empty(queries, self.picked, dtype=torch.int32, device=device)
-        self.hits = torch.empty(queries, room, dtype=torch.int32, device=device)
+        rows = queries if has_memory else 0
+        self.scores = torch.empty(rows, max_keys, dtype=torch.float32, device=device)
+        self.best = torch.empty(rows, max_keys // self.group, dtype=torch.float32, device=device)
+        self.groups = torch.empty(rows, self.picked, dtype=torch.int32, device=device)
+        self.hits = torch.empty(rows, room, dtype=torch.int32, device=device)
 
     @property
     def suits_kernels(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from retrieval_attn.compiled.place import use_triton_folder
 
 logger = logging.getLogger(__name__)
+_trial = threading.Lock()
 
 BLOCK_TOKENS = 64
 """Keys that one program reads at a time."""
@@ -170,7 +172,11 @@ def kernels_for(tensor: Tensor, module: str) -> Any:
 
     None too, logged once, where Triton is not installed or cannot compile.
     """
-    if tensor.device.type != "cuda" or not _triton_works(tensor.device):
+    if tensor.device.type != "cuda":
+        return None
+    with _trial:  # threads would compile it side by side
+        works = _triton_works(tensor.device)
+    if not works:
         return None
     return importlib.import_module(f"retrieval_attn.gpu.{module}")
 

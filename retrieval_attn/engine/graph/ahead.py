@@ -1,0 +1,105 @@
+"""The kernels of a captured step and of questions, launched over zeros before there is either.
+
+Triton compiles a kernel, or loads it, at its first launch: for dtypes, for numbers that are 1 or divisible by 16, for
+addresses that are. So each is launched as it will be, with the shapes of a layer that was read, over memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.engine.graph.host import code_shape, split_microbatches
+from retrieval_attn.engine.graph.slot import window_of
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, size_class
+from retrieval_attn.gpu.decode.kernels import (
+    HostPart,
+    Parts,
+    WindowBuffers,
+    merge_parts,
+    split_count,
+    stage_queries,
+    window_partials,
+)
+
+SLOTS = 16
+"""Of the window: few, for memory that is taken beside a reading stays taken."""
+
+
+class LayerLaunches:
+    """See the module: for a layer that holds tokens, as far as it retrieves."""
+
+    def __init__(self, layer: RetrievalLayer, processors: int) -> None:
+        """processors: multiprocessors of the layer's device."""
+        self._key, self._value = window_of(layer).buffers
+        self._processors, self._q_heads = processors, layer.q_heads
+        batch, self._kv_heads, _, self._dim = self._key.shape
+        self._rows = sorted({part.stop - part.start for part in split_microbatches(layer, batch, self._dim)})
+        self._step_codes = code_shape(layer, self._dim)
+        ranges = [] if layer.held is None else layer.held.ranges
+        self._keys = max((stop - start for start, stop in ranges), default=0)
+        k = layer.config.retrieve_count(self._keys)
+        codes = None if k is None else layer.index.spec.code_shape(self._dim, k)
+        self._question_codes = None if codes is None else CodeShape(*codes)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Of layers with the same shape one needs to launch."""
+        sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
+        return *sizes, self._q_heads, self._processors, size_class(self._keys), self._step_codes, self._question_codes
+
+    def works(self, graphs: bool) -> list[Callable[[], None]]:
+        """What to call, in any order. graphs: steps are captured."""
+        return [self.attend, self.search_step, self.search_question] if graphs else [self.search_question]
+
+    def attend(self) -> None:
+        """Stage queries, attend to a window, merge with the host's part."""
+        query = self._query()
+        batch, heads, slots = self._key.shape[:3]
+        key, value = (like.new_zeros(batch, heads, SLOTS, like.shape[3]) for like in (self._key, self._value))
+        value_dim, splits = value.shape[3], split_count(batch, heads, slots, self._processors)
+        window = WindowBuffers(key, value, key.new_zeros(4, dtype=torch.int32)[:2])
+        new_key, new_value = (like.new_zeros(batch, heads, 1, like.shape[3]) for like in (key, value))
+        parts = window_partials(query, new_key, new_value, window, scale=1.0, splits=splits)
+        for rows in self._rows:
+            count, places = rows * self._q_heads, self._places(rows)
+            stage_queries(query[:rows], self._zeros(count, self._dim), places)
+            host = HostPart(self._zeros(count, value_dim), self._zeros(count), places)
+            merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype)
+
+    def search_step(self) -> None:
+        """Search codes as a step does."""
+        codes, device = self._step_codes, self._key.device
+        if codes is None:
+            return
+        for rows in self._rows:
+            count = rows * self._q_heads
+            search = CodeSearch(rows, self._q_heads, self._kv_heads, codes, device)
+            self._run(search, self._query()[:rows], codes.room, count, self._places(rows))
+
+    def search_question(self) -> None:
+        """Search codes as a question does."""
+        codes, device = self._question_codes, self._key.device
+        if codes is None:
+            return
+        search = question_search(self._kv_heads, self._q_heads // self._kv_heads, codes, device)
+        self._run(search, self._zeros(1, self._q_heads, 1, self._dim), codes.room, self._q_heads, None)
+
+    def _run(self, search: CodeSearch, query: Tensor, room: int, count: int, places: Tensor | None) -> None:
+        """Run a search to which nothing is bound."""
+        ids = torch.empty(count, room, dtype=torch.int32, device=query.device)
+        scratch = Scratch(count, size_class(self._keys), room, query.device, has_memory=False)
+        search.run(query, ids, places, scratch, lambda function, *arguments: function(*arguments))
+
+    def _query(self) -> Tensor:
+        return self._key.new_zeros(len(self._key), self._q_heads, 1, self._dim)
+
+    def _zeros(self, *sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=torch.float32, device=self._key.device)
+
+    def _places(self, rows: int) -> Tensor | None:
+        """As `HostRows` has them."""
+        return None if rows == 1 else torch.arange(rows * self._q_heads, device=self._key.device)

@@ -6,7 +6,6 @@ The state goes from chunk to chunk and from turn to turn; forks copy it, an inte
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from functools import cache as kept
 from typing import Any
@@ -20,7 +19,6 @@ import retrieval_attn as ra
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.engine.prefill import out_of_memory
 from retrieval_attn.engine.support import TESTED
-from tests.graph_cases import CONFIG, Decoded
 from tests.test_models import ALL, PROMPT, STEPS, TOLERANCE, decode_pieces, eager_steps, generated, steps, worst
 from tests.tiny_models import VOCABULARY, random_ids
 
@@ -185,7 +183,10 @@ def test_the_plan_counts_the_states(model: Any) -> None:
     held = sum(layer.nbytes for layer in cache.layers if isinstance(layer, StateLayer))
     planned = ra.plan(model, context=1000, batch=3)
     assert next(item.bytes for item in planned.device if item.name == "states") == 3 * held
+    assert next(item.bytes for item in planned.device if item.name == "states of a captured step") == 9 * held
     assert planned.shape.full_layers == planned.shape.state_layers == 2
+    eager = ra.plan(model, context=1000, batch=3, config={"graph": False})
+    assert planned.decode_bytes - eager.decode_bytes == planned.device_bytes - eager.device_bytes == 9 * held
 
 
 def test_a_crop_is_refused_and_a_reset_is_not(model: Any) -> None:
@@ -286,16 +287,6 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         for name in tensors
         for number, mine in other[name].items()
     )
-
-
-@pytest.mark.usefixtures("emulated_graphs")
-def test_decoding_says_why_it_is_eager(model: Any, hybrid: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """In the log and in the answer's statistics."""
-    ra.enable(model, CONFIG)
-    with caplog.at_level(logging.WARNING), pytest.raises(ra.CaptureError, match="layer 0 keeps a state"):
-        Decoded(model, True)
-    context = ra.Context(*hybrid, CONFIG).read("Some words of a text. " * 30, progress=False)
-    assert "layer 0 keeps a state" in context.ask("What is it?", max_new_tokens=3).stats.decoded
 
 
 def test_a_model_that_loses_its_state_between_pieces_is_refused() -> None:

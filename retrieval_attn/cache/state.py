@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,26 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from retrieval_attn.errors import CacheMismatchError
 
-_TENSORS = ("conv_states", "recurrent_states")
+STATE_NAMES = ("conv_states", "recurrent_states")
+"""Attributes of a layer that hold its states by number, None where there is none."""
+
+
+class StateHook(Protocol):
+    """A layer's place in a captured decode step (`engine/graph/states.py`), while a cache is bound to it."""
+
+    def confirmed(self) -> dict[tuple[str, int], Tensor]:
+        """The states as the last token that counts left them: by name and number. Steps may have gone ahead."""
 
 
 class StateLayer(LinearAttentionLayer):
-    """transformers' layer, with what a `RetrievalCache` asks of its layers."""
+    """transformers' layer, with what a `RetrievalCache` asks of its layers.
+
+    graph: set while a captured step decodes with this cache.
+    """
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        super().__init__(number_of_states, **kwargs)
+        self.graph: StateHook | None = None
 
     def fork(self) -> StateLayer:
         """An independent copy, the state too."""
@@ -30,7 +45,7 @@ class StateLayer(LinearAttentionLayer):
 
     def snapshot(self) -> dict[str, Any]:
         """The layer's attributes, to be put back as they are; the state is copied."""
-        return self._copied()
+        return {**self._copied(), "graph": None}
 
     def mark(self) -> dict[str, Any]:
         """What `restore` needs to undo the chunks that follow."""
@@ -44,10 +59,8 @@ class StateLayer(LinearAttentionLayer):
 
     def select(self, rows: Items[int]) -> None:
         """Keep the states of these rows, in this order, repeats allowed."""
-        for states in self._states():
-            for number, state in states.items():
-                if state is not None:
-                    states[number] = state.index_select(0, torch.tensor(list(rows), device=state.device))
+        for (name, number), state in self._confirmed().items():
+            getattr(self, name)[number] = state.index_select(0, torch.tensor(list(rows), device=state.device))
 
     def drop_newest(self, count: int, columns: int) -> None:
         """Forget the `count` newest of `columns` columns. Raises CacheMismatchError unless these are none or all."""
@@ -66,15 +79,22 @@ class StateLayer(LinearAttentionLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        held = (state for states in self._states() for state in states.values() if state is not None)
-        return sum(state.numel() * state.element_size() for state in held)
+        return sum(state.numel() * state.element_size() for _, state in self.states())
 
-    def _states(self) -> Iterator[dict[int, Tensor | None]]:
-        return (getattr(self, name) for name in _TENSORS)
+    def states(self) -> Iterator[tuple[tuple[str, int], Tensor]]:
+        """The states that there are, each with name and number."""
+        for name in STATE_NAMES:
+            for number, state in getattr(self, name).items():
+                if state is not None:
+                    yield (name, number), state
+
+    def _confirmed(self) -> dict[tuple[str, int], Tensor]:
+        return dict(self.states()) if self.graph is None else self.graph.confirmed()
 
     def _copied(self) -> dict[str, Any]:
-        """The attributes; dictionaries are copied, and the tensors in them."""
+        """The attributes but `graph`; dictionaries are copied, and the tensors in them."""
         copied = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
-        for name in _TENSORS:
-            copied[name] = {number: None if state is None else state.clone() for number, state in copied[name].items()}
+        del copied["graph"]
+        for (name, number), state in self._confirmed().items():
+            copied[name][number] = state.clone()
         return copied

@@ -21,6 +21,9 @@ FRAGMENTED = 0.5
 # Chunks of hidden states on the device at once where the rest lies on the host, beside the input and output that a
 # chunk's activations count: the next one on its way up, and those on their way down.
 CHUNKS_UNDER_WAY = 3
+# Copies of all states that a captured step has beside the cache's own: those that it advances, and those of before its
+# newest two steps, which may have to be undone (engine/graph/states.py).
+GRAPH_STATES = 3
 
 
 class Layout(NamedTuple):
@@ -171,13 +174,19 @@ class DeviceSize:
     def fixed_bytes(self) -> int:
         """Bytes while generating that do not depend on the context."""
         held = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
-        held += self.batch * self.shape.states_bytes
+        held += sum(state_bytes(self))
         return held + self.spare_codes + self.logits_bytes + DEVICE_RESERVE
 
     @property
     def decode_bytes(self) -> int:
         """Bytes while generating."""
         return self.fixed_bytes + self.context * self.coded_token_bytes
+
+
+def state_bytes(size: DeviceSize) -> tuple[int, int]:
+    """Bytes of the states that a cache keeps instead of keys, and of the copies of them in a captured step."""
+    held = size.batch * size.shape.states_bytes
+    return held, 0 if size.options.graph is False else GRAPH_STATES * held
 
 
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:

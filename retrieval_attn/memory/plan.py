@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, choices, most_chunk
+from retrieval_attn.memory.device import DEVICE_RESERVE, GRAPH_STATES, DeviceSize, choices, most_chunk, state_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.split import part_of
@@ -168,8 +168,8 @@ def plan(
     shape = model_shape(model_or_config_or_path, **weights)
     count, split = gpus if isinstance(gpus, tuple) and len(gpus) == 2 else (gpus, "layers")
     part = part_of(shape, count, split)
-    # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`)
-    placed = options if count == 1 else options.replace(hidden_states="device")
+    # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`) or captures a step
+    placed = options if count == 1 else options.replace(hidden_states="device", graph=False)
     size = DeviceSize(part, placed, context, batch).fitting(device_limit)
     arithmetic = _Arithmetic(shape, size, count if split == "heads" else 1)
     device, host = arithmetic.device(), arithmetic.host()
@@ -235,6 +235,7 @@ class _Arithmetic:
         on_host = size.layout.hidden_on_host
         hidden = self.chunk * size.visiting_bytes if on_host else n * size.hidden_token_bytes
         whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
+        states, graph_states = state_bytes(size)
         items = [
             Item("weights", shape.weight_bytes, shape.weights_note),
             Item(
@@ -247,10 +248,9 @@ class _Arithmetic:
                 size.sliding_bytes,
                 f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
             ),
+            Item("states", states, f"{shape.state_layers} layers without keys, whatever the context"),
             Item(
-                "states",
-                self.batch * shape.states_bytes,
-                f"{shape.state_layers} layers without keys, whatever the context",
+                "states of a captured step", graph_states, f"{GRAPH_STATES} copies: to advance, and to undo two steps"
             ),
             Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
             Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),

@@ -1,4 +1,4 @@
-"""A cache bound to a decoder: its windows lie in the decoder's buffers while graphs append tokens to them.
+"""A cache bound to a decoder: its windows and states lie in the decoder's buffers, where graphs change them.
 
 The windows learn of appended tokens late: `commit` counts a token, `sync` tells the layers of all that were counted.
 """
@@ -16,10 +16,11 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
-from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, signature
+from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state, signature
 from retrieval_attn.engine.graph.host import held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
+from retrieval_attn.engine.graph.states import GraphState
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -30,8 +31,9 @@ from retrieval_attn.index.task import descriptor as words
 class Binding:
     """See the module.
 
-    layers: the bound ones. room: tokens that every window still takes. stale: something else changed the cache, so
-    `refresh` comes before the next step. recording: a step is being recorded. kind: what a graph is captured for now.
+    layers, states: the bound layers that attend, and those that keep a state. room: tokens that every window still
+    takes. stale: something else changed the cache, so `refresh` comes before the next step. recording: a step is being
+    recorded. kind: what a graph is captured for now.
     """
 
     @ordinary_tensors
@@ -39,6 +41,7 @@ class Binding:
         """Bind `cache`. Raises CaptureError; the cache then is as it was."""
         self.decoder, self.model, self.cache = decoder, model, cache
         self.layers: list[GraphLayer] = []
+        self.states: list[GraphState] = []
         self.recording, self.stale = False, True
         self.room = self._unsynced = 0
         self._work = np.zeros((len(decoder.slots), words.METER_WORDS), np.int64)
@@ -68,10 +71,14 @@ class Binding:
                 layer.finish_index()
         if signature(self.model, self.cache, self.runtime) != self.decoder.signature:
             raise CaptureError("the cache's shapes or the model's weights changed")
-        for number, (slot, layer) in enumerate(zip(self.decoder.slots, cached, strict=True)):
+        for row, (slot, (_, layer)) in enumerate(zip(self.decoder.slots, attending(self.cache), strict=True)):
             bound = GraphLayer(self, slot, layer)
-            self.layers[number : number + 1] = [bound]  # before it changes anything: `unbind` undoes what is listed
+            self.layers[row : row + 1] = [bound]  # before it changes anything: `unbind` undoes what is listed
             bound.move_in()
+        for row, (number, layer) in enumerate(keeping_state(self.cache)):
+            state = GraphState(self.decoder.states, (number, row), layer)
+            self.states[row : row + 1] = [state]
+            state.move_in()
         self._replan(self.layers)
         self.stale = False
 
@@ -96,6 +103,7 @@ class Binding:
         self._work += work
         self._nanoseconds += nanoseconds
         self.cache.batch.commit(1)
+        self.decoder.states.confirmed += 1
         self.room -= 1
         self._unsynced += 1
 
@@ -123,13 +131,17 @@ class Binding:
         self.stale = True
 
     def unbind(self) -> None:
-        """Let the cache go, with all committed tokens in it and windows of its own."""
+        """Let the cache go, with all committed tokens in it and windows and states of its own."""
+        self.decoder.states.undo()
         self.sync()
         for slot in self.decoder.slots:
             slot.forget()
         for layer in self.layers:
             layer.unbind()
-        self.layers = []  # they know this object: a circle would keep the cache's windows until Python collects it
+        for state in self.states:
+            state.unbind()
+        # they know this object: a circle would keep the cache's windows until Python collects it
+        self.layers, self.states = [], []
 
     def _replan(self, changed: list[GraphLayer]) -> None:
         """Windows have moved: upload where they are, and plan what the host searches now."""

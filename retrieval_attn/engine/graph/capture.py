@@ -25,11 +25,15 @@ def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
     outputs: list[Tensor] = []
 
     def restart() -> None:
+        binding.decoder.states.undo()
         binding.upload_spans()
         memory.place(token, position)
 
     def record() -> None:
+        binding.decoder.states.begin_step()
         logits = _forward(binding)
+        for state in binding.states:
+            state.require_in_place()
         if not outputs:  # in the first trial: a tensor made while a graph is captured would lie in the graphs' pool
             outputs.append(torch.empty(logits.shape, dtype=torch.float32, device=logits.device))
         outputs[0].copy_(logits)

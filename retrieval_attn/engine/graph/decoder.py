@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
+from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import HostResources, code_shape
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
-from retrieval_attn.engine.graph.slot import LayerSlot
+from retrieval_attn.engine.graph.slot import LayerSlot, SlotPlace
+from retrieval_attn.engine.graph.states import StateMemory
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -54,8 +56,8 @@ class GraphDecoder:
     @ordinary_tensors
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> None:
         """Buffers for caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet."""
-        layers: list[Any] = list(cache.layers)
-        key = layers[0].window.buffers[0]
+        layers = attending(cache)
+        key = layers[0][1].window.buffers[0]
         self.signature = signature(model, cache, runtime)
         self.runtime = runtime
         self.captures = self.replays = 0
@@ -63,7 +65,11 @@ class GraphDecoder:
         self.graphs: dict[StepKind, CapturedStep] = {}
         resources = HostResources(runtime, default_pool())
         self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
-        self.slots = [LayerSlot(number, layer, resources, self.memory) for number, layer in enumerate(layers)]
+        self.slots = [
+            LayerSlot(SlotPlace(number, row), layer, resources, self.memory)
+            for row, (number, layer) in enumerate(layers)
+        ]
+        self.states = StateMemory([layer for _, layer in keeping_state(cache)], key.device, runtime)
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
 
@@ -74,11 +80,25 @@ class GraphDecoder:
                 host.raise_error()
 
 
+def attending(cache: RetrievalCache) -> list[tuple[int, Any]]:
+    """The layers that attend, retrieving or sliding, each with its number."""
+    return [(number, layer) for number, layer in enumerate(cache.layers) if not isinstance(layer, StateLayer)]
+
+
+def keeping_state(cache: RetrievalCache) -> list[tuple[int, StateLayer]]:
+    """The layers that keep a state instead, each with its number."""
+    return [(number, layer) for number, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]
+
+
 def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
     """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads."""
-    layers = []
+    layers: list[tuple[Any, ...]] = []
     cached: list[Any] = list(cache.layers)
     for layer in cached:
+        if isinstance(layer, StateLayer):
+            states = ((key, state.shape, state.dtype, state.device) for key, state in layer.states())
+            layers.append((type(layer), *states))
+            continue
         key, value = layer.window.buffers
         slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
         fmt = codes = None

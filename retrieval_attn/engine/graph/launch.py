@@ -113,6 +113,7 @@ class Launcher:
         failure = launch.replay.failure(launch.generation) if launch.retrieves else None
         if launch.error is not None or failure is not None:
             self._launched.clear()
+            self.decoder.states.undo()
             self._binding.invalidate()  # the device has counted a token that does not count
             raise launch.error or BackendError(failure)
         self._binding.commit(launch.work, launch.nanoseconds)
@@ -122,6 +123,7 @@ class Launcher:
         if self._launched:
             self._binding.runtime.synchronize()  # whose calls were served before `step` was left
             self._launched.clear()
+            self.decoder.states.undo()
             self._binding.invalidate()
 
     def close(self) -> None:
@@ -150,6 +152,7 @@ class Launcher:
         except BackendError:
             with contextlib.suppress(RuntimeError):  # the error is reported already
                 self._binding.runtime.synchronize()
+                self.decoder.states.undo(keep=len(self._launched))
             self._binding.invalidate()  # the device may have counted the token
             raise
         launch = _Launch(replay, replay.generation, self._binding.kind.retrieves)

@@ -31,10 +31,11 @@ def ordinary_tensors(function: _Function) -> _Function:
 class StepMemory:
     """See the module.
 
-    On the device: token and position int64 (batch, 1), the step's inputs, which a step replaces by those of the next
-    one; chosen int64 (batch,), the likeliest token after the step; spans int32 (layers, 2), the used slots of every
-    layer's window. On the host, int64, a row for each layer and microbatch: meters (layers, MAX_MICROBATCHES, workers *
-    METER_WORDS) and descriptors (layers, MAX_MICROBATCHES, WORDS), as in `StepBuffers`.
+    layers: those that attend; the states of others are in `states.py`. On the device: token and position int64 (batch,
+    1), the step's inputs, which a step replaces by those of the next one; chosen int64 (batch,), the likeliest token
+    after the step; spans int32 (layers, 2), the used slots of every layer's window. On the host, int64, a row for each
+    layer and microbatch: meters (layers, MAX_MICROBATCHES, workers * METER_WORDS) and descriptors (layers,
+    MAX_MICROBATCHES, WORDS), as in `StepBuffers`.
     """
 
     def __init__(self, layers: int, batch: int, workers: int, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,13 @@ SLIDING_ROOM = 256
 """Tokens that a sliding layer's buffer takes beyond what it keeps, before what no query sees any more is dropped."""
 
 
+class SlotPlace(NamedTuple):
+    """number: the layer's in the model. row: its row in the tables of the step's memory, layers that attend counted."""
+
+    number: int
+    row: int
+
+
 class LayerSlot:
     """See the module.
 
@@ -28,10 +37,11 @@ class LayerSlot:
     """
 
     def __init__(
-        self, number: int, layer: RetrievalLayer | SlidingLayer, resources: HostResources, memory: StepMemory
+        self, place: SlotPlace, layer: RetrievalLayer | SlidingLayer, resources: HostResources, memory: StepMemory
     ) -> None:
-        """Buffers like those of `layer`, number `number` in the model, which holds tokens already."""
-        self.number, self.span = number, memory.spans[number]
+        """Buffers like those of `layer`, which holds tokens already."""
+        self.number, self._row = place
+        self.span = memory.spans[self._row]
         self._resources, self._memory = resources, memory
         self.reach = layer.sliding_window if isinstance(layer, SlidingLayer) else None
         self.hosts: list[HostRows] = []
@@ -51,7 +61,7 @@ class LayerSlot:
         """Make the host's parts for query (batch, q_heads, 1, head_dim) and the layers that will be bound here."""
         batch, q_heads, _, dim = query.shape
         shape = HeadShape(q_heads, self.key.shape[1], dim, value_dim)
-        meters, descriptors = self._memory.meters[self.number], self._memory.descriptors[self.number]
+        meters, descriptors = self._memory.meters[self._row], self._memory.descriptors[self._row]
         self.hosts = [
             HostRows(
                 self._resources, self.number, layer, rows, shape, scoring, (meters[i], descriptors[i]), query.device

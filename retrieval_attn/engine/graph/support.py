@@ -21,15 +21,17 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     """Why this model's step cannot be recorded with this cache, as far as can be told without trying; or None."""
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
-            return f"layer {number} keeps a state (linear attention), which a step that is undone could not put back"
+            if layer.record_past:
+                return f"layer {number} records its past for assisted decoding"
+            continue
         if type(layer) not in (RetrievalLayer, SlidingLayer):
             return f"layer {number} is a {type(layer).__name__}, whose state lives outside the step's buffers"
         if layer.window is None:  # type: ignore[union-attr]
             return "the cache holds no tokens yet"
         if isinstance(layer, SlidingLayer) and layer.record_past:
             return "a sliding layer records its past for assisted decoding"
-    if not cache.layers:
-        return "the cache has no layers"
+    if not any(isinstance(layer, RetrievalLayer | SlidingLayer) for layer in cache.layers):
+        return "the cache has no layers that attend"
     if cache.config.retrieve == "all":
         return 'retrieve="all" attends to every key on the host, the reference mode'
     if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in cache.layers):

@@ -157,7 +157,7 @@ class CodedPart:
         """Let the device search for a chunk, and send what the host needs of it."""
         assert self._desk is not None
         queries = self._queries[:, self._chunks[number]].contiguous()
-        with _on(queries.device):
+        with on_device(queries.device):
             ids = self._desk.name(queries)
             self._desk.slots[number % 2].receive(queries, ids)
 
@@ -208,7 +208,7 @@ class _Slot:
 
     def results(self, out: Tensor, lse: Tensor) -> None:
         """Copy the step's results to out (q_heads, positions, value_dim) and lse, without waiting."""
-        with _on(out.device):
+        with on_device(out.device):
             out.copy_(self._out[: out.numel()].view(out.shape), non_blocking=True)
             lse.copy_(self._lse[: lse.numel()].view(lse.shape), non_blocking=True)
             if self._taken is not None:
@@ -264,5 +264,6 @@ class _Desk:
         return ids
 
 
-def _on(device: torch.device) -> Any:
+def on_device(device: torch.device) -> Any:
+    """A context in which kernels are launched on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()

@@ -1,7 +1,8 @@
 """The host's part of a step that runs eagerly, for one token or the many of a question: every row's queries over what
 lies between its sinks and its window.
 
-Where the device has codes of the keys, queries take the way of `coded_part.py`. A captured step does the same through
+Where the device has codes of the keys, queries take the way of `coded_part.py`, and a long question that of
+`uploaded_part.py`. A captured step does the same through
 `engine/graph/host.py`.
 """
 
@@ -15,9 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.coded_part import CodedPart, coded_range
+from retrieval_attn.cache import uploaded_part
+from retrieval_attn.cache.coded_part import CodedPart, CodedRange, coded_range
 from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.sequence import distinct
+from retrieval_attn.cache.uploaded_part import UploadedPart
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.host_attend import attend_paths, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
@@ -48,13 +52,16 @@ class _Shared:
 class HostPart:
     """Retrieved attention of query (batch, q_heads, new, head_dim) over the middle of every row: `begin`, `attend`."""
 
-    def __init__(self, held: HeldTokens, query: Tensor, scoring: Scoring, spec: IndexSpec) -> None:
-        """spec: of the indexes."""
+    def __init__(
+        self, held: HeldTokens, query: Tensor, scoring: Scoring, spec: IndexSpec, uploads: LayerUploads
+    ) -> None:
+        """spec: of the indexes. uploads: of the layer."""
+        self._uploads = uploads
         self._scoring, self._spec, self._query, self._device = scoring, spec, query, query.device
         batch, self._q_heads, self._new, _ = query.shape
         self._shape, self._rows = (batch, self._q_heads, self._new), list(range(batch))
         self._shared = _shared_paths(held)
-        self._coded: list[tuple[_Shared, CodedPart]] = []
+        self._coded: list[tuple[_Shared, CodedPart | UploadedPart]] = []
         self._apart: dict[int | None, list[_Shared]] = {}
 
     def begin(self, config: Config) -> None:
@@ -66,10 +73,17 @@ class HostPart:
                 # a share of the keys is another number for another length: one call per number
                 self._apart.setdefault(k, []).append(one)
             else:
-                queries = self._stacked(self._query, one)
-                self._coded.append((one, CodedPart(over, queries, **vars(self._scoring))))
+                self._coded.append((one, self._coded_part(over, self._stacked(self._query, one))))
+        if not any(isinstance(part, UploadedPart) for _, part in self._coded):
+            self._uploads.clear()  # the layer before may have sent keys ahead
         if self._coded:
             self._coded[0][1].begin()
+
+    def _coded_part(self, over: CodedRange, queries: Tensor) -> CodedPart | UploadedPart:
+        # rows over several contexts stay on the host: each would wait for the keys of all the others
+        if len(self._shared) == 1 and uploaded_part.serves(over, queries, self._uploads):
+            return UploadedPart(over, queries, self._uploads, **vars(self._scoring))
+        return CodedPart(over, queries, **vars(self._scoring))
 
     def attend(self, config: Config, value_dim: int, stats: LayerStats) -> Partial:
         """The partial on the query's device: rows that share a path ask it together, all of them in one call.

@@ -6,16 +6,16 @@ The keys stay on the host. They visit the device block by block, for all rows th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from torch import Tensor
 
+from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.sequence import Batch, distinct
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.offload.transfer import to_device
-from retrieval_attn.offload.upload import Stretch, Uploads, as_blocks
+from retrieval_attn.offload.upload import Stretch
 
 QUERIES_AT_ONCE = 8192
 """Tokens of several rows that attend to a block together: more would need more memory than a chunk of a prompt."""
@@ -50,7 +50,8 @@ class Past:
         ]
         found: list[Partial | None] = [None] * len(groups)
         stacked = [_stack(query, rows) for _, rows in groups]
-        for number, key, value in self._blocks([one for one, _ in groups], last):
+        uploads = LayerUploads(self._batch, self._number, self._like.device)
+        for number, key, value in uploads.walk([one for one, _ in groups], self._like.dtype, last=last):
             part = attend(stacked[number], key, value, scale=scale, softcap=softcap)
             before = found[number]
             found[number] = part if before is None else merge([before, part])
@@ -61,21 +62,6 @@ class Past:
             whole.out[rows] = _unstack(done.out, len(rows))
             whole.lse[rows] = _unstack(done.lse, len(rows))
         return whole
-
-    def _blocks(self, stretches: list[Stretch], last: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-        if self._like.device.type != "cuda":
-            return as_blocks(stretches, self._like)
-        device, uploads = self._like.device, self._batch.uploads
-        if device not in uploads:
-            uploads[device] = Uploads(device)
-        return uploads[device].walk(stretches, self._like.dtype, self._next() if last else stretches)
-
-    def _next(self) -> list[Stretch]:
-        """What the next layer that keeps its tokens on the host will ask for on the same device."""
-        later = [number for sequence in self._batch.sequences for number in sequence.kv if number > self._number]
-        if not later or self._batch.devices.get(min(later)) != self._like.device:
-            return []
-        return [Stretch.of(host) for host in distinct(self._batch.hosts(min(later))) if len(host)]
 
     def keys_of(self, row: int) -> Tensor | None:
         """All past keys of a row (kv_heads, tokens, head_dim), on the device; None where there are none."""

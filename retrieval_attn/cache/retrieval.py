@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import HostPart, Scoring
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
@@ -119,7 +120,8 @@ class RetrievalLayer(CacheLayer):
         new = key.shape[2]
         held.append(key, value, self.batch.note_padding(spec.padding, self.columns, new))
         self._note_stored(new)
-        host = HostPart(held, query, scoring, self.index.spec)
+        uploads = LayerUploads(self.batch, self.number, held.device)
+        host = HostPart(held, query, scoring, self.index.spec, uploads)
         host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
         static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
         parts = [static]

@@ -16,8 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.coded_part import coded_range
+from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import HostPart, Scoring
+from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.uploaded_part import least_positions
 from retrieval_attn.compiled.jobs import Compilation, missing, wait_until_compiled
 from retrieval_attn.cpu.ahead import kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
@@ -177,7 +181,7 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
 
 
 def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """Search codes on a CUDA device as a question does, in one layer of each shape: all questions run those kernels."""
+    """Search codes on a CUDA device as questions do, in one layer of each shape: all questions run those kernels."""
     if input_device(model).type != "cuda":
         return
     rehearsed = set()
@@ -191,10 +195,21 @@ def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
         shape = layer.q_heads, key.shape, value.shape, key.device, tuple(held.ranges)
         if shape not in rehearsed:
             rehearsed.add(shape)
-            query = key.new_ones(key.shape[0], layer.q_heads, 2, key.shape[3])
-            part = HostPart(held, query, Scoring(1.0, None), layer.index.spec)
-            part.begin(layer.config)
-            part.attend(layer.config, value.shape[3], LayerStats())
+            uploads = LayerUploads(layer.batch, layer.number, key.device)
+            for tokens in question_lengths(layer, held):
+                query = key.new_ones(key.shape[0], layer.q_heads, tokens, key.shape[3])
+                part = HostPart(held, query, Scoring(1.0, None), layer.index.spec, uploads)
+                part.begin(layer.config)
+                part.attend(layer.config, value.shape[3], LayerStats())
+            uploads.clear()
+
+
+def question_lengths(layer: RetrievalLayer, held: HeldTokens) -> list[int]:
+    """Tokens of questions, one for each way that they take through the codes of a layer."""
+    host, (start, stop) = held.hosts[0], held.ranges[0]
+    k = layer.config.retrieve_count(stop - start)
+    over = None if k is None or stop <= start else coded_range(host, start, stop, k, layer.index.spec)
+    return [2] if over is None else [2, least_positions(over, layer.q_heads)]
 
 
 REHEARSALS: tuple[Rehearsal, ...] = (capture_step, search_codes)

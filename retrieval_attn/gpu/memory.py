@@ -41,6 +41,14 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free, min(outside, MAX_CONTEXT))
 
 
+def spare_bytes(device: torch.device) -> int:
+    """What this process may still take on `device` (CUDA), within its cap; it may lie in pieces."""
+    memory, allocated = device_memory(device), torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    capped = int(torch.cuda.memory.get_per_process_memory_fraction(device) * memory.total) - allocated
+    return max(0, min(memory.free + unused, capped))
+
+
 def allocator_share(limit: int, memory: DeviceMemory) -> float:
     """Fraction of the device that the allocator may have, so that the whole process stays below `limit` bytes.
 

@@ -6,11 +6,9 @@ import logging
 import weakref
 from typing import Any
 
-import torch
-
 from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.gpu.memory import device_memory
+from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.device import code_sizes
 from retrieval_attn.index.spec import IndexSpec
@@ -57,11 +55,7 @@ def free_device_bytes(model: Any) -> int | None:
     device = input_device(model)
     if device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
         return None
-    memory = device_memory(device)
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    capped = int(torch.cuda.memory.get_per_process_memory_fraction(device) * memory.total) - allocated
-    return max(0, min(memory.free + unused, capped))
+    return spare_bytes(device)
 
 
 def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Config:

@@ -1,6 +1,7 @@
 """Uploads: keys and values of host paths on their way back to a device, block by block, ahead of who attends to them.
 
-An exact question attends to the whole context once per layer. Blocks cross on a stream of their own into a ring of
+An exact question attends to the whole context once per layer, in blocks of tokens; a long one through the index wants
+all tokens of a head at once, in blocks of heads. Blocks cross on a stream of their own into a ring of
 buffers while earlier ones are attended to; the ring goes on into the next layer's path, so that the bus never waits for
 a layer to end. The device holds a few blocks, whatever the length of the context. From page-locked memory
 (`offload/page_lock.py`) a block crosses as it lies; the rest is gathered by threads into page-locked buffers.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.store import PathPart, SequenceKV
+from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import TORCH_DTYPE, unpack
@@ -32,58 +34,97 @@ GATHERERS = 8
 GATHER_BUFFERS = 3
 INLINE_BYTES = 4 << 20
 """So little outside page-locked memory is copied at once; more is left to the threads."""
+ALIGNED = 16
+"""Values of a block begin on a multiple of so many bytes, or kernels would be compiled for others, too."""
+HEADROOM = 512 << 20
+"""Bytes of a device that `Uploads.reserve` leaves to the rest of a layer."""
+
+
+class Cut(NamedTuple):
+    """What a block holds: the tokens that lie in `parts`, of key-value heads [first_head, stop_head)."""
+
+    parts: tuple[PathPart, ...]
+    first_head: int
+    stop_head: int
+
+    @property
+    def heads(self) -> int:
+        """How many."""
+        return self.stop_head - self.first_head
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return sum(part.high - part.low for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first `stop` tokens of a path, as blocks of `tokens`."""
+    """The first `stop` tokens of a path, as blocks of `tokens` tokens of `heads` key-value heads."""
 
     host: SequenceKV
     stop: int
     tokens: int
+    heads: int
 
     @classmethod
     def of(cls, host: SequenceKV, stop: int | None = None) -> Stretch:
-        """stop: None = all tokens of `host`."""
-        return cls(host, len(host) if stop is None else stop, max(1, BLOCK_BYTES // host.token_bytes))
+        """Blocks of all heads. stop: None = all tokens of `host`."""
+        tokens = max(1, BLOCK_BYTES // host.token_bytes)
+        return cls(host, len(host) if stop is None else stop, tokens, host.num_kv_heads)
 
-    def blocks(self) -> list[tuple[PathPart, ...]]:
-        """The parts that each block's tokens lie in; [] for no tokens."""
+    @classmethod
+    def by_heads(cls, host: SequenceKV, stop: int) -> Stretch:
+        """Blocks of all tokens, of one head at least: larger than others where a context is long."""
+        head_bytes = max(1, stop * host.token_bytes // host.num_kv_heads)
+        return cls(host, stop, max(1, stop), max(1, min(BLOCK_BYTES // head_bytes, host.num_kv_heads)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block at most."""
+        return ALIGNED + self.heads * min(self.tokens, self.stop) * self.host.token_bytes // self.host.num_kv_heads
+
+    def blocks(self) -> list[Cut]:
+        """What each block holds, tokens before heads; [] for no tokens."""
+        heads = [
+            (at, min(at + self.heads, self.host.num_kv_heads)) for at in range(0, self.host.num_kv_heads, self.heads)
+        ]
         starts = range(0, self.stop, self.tokens)
-        return [tuple(self.host.parts(start, min(start + self.tokens, self.stop))) for start in starts]
+        parts = [tuple(self.host.parts(start, min(start + self.tokens, self.stop))) for start in starts]
+        return [Cut(some, *of) for some in parts for of in heads]
 
 
 class _Rows(NamedTuple):
-    """Stored keys and values (kv_heads, tokens, width) of a block, the one behind the other in `flat` (bytes,)."""
+    """Stored keys and values (heads, tokens, width) of a block, the one behind the other in `flat` (bytes,)."""
 
     flat: Tensor
     key: Tensor
     value: Tensor
 
     @classmethod
-    def of(cls, host: SequenceKV, tokens: int, buffer: Tensor) -> _Rows:
+    def of(cls, host: SequenceKV, cut: Cut, buffer: Tensor) -> _Rows:
         """buffer: uint8, large enough, anywhere."""
         widths = host.fmt.row_bytes(host.head_dim), host.fmt.row_bytes(host.value_dim)
-        sizes = [host.num_kv_heads * tokens * width for width in widths]
-        flat = buffer[: sum(sizes)]
-        dtype = TORCH_DTYPE[host.fmt]
-        key, value = (part.view(dtype).view(host.num_kv_heads, tokens, -1) for part in flat.split(sizes))
+        sizes = [cut.heads * cut.tokens * width for width in widths]
+        begin = -(-sizes[0] // ALIGNED) * ALIGNED
+        flat, dtype = buffer[: begin + sizes[1]], TORCH_DTYPE[host.fmt]
+        key, value = (part.view(dtype).view(cut.heads, cut.tokens, -1) for part in (flat[: sizes[0]], flat[begin:]))
         return cls(flat, key, value)
 
 
 @dataclass
 class _Block:
-    """A block in a buffer of the device, or on its way there. parts: what it holds, alive until it has arrived."""
+    """A block in a buffer of the device, or on its way there. cut: what it holds, alive until it has arrived."""
 
     host: SequenceKV
-    parts: tuple[PathPart, ...]
+    cut: Cut
     buffer: Tensor
     arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     gathering: Future[None] | None = None
 
     def rows_in(self, buffer: Tensor) -> _Rows:
         """The block's rows, laid out in `buffer`."""
-        return _Rows.of(self.host, sum(part.high - part.low for part in self.parts), buffer)
+        return _Rows.of(self.host, self.cut, buffer)
 
 
 class Uploads:
@@ -95,23 +136,40 @@ class Uploads:
         self._ahead: deque[_Block] = deque()
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
-    def walk(
-        self, stretches: Sequence[Stretch], dtype: torch.dtype, then: Sequence[Stretch] = ()
-    ) -> Generator[tuple[int, Tensor, Tensor], None, None]:
-        """Number of the stretch, keys (1, kv_heads, tokens, head_dim) and values of its next block, in `dtype`.
+    def reserve(self, one: Stretch) -> bool:
+        """Take the memory that a walk over `one` needs. False, and nothing held: the device has too little."""
+        missing = BLOCKS - sum(buffer.nbytes >= one.block_bytes for buffer in self._buffers())
+        if missing <= 0:
+            return True
+        if spare_bytes(self._device) < missing * one.block_bytes + HEADROOM:
+            self.clear()
+            return False
+        try:
+            made = [(self._new_buffer(one.block_bytes), None) for _ in range(missing)]
+        except torch.OutOfMemoryError:  # what is free may lie in pieces
+            self.clear()
+            return False
+        self._free.extend(made)
+        return True
 
-        A block may be overwritten once the next one is asked for, by what runs on the current stream after this.
-        then: what will be walked next; its first blocks are sent ahead. Without any the buffers are given back.
+    def walk(
+        self, stretches: Sequence[Stretch], dtype: torch.dtype | None, then: Sequence[Stretch] = ()
+    ) -> Generator[tuple[int, Tensor, Tensor], None, None]:
+        """Number of the stretch, keys (1, heads, tokens, head_dim) and values of its next block, in `dtype`.
+
+        dtype: None: as they are stored, (1, heads, tokens, width). then: what will be walked next; its first blocks are
+        sent ahead; without any the buffers are given back. A block may be overwritten once the next one is asked for,
+        by what runs on the current stream after this.
         """
-        wanted = [(number, one, parts) for number, one in enumerate(stretches) for parts in one.blocks()]
-        later = [(one, parts) for one in then for parts in one.blocks()[: BLOCKS - 1]]
-        todo = deque([*((one, parts) for _, one, parts in wanted), *later])
-        for block, (_, parts) in zip(list(self._ahead), list(todo), strict=False):
-            if _same(block.parts, parts):
+        wanted = [(number, one, cut) for number, one in enumerate(stretches) for cut in one.blocks()]
+        later = [(one, cut) for one in then for cut in one.blocks()[: BLOCKS - 1]]
+        todo = deque([*((one, cut) for _, one, cut in wanted), *later])
+        for block, (_, cut) in zip(list(self._ahead), list(todo), strict=False):
+            if _same(block.cut, cut):
                 todo.popleft()
             else:
-                self.clear()
-                todo = deque([*((one, parts) for _, one, parts in wanted), *later])
+                self._forget_ahead()
+                todo = deque([*((one, cut) for _, one, cut in wanted), *later])
                 break
         try:
             yield from self._walk(wanted, todo, dtype)
@@ -122,10 +180,7 @@ class Uploads:
             self.clear()
 
     def _walk(
-        self,
-        wanted: Sequence[tuple[int, Stretch, tuple[PathPart, ...]]],
-        todo: deque[tuple[Stretch, tuple[PathPart, ...]]],
-        dtype: torch.dtype,
+        self, wanted: Sequence[tuple[int, Stretch, Cut]], todo: deque[tuple[Stretch, Cut]], dtype: torch.dtype | None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         self._send_ahead(todo)
         for number, one, _ in wanted:
@@ -136,7 +191,9 @@ class Uploads:
             current.wait_event(block.arrived)
             fmt = one.host.fmt
             _, key, value = block.rows_in(block.buffer)
-            yield number, unpack(key, fmt, dtype)[None], unpack(value, fmt, dtype)[None]
+            if dtype is not None:
+                key, value = unpack(key, fmt, dtype), unpack(value, fmt, dtype)
+            yield number, key[None], value[None]
             del key, value
             used = torch.cuda.Event()
             used.record(current)
@@ -145,26 +202,31 @@ class Uploads:
 
     def clear(self) -> None:
         """Forget what was sent ahead, and give the buffers back."""
+        self._forget_ahead()
+        self._free.clear()
+
+    def _forget_ahead(self) -> None:
         while self._ahead:
             block = self._ahead.popleft()
             if block.gathering is not None:
                 block.gathering.exception()
             block.arrived.synchronize()  # the host's memory may go now
-        self._free.clear()
+            self._free.append((block.buffer, block.arrived))
 
     def __del__(self) -> None:
         self.clear()
 
-    def _send_ahead(self, todo: deque[tuple[Stretch, tuple[PathPart, ...]]]) -> None:
+    def _send_ahead(self, todo: deque[tuple[Stretch, Cut]]) -> None:
         while todo and len(self._ahead) < BLOCKS - 1:
             self._send(*todo.popleft())
 
-    def _send(self, one: Stretch, parts: tuple[PathPart, ...]) -> None:
+    def _send(self, one: Stretch, cut: Cut) -> None:
         host = one.host
-        buffer, used = self._buffer(min(one.tokens, one.stop) * host.token_bytes)
-        block = _Block(host, parts, buffer)
-        pieces = list(_pieces(parts))
-        loose = sum((part.high - part.low) * host.token_bytes for part, _, locked in pieces if not locked)
+        buffer, used = self._buffer(one.block_bytes)
+        block = _Block(host, cut, buffer)
+        pieces = list(_pieces(cut.parts))
+        loose = sum(part.high - part.low for part, _, locked in pieces if not locked)
+        loose *= host.token_bytes * cut.heads // host.num_kv_heads
         if used is not None:
             self._stream.wait_event(used)
         else:
@@ -176,7 +238,7 @@ class Uploads:
         with torch.cuda.stream(self._stream):
             placed = block.rows_in(buffer)
             for part, offset, locked in pieces:
-                for source, target in _rows(part, offset, placed):
+                for source, target in _rows(part, offset, placed, cut.first_head):
                     target.copy_(source if locked else source.pin_memory(), non_blocking=True)
             block.arrived.record(self._stream)
 
@@ -185,8 +247,8 @@ class Uploads:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             placed = block.rows_in(block.buffer)
             buffer, sent = _gather_ring().take(placed.flat.nbytes)
-            staged = block.rows_in(buffer)
-            _copiers().map(_copy, [pair for part, offset, _ in pieces for pair in _rows(part, offset, staged)])
+            staged, first = block.rows_in(buffer), block.cut.first_head
+            _copiers().map(_copy, [pair for part, offset, _ in pieces for pair in _rows(part, offset, staged, first)])
             placed.flat.copy_(staged.flat, non_blocking=True)
             sent.record(self._stream)
             block.arrived.record(self._stream)
@@ -197,9 +259,17 @@ class Uploads:
             if buffer.nbytes >= nbytes:
                 return self._free.pop(number)
         self._free.clear()  # of another path's size
+        return self._new_buffer(nbytes), None
+
+    def _new_buffer(self, nbytes: int) -> Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         made.record_stream(self._stream)
-        return made, None
+        return made
+
+    def _buffers(self) -> Iterator[Tensor]:
+        """All that are held."""
+        yield from (block.buffer for block in self._ahead)
+        yield from (buffer for buffer, _ in self._free)
 
 
 class _GatherRing:
@@ -225,10 +295,13 @@ def _copy(pair: tuple[Tensor, Tensor]) -> None:
     np.copyto(target, source)
 
 
-def _same(one: tuple[PathPart, ...], other: tuple[PathPart, ...]) -> bool:
-    """Whether both name the same tokens of the same segments."""
-    return len(one) == len(other) and all(
-        mine.segment is yours.segment and mine[1:] == yours[1:] for mine, yours in zip(one, other, strict=True)
+def _same(one: Cut, other: Cut) -> bool:
+    """Whether both name the same heads of the same tokens of the same segments."""
+    parts = one.parts, other.parts
+    return (
+        one[1:] == other[1:]
+        and len(one.parts) == len(other.parts)
+        and all(mine.segment is yours.segment and mine[1:] == yours[1:] for mine, yours in zip(*parts, strict=True))
     )
 
 
@@ -242,29 +315,30 @@ def _pieces(parts: Sequence[PathPart]) -> Iterator[tuple[PathPart, int, bool]]:
             offset += high - low
 
 
-def _rows(part: PathPart, offset: int, block: _Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per head, rows on the host and their place in a block: one run of memory each."""
+def _rows(part: PathPart, offset: int, block: _Rows, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per head from `first` on, rows on the host and their place in a block: one run of memory each."""
     count = part.high - part.low
     for array, into in zip(part.segment.read(part.low, part.high), (block.key, block.value), strict=True):
-        for head in range(len(array)):
-            yield torch.from_numpy(array[head]).view(into.dtype), into[head, offset : offset + count]
+        for head in range(len(into)):
+            yield torch.from_numpy(array[first + head]).view(into.dtype), into[head, offset : offset + count]
 
 
-def as_blocks(stretches: Sequence[Stretch], like: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """What `Uploads.walk` gives where there is no CUDA: each path as one block, where `like` is and in its dtype.
+def as_blocks(
+    stretches: Sequence[Stretch], like: Tensor, *, stored: bool = False
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What `Uploads.walk` gives where there is no CUDA: all tokens at once, where `like` is and in its dtype.
 
-    On the CPU it lies in place where it is stored in that dtype.
+    On the CPU they lie in place where they are stored in that dtype. stored: as they are stored, whatever that is.
     """
     for number, one in enumerate(stretches):
         if not one.stop:
             continue
-        key, value = (
-            unpack(torch.from_numpy(array).view(TORCH_DTYPE[one.host.fmt]), one.host.fmt, like.dtype).to(like.device)[
-                None
-            ]
-            for array in one.host.read(0, one.stop)
-        )
-        yield number, key, value
+        fmt = one.host.fmt
+        key, value = (torch.from_numpy(array).view(TORCH_DTYPE[fmt]) for array in one.host.read(0, one.stop))
+        if not stored:
+            key, value = unpack(key, fmt, like.dtype), unpack(value, fmt, like.dtype)
+        for keys, values in zip(key[None].split(one.heads, 1), value[None].split(one.heads, 1), strict=True):
+            yield number, keys.to(like.device), values.to(like.device)
 
 
 @functools.cache

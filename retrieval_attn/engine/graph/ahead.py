@@ -14,6 +14,7 @@ from torch import Tensor
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.host import code_shape, split_microbatches
 from retrieval_attn.engine.graph.slot import window_of
+from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, size_class
 from retrieval_attn.gpu.decode.kernels import (
     HostPart,
@@ -24,6 +25,7 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
+from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format
 
 SLOTS = 16
 """Of the window: few, for memory that is taken beside a reading stays taken."""
@@ -44,16 +46,19 @@ class LayerLaunches:
         k = layer.config.retrieve_count(self._keys)
         codes = None if k is None else layer.index.spec.code_shape(self._dim, k)
         self._question_codes = None if codes is None else CodeShape(*codes)
+        self._k, self._fmt = k or 0, host_format(layer.config.host_dtype, self._key.dtype)
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Of layers with the same shape one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
-        return *sizes, self._q_heads, self._processors, size_class(self._keys), self._step_codes, self._question_codes
+        codes = self._step_codes, self._question_codes, self._k, self._fmt
+        return *sizes, self._q_heads, self._processors, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
         """What to call, in any order. graphs: steps are captured."""
-        return [self.attend, self.search_step, self.search_question] if graphs else [self.search_question]
+        question = [self.search_question, self.attend_named]
+        return [self.attend, self.search_step, *question] if graphs else question
 
     def attend(self) -> None:
         """Stage queries, attend to a window, merge with the host's part."""
@@ -87,6 +92,19 @@ class LayerLaunches:
             return
         search = question_search(self._kv_heads, self._q_heads // self._kv_heads, codes, device)
         self._run(search, self._zeros(1, self._q_heads, 1, self._dim), codes.room, self._q_heads, None)
+
+    def attend_named(self) -> None:
+        """Attend to named keys as a long question does."""
+        codes, fmt = self._question_codes, self._fmt
+        if codes is None or slots_for(codes.room, self._k) > MAX_SLOTS:
+            return
+        keys, values = (
+            torch.zeros(self._kv_heads, 1, fmt.width(dim), dtype=TORCH_DTYPE[fmt], device=self._key.device)
+            for dim in (self._dim, self._value.shape[3])
+        )
+        ids = torch.zeros(self._q_heads, codes.room, dtype=torch.int32, device=self._key.device)
+        queries = self._zeros(self._kv_heads, self._q_heads // self._kv_heads, self._dim)
+        attend_named(queries, StoredRows(keys, values), Named(ids, 0, 1, self._k), 1.0, None)
 
     def _run(self, search: CodeSearch, query: Tensor, room: int, count: int, places: Tensor | None) -> None:
         """Run a search to which nothing is bound."""

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from retrieval_attn.errors import RetrievalAttentionError
 
@@ -29,6 +30,9 @@ COMMANDS = {
     "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),
     "bench": ("retrieval_attn.eval.bench.command", "compare indexes on attention keys; the paper's studies of them"),
 }
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 # transformers imports torchao where it is installed, which then says what kernels it has not, used or not.
 _TALKS_AT_IMPORT = ("torchao", "torch.utils._pytree")
@@ -69,7 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"retrieval-attn {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+
+
+def program() -> NoReturn:
+    """`main` as a process, which ends with it.
+
+    Interrupted it ends at once: to take down all that transformers and torch made takes Python a second and more.
+    """
+    code = main()
+    if code == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _about(error: OSError) -> str:
@@ -89,4 +106,4 @@ def _about(error: OSError) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

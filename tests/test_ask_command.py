@@ -210,3 +210,17 @@ def test_a_folder_with_code_of_its_own_is_not_run(tmp_path: Path, capsys: pytest
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("retrieval-attn") == 1
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("code", "said"), [(130, "said\n"), (1, "said\nthe end\n")])
+def test_an_interrupted_program_ends_at_once(code: int, said: str) -> None:
+    """What was printed is kept; Python does not take down a second's worth of libraries."""
+    script = f"""
+import atexit
+from retrieval_attn import cli
+atexit.register(print, "the end")
+cli.main = lambda: print("said") or {code}
+cli.program()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (said, code), done.stderr

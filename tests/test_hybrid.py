@@ -189,6 +189,14 @@ def test_the_plan_counts_the_states(model: Any) -> None:
     assert planned.decode_bytes - eager.decode_bytes == planned.device_bytes - eager.device_bytes == 9 * held
 
 
+def test_the_plan_leaves_hidden_states_where_they_stay(model: Any) -> None:
+    """On the device, however little room there is: a hybrid is refused another place. A Llama's may go there."""
+    for source, place in ((model, "device"), (model.config, "device"), (CONFIG_MAPPING["llama"](**_BASE), "host")):
+        planned = ra.plan(source, context=4000, gpu_memory=1, dtype="float32")
+        items = {item.name: item.bytes for item in (planned.host if place == "host" else planned.device)}
+        assert items["prefill: hidden states"] == 4000 * 48 * 4
+
+
 def test_a_crop_is_refused_and_a_reset_is_not(model: Any) -> None:
     """A state does not know earlier tokens; nothing is changed by the refusal."""
     ids = random_ids(1, 100, seed=5)

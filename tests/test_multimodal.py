@@ -159,7 +159,9 @@ def test_a_checkpoint_is_planned_loaded_and_asked(tmp_path: Path, needle_model_p
     model = new_model("qwen3_vl", len(tokenizer))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    shape = ra.plan(str(tmp_path), context=2000).shape
+    planned = ra.plan(str(tmp_path), context=2000, gpu_memory=1)
+    assert "prefill: hidden states" not in [item.name for item in planned.host]  # they stay on the device
+    shape = planned.shape
     assert shape.parameters == sum(weight.numel() for weight in model.parameters())
     assert shape.active_parameters < shape.parameters and shape.full_layers == 2
     llm = ra.LLM(tmp_path, threads=1, **ROARGRAPH, window=16, spill=8, sink=4)

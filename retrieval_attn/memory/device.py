@@ -190,8 +190,12 @@ def state_bytes(size: DeviceSize) -> tuple[int, int]:
 
 
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
-    """`size` with each of the layouts that its options allow."""
-    return tuple(replace(size, layout=layout) for layout in layouts(size.options))
+    """`size` with each of the layouts that its options and its model allow. hidden_states="host" is taken as it is: a
+    model whose hidden states cannot leave the device refuses it when it reads.
+    """
+    allowed = layouts(size.options)
+    possible = [layout for layout in allowed if size.shape.hidden_movable or not layout.hidden_on_host]
+    return tuple(replace(size, layout=layout) for layout in possible or allowed)
 
 
 def most_chunk(size: DeviceSize, free: int) -> int:

@@ -30,7 +30,7 @@ class ModelShape:
     embedding_parameters: of the input embedding; head_parameters: of the output's, 0 where it is the same table.
     ranks_split_heads: whether transformers' tensor parallel gives every rank its own key-value heads.
     state_layers: layers that keep a state of `state_layer_bytes` instead of keys (0 bytes where the config does not say
-    how large it is).
+    how large it is). hidden_movable: whether hidden states may lie on the host while a model of one device reads.
     """
 
     name: str
@@ -58,6 +58,7 @@ class ModelShape:
     ranks_split_heads: bool
     state_layers: int = 0
     state_layer_bytes: int = 0
+    hidden_movable: bool = True
 
     @property
     def states_bytes(self) -> int:
@@ -164,6 +165,8 @@ def _shape(
 ) -> ModelShape:
     from transformers.cache_utils import get_layer_types_and_kwargs
 
+    from retrieval_attn.model.hidden import why_never_on_host
+
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; plan serves decoders only.")
@@ -199,6 +202,7 @@ def _shape(
         ranks_split_heads=splits_heads(text),
         state_layers=sum(kind_of in ("linear_attention", "conv") for kind_of in types),
         state_layer_bytes=_state_bytes(text, width),
+        hidden_movable=why_never_on_host(model) is None,
     )
 
 

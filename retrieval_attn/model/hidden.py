@@ -20,6 +20,11 @@ def why_not_on_host(model: Any) -> str | None:
     """Why the hidden states of `model` must stay on its device, None if they need not."""
     if len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
         return "it runs on several devices, or its weights move"
+    return why_never_on_host(model)
+
+
+def why_never_on_host(model: Any) -> str | None:
+    """As `why_not_on_host`, wherever the model is placed: a model without storage will do."""
     if not isinstance(model, PreTrainedModel) or not isinstance(model.get_output_embeddings(), nn.Linear):
         return "it has no linear output"
     if is_multimodal(model):

@@ -16,10 +16,12 @@ import retrieval_attn as ra
 from retrieval_attn.cache import host_part, uploaded_part
 from retrieval_attn.cache.coded_part import CodedPart, CodedRange, coded_range
 from retrieval_attn.cache.layer_uploads import LayerUploads
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, Sequence
 from retrieval_attn.cache.uploaded_part import UploadedPart, least_positions, serves
 from retrieval_attn.cpu.step.plan import StepCost
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.engine.ready import question_lengths
 from retrieval_attn.gpu.codes import named as named_keys
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
@@ -221,6 +223,17 @@ def test_what_it_costs_is_counted(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
     assert device.stats.host_seconds > 0
 
 
+def test_both_ways_are_rehearsed(loaded: Loaded) -> None:
+    """At the end of a read: with a short question, and with the shortest that keys come for."""
+    config = ra.Config(sink=4, window=64, spill=16, retrieve=24, index="device")
+    context = ra.Context(*loaded, config).read(needle_text(8000), progress=False)
+    layer: Any = next(layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer))
+    start, stop = layer.held.ranges[0]
+    found = coded_range(layer.hosts[0], start, stop, 24, layer.index.spec)
+    assert found is not None
+    assert question_lengths(layer, layer.held) == [2, least_positions(found, layer.q_heads)]
+
+
 # -- on a GPU ------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +286,8 @@ def test_without_room_the_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "HEADROOM", 1 << 50)
     assert not serves(over(path), queries, uploads)
     monkeypatch.setattr(upload, "HEADROOM", 0)
+    assert not serves(over(path), queries, uploads)  # one refusal is for all layers
+    uploads = uploads_of(path, device="cuda")
     monkeypatch.setattr(upload, "spare_bytes", lambda device: 1 << 60)
     monkeypatch.setattr(upload.Stretch, "block_bytes", 1 << 45)
     assert not serves(over(path), queries, uploads) and not uploads._uploads()._free

@@ -9,7 +9,9 @@ a layer to end. The device holds a few blocks, whatever the length of the contex
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
@@ -135,22 +137,25 @@ class Uploads:
         self._stream = _stream(device)
         self._ahead: deque[_Block] = deque()
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._refused_bytes = sys.maxsize
 
     def reserve(self, one: Stretch) -> bool:
         """Take the memory that a walk over `one` needs. False, and nothing held: the device has too little."""
         missing = BLOCKS - sum(buffer.nbytes >= one.block_bytes for buffer in self._buffers())
         if missing <= 0:
             return True
-        if spare_bytes(self._device) < missing * one.block_bytes + HEADROOM:
-            self.clear()
-            return False
-        try:
-            made = [(self._new_buffer(one.block_bytes), None) for _ in range(missing)]
-        except torch.OutOfMemoryError:  # what is free may lie in pieces
-            self.clear()
-            return False
-        self._free.extend(made)
-        return True
+        made: list[Tensor] = []
+        if one.block_bytes < self._refused_bytes:
+            if spare_bytes(self._device) >= missing * one.block_bytes + HEADROOM:
+                # what is free may lie in pieces
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    made.extend(self._new_buffer(one.block_bytes) for _ in range(missing))
+            if len(made) == missing:
+                self._free.extend((buffer, None) for buffer in made)
+                return True
+            self._refused_bytes = one.block_bytes  # every layer asks, and each refusal empties the allocator's cache
+        self.clear()
+        return False
 
     def walk(
         self, stretches: Sequence[Stretch], dtype: torch.dtype | None, then: Sequence[Stretch] = ()

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.codes import named as named_keys
-from retrieval_attn.gpu.codes.named import Named, StoredRows, attend_named, slots_for
+from retrieval_attn.gpu.codes.named import Found, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import pack, unpack
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -126,17 +127,24 @@ def test_many_queries_of_one_head_in_pieces(device: str, monkeypatch: pytest.Mon
 
 
 def test_of_equal_scores_the_first_token_counts(device: str) -> None:
-    """And -0.0 equals 0.0. Keys of one value but for a few: what is attended to is told by the values."""
+    """Whatever the sign of a zero. What is attended to is told by the values."""
     case = made(heads=1, queries=4, dims=(4, 4), ends=(0, 300))
     keys, values = case.numbers
     keys[:] = 0.0
-    keys[0, 7], keys[0, 11] = -0.0, -0.0
     values[0, :, 0] = torch.arange(300)
     ids = torch.arange(32, dtype=torch.int32).repeat(4, 1)
     case = case._replace(stored=(keys, values), ids=ids)
     out, lse = found(device, case, Named(ids, 0, 300, 12))
     assert torch.allclose(out[0, :, 0], torch.full((4,), 5.5).double())  # the mean of 0 .. 11
     assert torch.allclose(lse, torch.full((1, 4), 12.0).log().double())
+    rows = StoredRows(*(row.to(device) for row in case.stored))
+    tokens, products = torch.arange(32, dtype=torch.int32).repeat(4, 1), torch.zeros(4, 32)
+    products[:, 3] = -0.0
+    chosen = Found(tokens.to(device), products.to(device), 32)
+    into = Partial(torch.empty(1, 4, 4, device=device), torch.empty(1, 4, device=device))
+    kernels: Any = named_keys.kernels_for(rows.keys, "codes.named_triton")
+    (named_keys._attend_plainly if kernels is None else kernels.attend)(rows, 12, chosen, (SCALE, None), into)
+    assert torch.allclose(into.out[0, :, 0].cpu(), torch.full((4,), 5.5))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in Triton's interpreter

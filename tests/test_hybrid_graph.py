@@ -135,6 +135,55 @@ def test_steps_that_are_thrown_away_leave_no_trace(name: str, host_callback: str
     assert thrown_away(enabled(name)) <= 10 * TOLERANCE
 
 
+@emulated
+@torch.no_grad()
+def test_rows_that_change_between_steps(name: str) -> None:
+    """Beams take each other's place in the buffers; more rows than the graph has decode eagerly."""
+    model = enabled(name)
+    seen = []
+    for graph in ("auto", False):
+        cache = Decoded(model, False, batch=2, new=1).cache
+        steps = Steps(model, cache, graph)  # type: ignore[arg-type]
+
+        def step(tokens: list[int], cache: Any = cache, steps: Steps = steps) -> Tensor:
+            place = torch.full((len(tokens),), cache.get_seq_length())
+            logits = steps.step(torch.tensor(tokens), place, None).clone()
+            steps.confirm()
+            return logits
+
+        out = [step([5, 6]), step([6, 7])]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        out += [step([7, 8]), step([8, 9])]
+        assert steps.replays == (4 if graph else 0)
+        cache.batch_repeat_interleave(2)
+        out += [step([7, 8, 9, 10]), step([11, 12, 13, 14])]
+        steps.close()
+        assert steps.replays == (4 if graph else 0) and ("shapes" in steps.reason) == bool(graph)
+        seen.append(out)
+    assert all(differs(one, other) <= TOLERANCE for one, other in zip(*seen, strict=True))
+
+
+@emulated
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["reset", "crop"])
+def test_a_cache_that_forgets_all_between_steps(how: str) -> None:
+    """It begins anew, eagerly: there are no windows and no states that could be bound."""
+    model, firsts = enabled("qwen3_next"), []
+    for graph in ("auto", False):
+        cache = Decoded(model, False, new=1).cache
+        steps = Steps(model, cache, graph)  # type: ignore[arg-type]
+        steps.step(torch.tensor([5]), torch.tensor([PROMPT + 1]), None)
+        steps.confirm()
+        if how == "reset":
+            cache.reset()
+        else:
+            cache.crop(-cache.get_seq_length())
+        firsts.append([steps.step(torch.tensor([5 + i]), torch.tensor([i]), None).clone() for i in range(3)])
+        steps.close()
+        assert ("no tokens" in steps.reason) == bool(graph)
+    assert all(differs(one, other) <= TOLERANCE for one, other in zip(*firsts, strict=True))
+
+
 def turns(model: Any, graph: bool, interrupted: int | None = None) -> tuple[list[list[int]], Tensor]:
     """Three texts on one cache, with tokens of a user between, and logits after them.
 

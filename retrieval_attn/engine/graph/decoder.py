@@ -18,7 +18,7 @@ from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import HostResources, code_shape
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
-from retrieval_attn.engine.graph.slot import LayerSlot, SlotPlace
+from retrieval_attn.engine.graph.slot import LayerSlot, SlotPlace, window_of
 from retrieval_attn.engine.graph.states import StateMemory
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
@@ -91,7 +91,10 @@ def keeping_state(cache: RetrievalCache) -> list[tuple[int, StateLayer]]:
 
 
 def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
-    """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads."""
+    """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads.
+
+    Raises CaptureError for a cache without tokens.
+    """
     layers: list[tuple[Any, ...]] = []
     cached: list[Any] = list(cache.layers)
     for layer in cached:
@@ -99,7 +102,7 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
             states = ((key, state.shape, state.dtype, state.device) for key, state in layer.states())
             layers.append((type(layer), *states))
             continue
-        key, value = layer.window.buffers
+        key, value = window_of(layer).buffers
         slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
         fmt = codes = None
         if isinstance(layer, RetrievalLayer):

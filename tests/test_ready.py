@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.engine import ready
 from retrieval_attn.engine.graph import registry
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.decoder import GraphDecoder
@@ -128,6 +129,39 @@ def test_launching_ahead_changes_nothing(loaded: Loaded, rows: int) -> None:
     other: Any = cache.layers[2]
     assert launches.shape == LayerLaunches(other, processors=2).shape
     assert launches.works(graphs=False) == [launches.search_question, launches.attend_named]
+
+
+def test_each_shape_is_launched_once_while_the_model_reads(
+    loaded: Loaded, emulated_graphs: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By threads, before the step is captured; the second read of a process has nothing to prepare."""
+    launched: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        real = getattr(LayerLaunches, name)
+
+        def work(self: LayerLaunches) -> None:
+            launched.append(name)
+            real(self)
+
+        work.__name__ = name
+        return work
+
+    names = {"attend", "search_step", "search_question", "attend_named"}
+    for name in names:
+        monkeypatch.setattr(LayerLaunches, name, note(name))
+    monkeypatch.setattr(ready, "overlaps", lambda device: True)
+    monkeypatch.setattr(ready, "_begun", set())
+    monkeypatch.setattr(ready, "capture_step", lambda *given: launched.append("capture"))
+    monkeypatch.setattr(ready, "REHEARSALS", (ready.capture_step,))
+    config = CONFIG.replace(index="device", retrieve=4)
+    with caplog.at_level(logging.INFO):
+        ra.Context(*loaded, config).read(TEXT, progress=False)
+    assert set(launched[:-1]) == names and len(launched) == len(names) + 1 and launched[-1] == "capture"
+    lost = [record.getMessage() for record in caplog.records if "could not be prepared" in record.getMessage()]
+    assert all("'triton'" in message for message in lost)
+    ra.Context(*loaded, config).read(TEXT, progress=False)
+    assert launched[len(names) + 1 :] == ["capture"]
 
 
 @pytest.mark.cuda

@@ -38,6 +38,7 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import beside, load_coder
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.offload.work import overlaps
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilati
     Beside a GPU only: elsewhere they would take the cores from the model.
     """
     device = input_device(model)
-    if device.type != "cuda":
+    if not overlaps(device):
         yield
         return
     with Preparation() as preparation:
@@ -78,7 +79,7 @@ def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilati
         for what, work in _preparations(model, cache, compiling, device):
             if _is_first((what, device, model.dtype, fmt, cache.index.spec)):
                 preparation.begin(what, functools.partial(_on, device, work))
-        watch, before = _LayerWatch(preparation, cache, device), cache.on_layer
+        watch, before = _LayerWatch(preparation, cache, _processors(device)), cache.on_layer
         cache.on_layer = functools.partial(watch, before)
         try:
             yield
@@ -120,10 +121,9 @@ def _head_dim(model: PreTrainedModel) -> int:
 class _LayerWatch:
     """Has kernels launched for each shape of layers, once the first of that shape is read."""
 
-    def __init__(self, preparation: Preparation, cache: RetrievalCache, device: torch.device) -> None:
+    def __init__(self, preparation: Preparation, cache: RetrievalCache, processors: int) -> None:
         self._preparation, self._cache, self._graphs = preparation, cache, cache.config.graph is not False
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._read = 0
+        self._processors, self._read = processors, 0
 
     def __call__(self, before: Callable[[], object] | None) -> None:
         """A layer was read. before: who else watches."""
@@ -149,8 +149,12 @@ def _is_first(key: tuple[object, ...]) -> bool:
 
 
 def _on(device: torch.device, work: Callable[[], object]) -> None:
-    with torch.cuda.device(device), beside(device):
+    with beside(device):
         work()
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:

@@ -19,6 +19,7 @@ from retrieval_attn.engine import ready
 from retrieval_attn.engine.graph import registry
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.decoder import GraphDecoder
+from retrieval_attn.engine.graph.memory import StepMemory
 from retrieval_attn.engine.preparation import THREADS, Preparation
 from tests.test_compiled import COUNT_COMPILED
 from tests.test_structure import ROOT
@@ -108,6 +109,12 @@ def test_an_interrupted_reading_does_not_wait_for_preparations() -> None:
     for future in preparation._futures:
         future.result(10)
     assert done == []
+
+
+def test_all_layers_spans_begin_on_aligned_addresses() -> None:
+    """A kernel is compiled for addresses that are multiples of 16, and once more for others."""
+    spans = StepMemory(layers=3, batch=1, workers=1, device=torch.device("cpu")).spans
+    assert spans.shape == (3, 2) and [row.data_ptr() % 16 for row in spans] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -143,7 +143,7 @@ def test_rows_that_change_between_steps(name: str) -> None:
     seen = []
     for graph in ("auto", False):
         cache = Decoded(model, False, batch=2, new=1).cache
-        steps = Steps(model, cache, graph)  # type: ignore[arg-type]
+        steps = Steps(model, cache, graph)
 
         def step(tokens: list[int], cache: Any = cache, steps: Steps = steps) -> Tensor:
             place = torch.full((len(tokens),), cache.get_seq_length())
@@ -171,7 +171,7 @@ def test_a_cache_that_forgets_all_between_steps(how: str) -> None:
     model, firsts = enabled("qwen3_next"), []
     for graph in ("auto", False):
         cache = Decoded(model, False, new=1).cache
-        steps = Steps(model, cache, graph)  # type: ignore[arg-type]
+        steps = Steps(model, cache, graph)
         steps.step(torch.tensor([5]), torch.tensor([PROMPT + 1]), None)
         steps.confirm()
         if how == "reset":

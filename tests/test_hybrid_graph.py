@@ -409,3 +409,11 @@ def test_the_comparison_on_a_gpu_has_teeth(name: str, broken: str, monkeypatch: 
     forget(model)
     monkeypatch.setattr(*BREAKS[broken])
     assert differs(fed(model, True), expected) > 10 * 10 * GPU_TOLERANCE
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_graph_is_taken_where_it_is_demanded() -> None:
+    """`auto` decodes eagerly and says why, until replays were compared there."""
+    model = enabled("qwen3_next", **GPU_SHAPES["64"]).cuda()
+    answer = {graph: Decoded(model, graph, new=2).steps.reason for graph in ("auto", True)}
+    assert "not compared on a GPU yet" in answer["auto"] and not answer[True]

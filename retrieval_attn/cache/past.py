@@ -41,7 +41,6 @@ class Past:
 
         last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
         """
-        whole = empty_partial(query, value_dim)
         at_once = max(1, QUERIES_AT_ONCE // query.shape[2])
         groups = [
             (one, rows[start : start + at_once])
@@ -55,10 +54,11 @@ class Past:
             part = attend(stacked[number], key, value, scale=scale, softcap=softcap)
             before = found[number]
             found[number] = part if before is None else merge([before, part])
+        if len(query) == 1 and found and found[0] is not None:
+            return found[0]
+        whole = empty_partial(query, value_dim)
         for done, (_, rows) in zip(found, groups, strict=True):
             assert done is not None
-            if len(rows) == len(query) == 1:
-                return done
             whole.out[rows] = _unstack(done.out, len(rows))
             whole.lse[rows] = _unstack(done.lse, len(rows))
         return whole

@@ -23,17 +23,14 @@ from retrieval_attn.errors import (
     UnsupportedMaskError,
     UnsupportedModelError,
 )
-from tests.tiny_models import VOCABULARY, build_model, config_of, random_ids, tiny_model
+from tests.tiny_models import VOCABULARY, build_model, config_of, handed_out, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=10)
 
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    found = tiny_model("llama")
-    yield found
-    ra.disable(found)
-    found.set_attn_implementation("eager")
+    yield from handed_out(tiny_model("llama"))
 
 
 @pytest.mark.parametrize(

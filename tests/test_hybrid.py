@@ -20,21 +20,8 @@ from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.engine.prefill import out_of_memory
 from retrieval_attn.engine.support import TESTED
 from tests.test_models import ALL, PROMPT, STEPS, TOLERANCE, decode_pieces, eager_steps, generated, steps, worst
-from tests.tiny_models import VOCABULARY, random_ids
+from tests.tiny_models import BASE, handed_out, random_ids
 
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "head_dim": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -69,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def new_model(name: str, **changes: Any) -> Any:
     """A float32 model of `name` with seeded weights, eager attention, eval mode."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[name](**{**_BASE, **CONFIGS.get(name, {}), **changes})
+    config = CONFIG_MAPPING[name](**{**BASE, "num_hidden_layers": 4, **CONFIGS.get(name, {}), **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
@@ -82,10 +69,7 @@ def shared_model(name: str) -> Any:
 @pytest.fixture(params=list(CONFIGS))
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Handed out with eager attention and restored afterwards."""
-    found = shared_model(request.param)
-    yield found
-    ra.disable(found)
-    found.set_attn_implementation("eager")
+    yield from handed_out(shared_model(request.param))
 
 
 def test_verify_reports_exact(model: Any) -> None:
@@ -191,7 +175,7 @@ def test_the_plan_counts_the_states(model: Any) -> None:
 
 def test_the_plan_leaves_hidden_states_where_they_stay(model: Any) -> None:
     """On the device, however little room there is: a hybrid is refused another place. A Llama's may go there."""
-    for source, place in ((model, "device"), (model.config, "device"), (CONFIG_MAPPING["llama"](**_BASE), "host")):
+    for source, place in ((model, "device"), (model.config, "device"), (CONFIG_MAPPING["llama"](**BASE), "host")):
         planned = ra.plan(source, context=4000, gpu_memory=1, dtype="float32")
         items = {item.name: item.bytes for item in (planned.host if place == "host" else planned.device)}
         assert items["prefill: hidden states"] == 4000 * 48 * 4

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 import retrieval_attn as ra
 from retrieval_attn.cache import retrieval as layers_module
 from retrieval_attn.gpu.attention.merge import Partial
-from tests.tiny_models import CONFIGS, random_ids, tiny_model
+from tests.tiny_models import CONFIGS, handed_out, random_ids, tiny_model
 
 # One thread: for so few keys, waking a second one costs more than the work.
 ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4, threads=1)
@@ -29,10 +29,7 @@ RETRIEVING = [name for name in CONFIGS if name != "mistral_sliding"]
 @pytest.fixture(params=list(CONFIGS))
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One model per type, handed out with eager attention and restored afterwards."""
-    found = tiny_model(request.param)
-    yield found
-    ra.disable(found)
-    found.set_attn_implementation("eager")
+    yield from handed_out(tiny_model(request.param))
 
 
 def steps(model: Any, cache: Any, pieces: list[Tensor], mask: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from retrieval_attn.model.rotation import Rotation
 from tests.graph_cases import CONFIG, ROARGRAPH, Decoded
 from tests.multimodal_models import IMAGE, NAMES, new_model, shared_model, with_image
 from tests.test_models import ALL, PROMPT, STEPS, TOLERANCE, decode_pieces, eager_steps, generated, steps, worst
-from tests.tiny_models import random_ids
+from tests.tiny_models import handed_out, random_ids
 
 WITH_IMAGES = [name for name in NAMES if name != "gemma3"]
 
@@ -26,10 +26,7 @@ WITH_IMAGES = [name for name in NAMES if name != "gemma3"]
 @pytest.fixture(params=NAMES)
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Handed out with eager attention and restored afterwards."""
-    found = shared_model(request.param)
-    yield found
-    ra.disable(found)
-    found.set_attn_implementation("eager")
+    yield from handed_out(shared_model(request.param))
 
 
 def test_every_one_is_on_the_tested_lists(model: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import retrieval_attn as ra
 
 VOCABULARY = 97
 LAYERS = 2
@@ -17,7 +20,7 @@ Loaded = tuple[Any, PreTrainedTokenizerBase]
 NEEDLE = "The special magic Bergen number is: 7391846."
 QUESTION = "What is the special magic Bergen number?"
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -48,7 +51,7 @@ _LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 
-# name -> (model_type, changes to _BASE). Yi is of type llama with another rope base and no llama-3 scaling.
+# name -> (model_type, changes to BASE). Yi is of type llama with another rope base and no llama-3 scaling.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama31": ("llama", {"rope_parameters": _LLAMA31_ROPE}),
@@ -91,10 +94,17 @@ def tiny_model(name: str) -> Any:
     return build_model(name)
 
 
+def handed_out(found: Any) -> Iterator[Any]:
+    """What a fixture yields from: the shared model `found`, afterwards with its eager attention again."""
+    yield found
+    ra.disable(found)
+    found.set_attn_implementation("eager")
+
+
 def build_model(name: str, **changes: Any) -> Any:
     """A model like `tiny_model(name)` of one's own, with `changes` to its config."""
     model_type, own = CONFIGS[name]
-    config = config_of(model_type, **{**_BASE, **own, **changes})
+    config = config_of(model_type, **{**BASE, **own, **changes})
     torch.manual_seed(len(name))
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     # Random weights give nearly uniform attention, in which a lost key would hardly show: make scores vary.

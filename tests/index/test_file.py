@@ -21,6 +21,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.index import Format, KeyIndex, available, create
 from retrieval_attn.index.file import MAGIC, load_index, save_index
 from retrieval_attn.index.formats import from_float32
+from retrieval_attn.index.replace import replace_file
 from tests.cpu.reference import in_threads
 
 DIM = 16
@@ -169,11 +170,17 @@ def test_foreign_files_are_named(saved: Path, content: bytes) -> None:
             load_index(path)
 
 
+def header_of(saved: Path) -> dict[str, Any]:
+    good = saved.read_bytes()
+    header: dict[str, Any] = json.loads(good[PREFIX.size : PREFIX.size + PREFIX.unpack(good[: PREFIX.size])[2]])
+    return header
+
+
 def rewrite(saved: Path, name: str, **changes: Any) -> Path:
     """The saved file with other header fields and a right header checksum."""
     good = saved.read_bytes()
     _, version, length, _ = PREFIX.unpack(good[: PREFIX.size])
-    header = json.loads(good[PREFIX.size : PREFIX.size + length])
+    header = header_of(saved)
     version = changes.pop("version", version)
     header.update(changes)
     text = json.dumps({k: v for k, v in header.items() if v is not None}).encode()
@@ -204,16 +211,23 @@ def rewrite(saved: Path, name: str, **changes: Any) -> Path:
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [[]], "offset": 0, "crc32": 0}]}, "arrays.shape"),
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [2**70], "offset": 0, "crc32": 0}]}, "arrays.shape"),
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [1.5], "offset": 0, "crc32": 0}]}, "arrays.shape"),
+        ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [2**32] * 2, "offset": 0, "crc32": 0}]}, "outside"),
         ({"arrays": [{"name": "keys", "dtype": "<u2", "shape": [1], "offset": 10**30, "crc32": 0}]}, "outside"),
         ({"arrays": [7]}, "arrays.name"),
         ({"keys": 10**30}, "sizes"),
-        ({"plain": {"nprobe": float("inf")}}, "index of kind 'ivf'|centroids"),
     ],
 )
 def test_headers_that_do_not_hold_together(saved: Path, changes: dict[str, Any], message: str) -> None:
     """A right checksum over wrong contents (another release, another program): named, not crashed on."""
     with pytest.raises(RetrievalAttentionError, match=message):
         load_index(rewrite(saved, "rewritten", **changes))
+
+
+def test_plain_values_that_no_index_has(saved: Path) -> None:
+    """Of the right type for JSON, but not for the kind: Python raises OverflowError for int(inf)."""
+    plain = {**header_of(saved)["plain"], "nprobe": float("inf")}
+    with pytest.raises(InputDataError, match="does not describe an index of kind 'ivf'"):
+        load_index(rewrite(saved, "rewritten", plain=plain))
 
 
 def test_a_header_nested_without_end(saved: Path) -> None:
@@ -244,6 +258,7 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
     index, keys = build("flat", 60)
     victim = tmp_path / "victim"
     victim.write_text("mine")
+    os.utime(victim, (1, 1))
     left = {name: tmp_path / name for name in (".index.123.tmp", ".index.0abc.tmp", ".index.held.tmp", ".other.1.tmp")}
     for path in left.values():
         path.write_text("half")
@@ -257,6 +272,31 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
     there = {path.name for path in tmp_path.iterdir()}
     assert there == {"victim", "index", ".index.0abc.tmp", ".index.held.tmp", ".other.1.tmp", link.name}
     assert victim.read_text() == "mine"
+
+
+def test_a_slow_save_is_not_swept(tmp_path: Path) -> None:
+    """A save of the same path removes files that look left over, but not one that is being written."""
+    path = tmp_path / "index"
+
+    def slowly(file: Any) -> None:
+        file.write(b"first")
+        os.utime(file.fileno(), (1, 1))
+        replace_file(path, lambda other: other.write(b"second"))
+
+    replace_file(path, slowly)
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_planted_temporary_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its name was guessed: what a link there points to stays as it was, and so does the old index."""
+    path, victim = tmp_path / "index", tmp_path / "victim"
+    for one in (path, victim):
+        one.write_text("mine")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    (tmp_path / ".index.guessed.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        replace_file(path, lambda file: file.write(b"new"))
+    assert victim.read_text() == path.read_text() == "mine"
 
 
 def test_a_file_that_is_cut_while_it_is_used(tmp_path: Path) -> None:

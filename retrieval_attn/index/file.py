@@ -13,7 +13,10 @@ Every array has its own CRC-32 in the table. Checksums find damage, not malice: 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ LINE = 64
 _BIG = 1 << 16
 _PREFIX = struct.Struct("<8sIII")
 _MAX_HEADER = 1 << 24
+logger = logging.getLogger(__name__)
 _KEYS = "keys"  # the table's name for the keys; state arrays are called "state.<name>"
 
 
@@ -102,7 +106,8 @@ def save_index(
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > _MAX_HEADER:
         raise ConfigError(f"the header of a saved index holds at most {_MAX_HEADER} bytes, got {len(text)}")
-    replace_file(Path(path), lambda file: _write(file, text, [array for _, array in arrays], table))
+    # not writable by a group even where the umask would allow it: `load_index` maps what others cannot cut
+    replace_file(Path(path), lambda file: _write(file, text, [array for _, array in arrays], table), mode=0o644)
 
 
 def load_index(
@@ -111,12 +116,15 @@ def load_index(
     keys: npt.NDArray[Any] | None = None,
     identity: str | None = None,
     verify: bool = True,
-    mapped: bool = True,
+    mapped: bool | None = None,
 ) -> SavedIndex:
     """Read the index in `path`; its arrays are maps of the file, so that the system reads and drops pages.
 
-    Writes to the arrays stay private to the process. A program that shortens the file while it is mapped ends this one
-    by SIGBUS (`save_index` never does: it puts a new file in its place); mapped=False reads all of it into memory.
+    Writes to the arrays stay private to the process. mapped: True maps the file, False reads all of it into memory,
+    None maps it where nobody but its reader and root may write to it, else reads it. Who shortens a mapped file ends
+    this process by SIGBUS, which no program can turn into an exception once NumPy or a kernel has touched the page; so
+    a file that a group or everybody may write to, or that is another user's, is copied unless you say True.
+    `save_index` never shortens a file: it puts a new one in its place, and lets its owner alone write to that.
     keys: for a file saved without keys (checked against the checksum there), or to use these instead of the file's.
     identity: what the file must say (None: anything). verify=False skips the checksums of arrays (the header's is
     always checked): nothing is read before it is used.
@@ -124,14 +132,19 @@ def load_index(
     kind that is not known here; ShapeError for keys of another shape.
     """
     path = Path(path)
-    header, start = _read_header(path)
-    _check_header(path, header)
+    try:
+        with open(path, "rb") as file:
+            header, start = _read_header(path, file)
+            _check_header(path, header)
+            contents = _contents(path, file, start + header["data_bytes"], mapped)
+    except OSError as error:
+        raise InputDataError(f"{path} cannot be read ({error.strerror}); save the index first") from error
     if identity is not None and header["identity"] != identity:
         raise InputDataError(
             f"{path} must be the index of {identity!r}, it is of {header['identity']!r}; build the index for this one"
         )
     fmt = Format.from_name(header["format"])
-    arrays = _map_arrays(path, header, start, verify, mapped)
+    arrays = _arrays(path, contents, header, start, verify)
     shape = (header["keys"], header["head_dim"])
     kept = _choose_keys(path, arrays.pop(_KEYS, None), keys, fmt, shape, header["keys_crc32"] if verify else None)
     state: dict[str, StateValue] = {**header["plain"]}
@@ -171,22 +184,18 @@ def _choose_keys(
     return given
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+def _read_header(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], int]:
     """The parsed header and the place of the first array."""
-    try:
-        with open(path, "rb") as file:
-            prefix = file.read(_PREFIX.size)
-            if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
-                raise InputDataError(f"{path} is not a saved index (it begins with {prefix[:8]!r})")
-            _, version, length, checksum = _PREFIX.unpack(prefix)
-            if version != VERSION:
-                raise InputDataError(
-                    f"{path} has layout version {version}, this release reads {VERSION}; use the release that "
-                    "wrote it, or build the index again"
-                )
-            text = file.read(min(length, _MAX_HEADER + 1))
-    except OSError as error:
-        raise InputDataError(f"{path} cannot be read ({error.strerror}); save the index first") from error
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
+        raise InputDataError(f"{path} is not a saved index (it begins with {prefix[:8]!r})")
+    _, version, length, checksum = _PREFIX.unpack(prefix)
+    if version != VERSION:
+        raise InputDataError(
+            f"{path} has layout version {version}, this release reads {VERSION}; use the release that "
+            "wrote it, or build the index again"
+        )
+    text = file.read(min(length, _MAX_HEADER + 1))
     if len(text) != length or zlib.crc32(text) != checksum:
         raise _damaged(path, "its header is cut or changed")
     try:
@@ -215,22 +224,41 @@ def _check_header(path: Path, header: Any) -> None:
         raise _damaged(path, f"its header lacks {', '.join(wrong)}")
 
 
-def _map_arrays(
-    path: Path, header: dict[str, Any], start: int, verify: bool, mapped: bool
-) -> dict[str, npt.NDArray[Any]]:
-    size = path.stat().st_size
-    if size != start + header["data_bytes"]:
-        raise _damaged(path, f"it must have {start + header['data_bytes']} bytes, it has {size}")
+def _contents(path: Path, file: IO[bytes], wanted: int, mapped: bool | None) -> npt.NDArray[np.uint8]:
+    """All `wanted` bytes of the file, mapped or read (see `load_index`). Raises InputDataError if it has others."""
+    status = os.fstat(file.fileno())
+    if status.st_size != wanted:
+        raise _damaged(path, f"it must have {wanted} bytes, it has {status.st_size}")
+    if mapped is None:
+        mapped = _is_ours_alone(status)
+        if not mapped:
+            logger.info("%s is read into memory, not mapped: other users may write to it", path)
+    file.seek(0)
     # copy on write: a read-only array would be another type to Numba, and compile every kernel once more
-    raw = np.asarray(np.memmap(path, np.uint8, "c")) if mapped else np.fromfile(path, np.uint8)
-    if len(raw) != size:
+    raw = np.asarray(np.memmap(file, np.uint8, "c")) if mapped else np.fromfile(file, np.uint8)
+    if len(raw) != wanted:
         raise _damaged(path, "it changed while it was read")
+    return raw
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    """Whether only this process's user and root may write to a file. Windows cuts no file that is mapped."""
+    if not hasattr(os, "geteuid"):
+        return True
+    # where a file has an access control list, the group's bits are the most that it grants to anybody
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _arrays(
+    path: Path, raw: npt.NDArray[np.uint8], header: dict[str, Any], start: int, verify: bool
+) -> dict[str, npt.NDArray[Any]]:
+    """The arrays that the header names, as views of the file's bytes."""
     found = {}
     for item in header["arrays"]:
         dtype = _dtype(path, item["dtype"])
         count = -1 if min(item["shape"], default=0) < 0 else math.prod(item["shape"])
         first = start + item["offset"]
-        if count < 0 or first % LINE or not start <= first <= size - count * dtype.itemsize:
+        if count < 0 or first % LINE or not start <= first <= len(raw) - count * dtype.itemsize:
             raise _damaged(path, f"array {item['name']} lies outside of it")
         part = raw[first : first + count * dtype.itemsize]
         if verify and _checksum(part) != item["crc32"]:

@@ -15,17 +15,18 @@ STALE_SECONDS = 60.0
 """A temporary file this old that nobody has locked was left by a process that was killed."""
 
 
-def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def replace_file(path: Path, write: Callable[[IO[bytes]], object], *, mode: int = 0o666) -> None:
     """Call write(file) on a new file beside `path`, then put it, on the disk, in the place of `path`.
 
     Several threads and processes may do so at once; the last one wins. The new file's name cannot be guessed, and
     nothing that lies there is opened. Files that were left by processes that ended in the middle are removed.
+    mode: permissions of the new file; the umask takes some away.
     Raises OSError; `path` is then as before.
     """
     stem = f".{path.name[:200]}."  # with what follows, no longer than file systems allow
     _sweep(path.parent, stem)
     temporary = path.with_name(f"{stem}{secrets.token_hex(8)}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
     try:
         with open(handle, "wb") as file:
             _lock(handle)

@@ -102,13 +102,16 @@ def test_an_empty_index_and_a_replaced_file(tmp_path: Path) -> None:
     assert len(load_index(path).index) == 9
 
 
+def is_mapped(array: Any) -> bool:
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return type(array).__name__ == "mmap"
+
+
 def test_arrays_are_mapped_and_aligned(saved: Path) -> None:
     """Nothing is copied: the keys lie in the file's map, on a cache line, and are writeable (one Numba type)."""
     found = load_index(saved)
-    root: Any = found.keys
-    while isinstance(root, np.ndarray) and root.base is not None:
-        root = root.base
-    assert type(root).__name__ == "mmap"
+    assert is_mapped(found.keys)
     assert found.keys.ctypes.data % 64 == 0 and found.keys.flags.writeable
 
 
@@ -299,16 +302,38 @@ def test_a_planted_temporary_file_is_not_opened(tmp_path: Path, monkeypatch: pyt
     assert victim.read_text() == path.read_text() == "mine"
 
 
-def test_a_file_that_is_cut_while_it_is_used(tmp_path: Path) -> None:
-    """A map of it ends the process by SIGBUS; a copy in memory does not notice."""
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows cuts no file that is mapped")
+@pytest.mark.parametrize("who", ["the group", "everybody", "another owner", "nobody else, but mapped=False"])
+def test_a_file_that_is_cut_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    """A map of it would end the process by SIGBUS: what others can cut is copied, and the copy does not notice."""
     index, keys = build("flat", 3000)
     path = tmp_path / "index"
     save_index(path, index, keys, Format.BFLOAT16)
     queries = data()[2]
     expected = index.search(queries, 5).ids
-    loaded = load_index(path, mapped=False, verify=False)
+    path.chmod({"the group": 0o664, "everybody": 0o646}.get(who, 0o644))
+    if who == "another owner":
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    loaded = load_index(path, mapped=False if "mapped=False" in who else None, verify=False)
+    assert not is_mapped(loaded.keys)
+    assert is_mapped(load_index(path, mapped=True).keys)
     os.truncate(path, 4096)
     assert np.array_equal(loaded.index.search(queries, 5).ids, expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no such permissions")
+def test_a_saved_file_is_its_owners(tmp_path: Path) -> None:
+    """Where the umask lets a group write to new files, as most systems do, saved indexes would never be mapped."""
+    index, keys = build("flat", 60)
+    before = os.umask(0)
+    try:
+        save_index(tmp_path / "index", index, keys, Format.BFLOAT16)
+    finally:
+        os.umask(before)
+    assert is_mapped(load_index(tmp_path / "index").keys)
 
 
 def test_the_wrong_context_is_refused(saved: Path, tmp_path: Path) -> None:

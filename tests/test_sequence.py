@@ -9,6 +9,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cache.rollback import Rollback
+from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.errors import CacheMismatchError
 from tests.tiny_models import build_model, random_ids
@@ -145,3 +146,26 @@ def test_the_device_part_does_not_grow_with_the_context() -> None:
     assert caches[0].device_nbytes == caches[1].device_nbytes
     per_token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * model.config.head_dim * 4
     assert caches[1].host_nbytes >= 800 * per_token
+
+
+def test_rows_that_share_a_path_ask_together() -> None:
+    """Rows 0, 2 and 3 over one path, row 1 over another, then one path of all: each row gets its own answers back."""
+    model = model_of("llama")
+    one, other = (ra.RetrievalCache(model, CONFIG) for _ in range(2))
+    for cache in (one, other):
+        forward(model, cache, random_ids(1, 90))
+    (first,), (second,) = one.batch.hosts(0), other.batch.hosts(0)
+    query = torch.arange(4 * 6 * 5 * 2.0).view(4, 6, 5, 2)
+    for hosts, expected in (
+        ([first, second, first, first], [(first, [0, 2, 3]), (second, [1])]),
+        ([first] * 4, [(first, [0, 1, 2, 3])]),
+    ):
+        found = rows_by_path(hosts)
+        assert [(id(host), rows) for host, rows in found] == [(id(host), rows) for host, rows in expected]
+        for _, rows in found:
+            together = stacked(query, rows)
+            assert together.shape == (6, 5 * len(rows), 2)
+            assert torch.equal(together[:, :5], query[rows[0]])
+            assert torch.equal(unstacked(together, len(rows)), query[rows])
+            assert torch.equal(unstacked(together[..., 0], len(rows)), query[rows][..., 0])
+    assert stacked(query[:1], [0]).data_ptr() == query.data_ptr()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.past import Past
-from retrieval_attn.cache.sequence import Batch, distinct_rows
+from retrieval_attn.cache.rows import rows_by_path
+from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.window import WindowCache
@@ -190,7 +191,7 @@ class HeldTokens:
         if not inside_tail:
             self.flush()
         if columns < self.host_columns:
-            for row, host in distinct_rows(self.hosts):
+            for host, (row, *_) in rows_by_path(self.hosts):
                 host.truncate(self._batch.real(row, columns))
             self.host_columns = columns
         if inside_tail:

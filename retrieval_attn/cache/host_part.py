@@ -20,7 +20,7 @@ from retrieval_attn.cache import uploaded_part
 from retrieval_attn.cache.coded_part import CodedPart, CodedRange, coded_range
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.layer_uploads import LayerUploads
-from retrieval_attn.cache.sequence import distinct
+from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
 from retrieval_attn.cache.uploaded_part import UploadedPart
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.host_attend import attend_paths, exact_lse
@@ -59,7 +59,7 @@ class HostPart:
         self._uploads = uploads
         self._scoring, self._spec, self._query, self._device = scoring, spec, query, query.device
         batch, self._q_heads, self._new, _ = query.shape
-        self._shape, self._rows = (batch, self._q_heads, self._new), list(range(batch))
+        self._shape = batch, self._q_heads, self._new
         self._shared = _shared_paths(held)
         self._coded: list[tuple[_Shared, CodedPart | UploadedPart]] = []
         self._apart: dict[int | None, list[_Shared]] = {}
@@ -73,7 +73,7 @@ class HostPart:
                 # a share of the keys is another number for another length: one call per number
                 self._apart.setdefault(k, []).append(one)
             else:
-                self._coded.append((one, self._coded_part(over, self._stacked(self._query, one))))
+                self._coded.append((one, self._coded_part(over, stacked(self._query, one.rows).contiguous())))
         if not any(isinstance(part, UploadedPart) for _, part in self._coded):
             self._uploads.clear()  # the layer before may have sent keys ahead
         if self._coded:
@@ -134,32 +134,25 @@ class HostPart:
             scale, softcap = self._scoring.scale, self._scoring.softcap
             queries = self._host_queries(one)
             exact = exact_lse(one.host, queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
-            middle = torch.from_numpy(exact).reshape(len(chosen), len(one.rows), self._new).transpose(0, 1)
+            middle = unstacked(torch.from_numpy(exact), len(one.rows))
             near = static[one.rows][:, chosen]
             share = torch.logaddexp(near, retrieved[one.rows][:, chosen]) - torch.logaddexp(near, middle)
             stats.mass += float(share.exp().sum())
             stats.mass_count += share.numel()
 
     @cached_property
-    def _host_query(self) -> np.ndarray:
-        return to_queries(self._query)
+    def _host_query(self) -> Tensor:
+        return torch.from_numpy(to_queries(self._query))
 
     def _host_queries(self, one: _Shared) -> np.ndarray:
-        """What `_stacked` gives, on the host."""
-        own = self._host_query if one.rows == self._rows else self._host_query[one.rows]
-        _, heads, _, dim = own.shape
-        return np.ascontiguousarray(own.transpose(1, 0, 2, 3).reshape(heads, -1, dim))
-
-    def _stacked(self, query: Tensor, one: _Shared) -> Tensor:
-        """The queries of the rows that share a path: (q_heads, rows * new, head_dim)."""
-        own = query if one.rows == self._rows else query[one.rows]
-        return own.transpose(0, 1).flatten(1, 2).contiguous()
+        """The queries of the rows that share a path, float32: (q_heads, rows * new, head_dim)."""
+        return stacked(self._host_query, one.rows).contiguous().numpy()
 
     def _place(self, one: _Shared, found: Partial, into: tuple[Tensor, Tensor]) -> None:
         """Write answers (q_heads, rows * new, ...) to the rows that they belong to."""
         for part, target in zip(found, into, strict=True):
-            rows = part.unflatten(1, (len(one.rows), self._new)).transpose(0, 1).to(target.device)
-            if one.rows == self._rows:
+            rows = unstacked(part, len(one.rows)).to(target.device)
+            if len(rows) == len(target):
                 target.copy_(rows)  # indices would have to cross to the device
             else:
                 target[one.rows] = rows
@@ -169,8 +162,7 @@ def _shared_paths(held: HeldTokens) -> list[_Shared]:
     """The rows by path; those with nothing to retrieve are left out."""
     hosts, ranges = held.hosts, held.ranges
     shared = []
-    for host in distinct(hosts):
-        rows = [row for row, other in enumerate(hosts) if other is host]
+    for host, rows in rows_by_path(hosts):
         start, stop = ranges[rows[0]]
         if stop > start:
             shared.append(_Shared(host, rows, start, stop))

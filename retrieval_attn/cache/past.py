@@ -6,12 +6,11 @@ The keys stay on the host. They visit the device block by block, for all rows th
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
 from torch import Tensor
 
 from retrieval_attn.cache.layer_uploads import LayerUploads
-from retrieval_attn.cache.sequence import Batch, distinct
+from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
+from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.offload.transfer import to_device
@@ -27,14 +26,12 @@ class Past:
     def __init__(self, batch: Batch, number: int, like: Tensor) -> None:
         """like: a key tensor of the layer: its device, its dtype."""
         self._batch, self._number, self._like = batch, number, like
-        hosts = batch.hosts(number)
-        self._stretches = [Stretch.of(host) for host in distinct(hosts) if len(host)]
-        self._rows = [[row for row, host in enumerate(hosts) if host is one.host] for one in self._stretches]
+        self._paths = [(Stretch.of(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
 
     @property
     def empty(self) -> bool:
         """Whether no row held anything."""
-        return not self._stretches
+        return not self._paths
 
     def attend(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
         """query (batch, q_heads, new, head_dim) over all past keys of its row: the partial, empty for rows without any.
@@ -43,15 +40,13 @@ class Past:
         """
         at_once = max(1, QUERIES_AT_ONCE // query.shape[2])
         groups = [
-            (one, rows[start : start + at_once])
-            for one, rows in zip(self._stretches, self._rows, strict=True)
-            for start in range(0, len(rows), at_once)
+            (one, rows[start : start + at_once]) for one, rows in self._paths for start in range(0, len(rows), at_once)
         ]
         found: list[Partial | None] = [None] * len(groups)
-        stacked = [_stack(query, rows) for _, rows in groups]
+        queries = [stacked(query, rows)[None] for _, rows in groups]
         uploads = LayerUploads(self._batch, self._number, self._like.device)
         for number, key, value in uploads.walk([one for one, _ in groups], self._like.dtype, last=last):
-            part = attend(stacked[number], key, value, scale=scale, softcap=softcap)
+            part = attend(queries[number], key, value, scale=scale, softcap=softcap)
             before = found[number]
             found[number] = part if before is None else merge([before, part])
         if len(query) == 1 and found and found[0] is not None:
@@ -59,27 +54,13 @@ class Past:
         whole = empty_partial(query, value_dim)
         for done, (_, rows) in zip(found, groups, strict=True):
             assert done is not None
-            whole.out[rows] = _unstack(done.out, len(rows))
-            whole.lse[rows] = _unstack(done.lse, len(rows))
+            whole.out[rows] = unstacked(done.out[0], len(rows))
+            whole.lse[rows] = unstacked(done.lse[0], len(rows))
         return whole
 
     def keys_of(self, row: int) -> Tensor | None:
         """All past keys of a row (kv_heads, tokens, head_dim), on the device; None where there are none."""
-        for one, rows in zip(self._stretches, self._rows, strict=True):
+        for one, rows in self._paths:
             if row in rows:
                 return to_device(one.host.read(0, one.stop)[0], one.host.fmt, self._like)
         return None
-
-
-def _stack(query: Tensor, rows: Items[int]) -> Tensor:
-    """(batch, q_heads, new, dim) -> (1, q_heads, rows * new, dim)."""
-    if len(query) == len(rows) == 1:
-        return query
-    _, heads, new, dim = query.shape
-    return query[list(rows)].transpose(0, 1).reshape(1, heads, len(rows) * new, dim)
-
-
-def _unstack(part: Tensor, rows: int) -> Tensor:
-    """(1, q_heads, rows * new, ...) -> (rows, q_heads, new, ...)."""
-    _, heads, tokens, *dims = part.shape
-    return part.reshape(heads, rows, tokens // rows, *dims).transpose(0, 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.sequence import distinct_rows
+from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
@@ -69,7 +69,7 @@ class Reading:
         held, done = self._held, self.done
         work.start_copy()
         held.take_pass(done, work)
-        for row, host in distinct_rows(held.hosts):
+        for host, (row, *_) in rows_by_path(held.hosts):
             start, stop = held.ranges[row]
             if stop <= start:
                 continue

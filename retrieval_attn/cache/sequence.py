@@ -214,11 +214,3 @@ class Batch:
 def distinct(hosts: Iterable[SequenceKV]) -> list[SequenceKV]:
     """Each path once, in order."""
     return list({id(host): host for host in hosts}.values())
-
-
-def distinct_rows(hosts: Items[SequenceKV]) -> list[tuple[int, SequenceKV]]:
-    """One representative row per distinct path."""
-    first: dict[int, tuple[int, SequenceKV]] = {}
-    for row, host in enumerate(hosts):
-        first.setdefault(id(host), (row, host))
-    return list(first.values())

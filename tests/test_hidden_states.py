@@ -192,7 +192,7 @@ def test_the_device_holds_chunks_only() -> None:
 def test_refused_page_locked_memory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Ordinary memory does the same, with one log line."""
     caplog.set_level(logging.WARNING)
-    hidden._say_refused.cache_clear()
+    monkeypatch.setattr("retrieval_attn.offload.page_lock._said", set())
     monkeypatch.setattr(hidden, "register", lambda *args: "out of memory")
     ferry = Ferry(torch.device("cuda", 0), 1000)
     like = torch.randn(2, 1, 64, device="cuda")

@@ -7,8 +7,6 @@ one reads.
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections import deque
 from typing import Protocol
@@ -18,9 +16,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.index.memory import aligned_empty
-from retrieval_attn.offload.page_lock import register, unregister
-
-log = logging.getLogger(__name__)
+from retrieval_attn.offload.page_lock import register, say_refused, unregister
 
 UNDER_WAY = 2
 """Outputs that may be on their way down while the host launches further chunks; more would pile up on the device."""
@@ -197,15 +193,6 @@ def _lock(memory: Tensor) -> bool:
         return False
     memory.fill_(0)  # by all threads: the driver would take page after page by one
     if reason := register(memory.data_ptr(), len(memory)):
-        _say_refused(reason)
+        say_refused(reason, "hidden states lie in ordinary memory, and reading is slower")
         return False
     return True
-
-
-@functools.cache
-def _say_refused(reason: str) -> None:
-    log.warning(
-        "page-locked memory for hidden states was refused (%s; `ulimit -l` shows a limit): they lie in ordinary "
-        "memory, and reading is slower",
-        reason,
-    )

@@ -7,7 +7,6 @@ per GiB, once, beside the device's work.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import weakref
@@ -24,6 +23,7 @@ LEAST_BYTES = 1 << 20
 """Less of a head's keys than this is not registered: it crosses in no time from ordinary memory."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _refused = threading.Event()
+_said: set[str] = set()
 
 
 def lock_pages(segment: Segment) -> None:
@@ -44,7 +44,7 @@ def lock_pages(segment: Segment) -> None:
             if reason := register(rows.ctypes.data, rows.nbytes):
                 unregister(done)
                 _refused.set()
-                _say_refused(reason)
+                say_refused(reason, "keys and values cross to the device through a ring of page-locked buffers, slower")
                 return
             done.append(rows.ctypes.data)
     for array, addresses in zip((segment.keys, segment.values), np.array_split(np.array(done), 2), strict=True):
@@ -95,10 +95,8 @@ def _forget_error() -> None:
         log.debug("forgotten: %s", error)
 
 
-@functools.cache
-def _say_refused(reason: str) -> None:
-    log.warning(
-        "page-locked host memory was refused (%s): keys and values cross to the device through a ring of page-locked "
-        "buffers instead, slower; a higher limit of locked memory (ulimit -l) may help",
-        reason,
-    )
+def say_refused(reason: str, instead: str) -> None:
+    """Log that the system refuses page-locked memory, and what happens instead. Once in a process for each of these."""
+    if instead not in _said:
+        _said.add(instead)
+        log.warning("page-locked memory was refused (%s; `ulimit -l` shows a limit): %s", reason, instead)

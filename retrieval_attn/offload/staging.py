@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from retrieval_attn.offload.page_lock import say_refused
 
 BUFFER_BYTES = 32 << 20
 BUFFERS = 3
@@ -113,10 +112,5 @@ def pinned(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        _say_refused(str(error).splitlines()[0])
+        say_refused(str(error).splitlines()[0], "keys and values are copied through ordinary memory, slower")
         return torch.empty(size, dtype=torch.uint8)
-
-
-@functools.cache
-def _say_refused(reason: str) -> None:
-    log.warning("pinned memory was refused (%s): keys and values are copied through ordinary memory, slower", reason)

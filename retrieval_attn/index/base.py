@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries
-from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
+from retrieval_attn.index.task.search import SearchedInSteps
 
 MAX_KEYS = 2**31 - 1
 """ids are int32."""
@@ -94,7 +94,7 @@ class SearchResult(NamedTuple):
     keys_scanned: int
 
 
-class KeyIndex(ABC):
+class KeyIndex(SearchedInSteps, ABC):
     """Search over the keys of one key-value head. ids count from 0 at the first key of the index."""
 
     kind: ClassVar[str]
@@ -222,16 +222,6 @@ class KeyIndex(ABC):
         All of one kind and length. Same answers as one `search` per head; kinds override it to save calls.
         """
         return one_result([index.search(queries[i], k, limit=limit) for i, index in enumerate(indexes)])
-
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller
-        takes `search_heads` instead. Where a scan of the stored keys is the better search it is `exact_search`.
-        """
-        return None
-
-    def device_codes(self, k: int, visible: int) -> Any:
-        """The codes on a device that name candidates for the best k of `visible` keys; None: they name none."""
-        return None
 
     @abstractmethod
     def __len__(self) -> int:

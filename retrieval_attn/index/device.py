@@ -7,7 +7,7 @@ it scans every one, and the host reads twice as many keys as are wanted and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -216,6 +216,9 @@ class DeviceIndex(RunsIndex):
         if request.candidates is None:
             return None
         return candidate_search(request, request.candidates, self.rescore_count(request.k))
+
+    def search_likeness(self, k: int, visible: int) -> Hashable | None:
+        return (self.kind, self.rescore_count(k)) if self.serves(k, visible) else "exact"
 
     def device_codes(self, k: int, visible: int) -> Any:
         return getattr(self.codes, "device", None) if self.serves(k, visible) else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,10 +13,12 @@ import pytest
 
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
+from retrieval_attn.cpu.step import plan as plan_module
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task import descriptor as words
 from tests.cpu.test_engine import filled
 
@@ -69,9 +73,6 @@ def test_results_land_in_the_given_buffers_across_plans(pool: Pool) -> None:
 
 def test_forgetting_lets_go_of_the_keys(pool: Pool) -> None:
     """A decoder that waits for its next context must not hold the last one's memory."""
-    import gc
-    import weakref
-
     step = LayerStep(pool, Format.FLOAT32, buffers=buffers_for(pool, 1))
     path = path_of(pool, 300, 1)
     assert plan_paths(step, [path], [(0, 300)], (Q_HEADS, 1), 20, scale=0.3)
@@ -88,3 +89,59 @@ def test_buffers_that_are_too_small_are_named(pool: Pool) -> None:
     path = path_of(pool, 300, 1)
     with pytest.raises(ShapeError, match=r"the buffer queries must be 1-D.*room for 192 numbers"):
         plan_paths(step, [path, path], [(0, 300)] * 2, (Q_HEADS, 1), 20, scale=0.3)
+
+
+def coded_path(tokens: int, seed: int, capacity: int) -> SequenceKV:
+    """Keys that a device has codes of, but for the last 40, which are scanned."""
+    rng = np.random.default_rng(seed)
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, Format.FLOAT32, index=IndexSpec.of("device", {"key_bytes": 16}))
+    path.reserve(capacity)
+    keys, values = (rng.standard_normal((HEADS, tokens, dim), np.float32) for dim in (DIM, VALUE_DIM))
+    path.append(keys, values)
+    path.build_index(4, tokens - 40)
+    return path
+
+
+def test_a_plan_moves_to_keys_that_are_searched_alike(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, and after `forget`: the bits of a plan of its own. Breaks if something of the last one stays."""
+    made: list[object] = []
+    make = plan_module.make_tables
+    monkeypatch.setattr(plan_module, "make_tables", lambda *given: made.append(given) or make(*given))
+    n, room, rng = 3, 40, np.random.default_rng(5)
+    candidates = rng.integers(0, 600, (Q_HEADS * n, room)).astype(np.int32)
+    buffers = buffers_for(pool, n)._replace(candidates=candidates)
+    step = LayerStep(pool, Format.FLOAT32, buffers=buffers)
+    buffers.queries[:] = rng.standard_normal(len(buffers.queries), dtype=np.float32)
+    # the last ones are searched otherwise: another beginning, an end with more tokens to scan, no tokens to scan
+    cases = [(700, 4, 700), (700, 4, 700), (750, 4, 700), (750, 5, 700), (700, 4, 690), (700, 4, 650)]
+    tables = [1, 1, 2, 3, 4, 5]
+    for seed, ((tokens, start, stop), expected) in enumerate(zip(cases, tables, strict=True)):
+        path = coded_path(tokens, seed, 800 + 100 * seed)
+        assert plan_paths(step, [path], [(start, stop)], (Q_HEADS, n), 20, scale=0.3)
+        assert len(made) == expected, (tokens, start, stop)
+        step.run()
+        got = step.out.copy(), step.lse.copy()
+        own = LayerStep(pool, Format.FLOAT32, buffers=buffers._replace(descriptor=np.zeros_like(buffers.descriptor)))
+        assert plan_paths(own, [path], [(start, stop)], (Q_HEADS, n), 20, scale=0.3)
+        made.pop()
+        buffers.out[:], buffers.lse[:] = np.nan, np.nan
+        own.run()
+        np.testing.assert_array_equal(got[0], own.out)
+        np.testing.assert_array_equal(got[1], own.lse)
+        if seed % 2:
+            step.forget()
+
+
+def test_a_moved_plan_lets_go_of_the_keys(pool: Pool) -> None:
+    step = LayerStep(
+        pool, Format.FLOAT32, buffers=buffers_for(pool, 1)._replace(candidates=np.zeros((Q_HEADS, 40), np.int32))
+    )
+    held = []
+    for seed in range(2):
+        path = coded_path(700, seed, 800)
+        assert plan_paths(step, [path], [(4, 700)], (Q_HEADS, 1), 20, scale=0.3)
+        held += [weakref.ref(path.segments[0].keys), weakref.ref(path.segments[0].indexes[0])]
+        step.forget()
+        del path
+    gc.collect()
+    assert not any(one() is not None for one in held)

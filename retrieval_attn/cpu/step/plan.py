@@ -20,14 +20,14 @@ from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.step.tables import StepRequest, make_tables
+from retrieval_attn.cpu.step.tables import StepRequest, likeness_of, make_tables
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.scan import BOUND_WORDS
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 from retrieval_attn.index.task.descriptor import ATTEND_TIME, BYTES, LIST_HEAD, METER_WORDS, SCANNED, SEARCH_TIME, STEP
-from retrieval_attn.index.task.search import Layout
+from retrieval_attn.index.task.search import Layout, address_of
 
 TASKS_PER_THREAD = 4
 MAX_LISTS_BYTES = 256 << 20
@@ -102,6 +102,8 @@ class LayerStep:
         """Of the descriptor: what `run.run_step` and the C function `callback` take. It never changes."""
         self._set(task=run_task_address(), attend=attend_task(fmt), pool=pool.address, width=pool.threads)
         self._plan: tuple[Any, ...] = ()
+        self._likeness: tuple[Any, ...] | None = None  # of the plan that was made last, see `likeness_of`
+        self._room = (0, 0)
         self._kept: list[Any] = []
         self.rows: list[list[SearchRange]] = []
         compile_step()
@@ -130,9 +132,10 @@ class LayerStep:
         """Prepare steps over the pieces of each row (in order of their tokens) for (rows, q_heads, positions) queries.
 
         Each query attends to its top_k best keys. threads: at most this many of the pool's. Cheap if nothing but the
-        end of the last pieces changed since the last plan. Returns False, without a plan, if an index has no compiled
-        search or the candidates would need more than MAX_LISTS_BYTES. Raises ShapeError for arrays that do not fit
-        together, ConfigError for numbers.
+        end of the last pieces changed since the last plan, and a tenth of the whole if pieces that are searched alike
+        lie elsewhere now: another layer's, or those of another context. Returns False, without a plan, if an index has
+        no compiled search or the candidates would need more than MAX_LISTS_BYTES. Raises ShapeError for arrays that do
+        not fit together, ConfigError for numbers.
         """
         check_score_options(scale, softcap)
         if top_k < 1 or positions < 0 or (threads is not None and threads < 1):
@@ -144,9 +147,14 @@ class LayerStep:
         request = StepRequest(q_heads, positions, kept, float(scale), float(softcap or 0.0), parts)
         plan = (request, tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows))
         if plan != self._plan:
-            self._plan = ()
-            if not self._build(rows, request):
-                return False
+            likeness, self._plan = likeness_of(rows, request), ()
+            if likeness is not None and likeness == self._likeness:
+                self._move(rows)
+            else:
+                self._likeness = None
+                if not self._build(rows, request):
+                    return False
+                self._likeness = likeness
             self._plan = plan
         self._set(width=threads)
         self.rows = [list(row) for row in rows]
@@ -179,7 +187,7 @@ class LayerStep:
         places = _scratch_places(layout, (queries, padded), request.top_k, capacity, joined, tables.most("scratch"))
         stride = layout.nbytes + CACHE_LINE
         workers = self.pool.workers
-        scratch, lists = _Arena.of(self.pool).room(workers * stride, lists_bytes)
+        self._room = workers * stride, lists_bytes
         self._place((len(rows), request.q_heads, request.positions), dim, value_dim)
         arrays = {
             "queries_at": self.queries,
@@ -189,16 +197,13 @@ class LayerStep:
             "entries_at": tables.entries,
             "ranges_at": tables.ranges,
             "tasks_at": tables.tasks,
-            "lists_at": lists,
             "floors_at": _zeros(entries, queries),
             "pending_at": _zeros(entries, CACHE_LINE // 8),
             "meters_at": self._meters,
-            "scratch_at": scratch,
         }
         self._set(
             **arrays,
             **places,
-            entries=entries,
             queries=queries,
             padded=padded,
             head_dim=dim,
@@ -206,7 +211,6 @@ class LayerStep:
             top_k=request.top_k,
             scale=request.scale,
             softcap=request.softcap,
-            tasks=len(tables.tasks),
             lists=tables.lists,
             list_words=list_words,
             joined=joined,
@@ -218,8 +222,29 @@ class LayerStep:
         self._heads = heads
         ends = (tables.entries["first_range"] + tables.entries["ranges"] - 1).reshape(len(rows), heads)
         self._lasts = list(ends)  # per row, its last range of each head
-        self._kept = [arrays, [list(row) for row in rows], tables]
+        self._arrays = arrays
+        self._begin(rows)
         return True
+
+    def _move(self, rows: Sequence[Sequence[SearchRange]]) -> None:
+        """Make the plan that was made last one for these pieces, which differ from its own in where they lie alone."""
+        ranges, first = self._tables.ranges, 0
+        for row in rows:
+            for number, piece in enumerate(row):
+                dims = self._fmt.dim_of(piece.keys), self._fmt.dim_of(piece.values)
+                piece.check(self._fmt, (self._heads, *dims))
+                own = slice(first + number, first + self._heads * len(row), len(row))
+                for name, array in (("keys_at", piece.keys), ("values_at", piece.values)):
+                    ranges[name][own] = address_of(array) + array.strides[0] * np.arange(self._heads)
+            first += self._heads * len(row)
+        self._begin(rows)
+
+    def _begin(self, rows: Sequence[Sequence[SearchRange]]) -> None:
+        """The tables are for these pieces now, whose arrays live until `forget`."""
+        scratch, lists = _Arena.of(self.pool).room(*self._room)
+        entries, tasks = len(self._tables.entries), len(self._tables.tasks)
+        self._set(scratch_at=scratch, lists_at=lists, entries=entries, tasks=tasks)
+        self._kept = [(scratch, lists), [list(row) for row in rows]]
 
     def _place(self, shape: tuple[int, int, int], dim: int, value_dim: int) -> None:
         """Where queries, results and meters lie: in the buffers from outside, or in memory of this step's own."""
@@ -237,7 +262,8 @@ class LayerStep:
     def forget(self) -> None:
         """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address.
 
-        Until then a run through `callback` does nothing: `out` and `lse` stay as they are.
+        Until then a run through `callback` does nothing: `out` and `lse` stay as they are. Tables that hold nothing of
+        what was searched stay: the next plan may be like this one.
         """
         self._plan, self._kept, self.rows = (), [], []
         self._set(entries=0, tasks=0)

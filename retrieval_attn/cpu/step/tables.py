@@ -41,6 +41,29 @@ class StepRequest(NamedTuple):
         return *fixed, id(piece.indexes), piece.index_first, piece.version, (piece.most - piece.high) // 256
 
 
+def likeness_of(rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> tuple[Any, ...] | None:
+    """What pieces of other memory must agree in to have the same tables but for the addresses of keys and values.
+
+    None where tables hold more of the pieces: addresses of what their indexes hold.
+    """
+    found: list[tuple[Any, ...]] = [request]
+    for row in rows:
+        for piece in row:
+            searched: tuple[Any, ...] = ()
+            if piece.indexes is not None and piece.low == piece.index_first:
+                visible = piece.high - piece.index_first
+                searched = tuple(index.search_likeness(request.top_k, visible) for index in piece.indexes)
+                if None in searched:
+                    return None
+            shapes = piece.keys.shape[::2], piece.values.shape[2]
+            few = min(piece.high - piece.low, request.top_k + 32)  # as many decide about scratch memory
+            end = 0 if piece is row[-1] else piece.high
+            tokens = piece.low, piece.first, piece.index_first, end, few, request.parts_of(piece)
+            found.append((*shapes, *tokens, searched))
+        found.append(())
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Tables:
     """entries, ranges, tasks: arrays of ENTRY, RANGE and TASK. searches: of the ranges."""

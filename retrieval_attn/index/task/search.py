@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,27 @@ class CompiledSearch(NamedTuple):
     capacity: int = 0
     scratch: int = 0
     alive: tuple[Any, ...] = ()
+
+
+class SearchedInSteps:
+    """What a step's planner asks of an index; the base class has no compiled search."""
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
+        """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller
+        takes `search_heads` instead. Where a scan of the stored keys is the better search it is `exact_search`.
+        """
+        return None
+
+    def search_likeness(self, k: int, visible: int) -> Hashable | None:
+        """Indexes that give the same here, but for None, give the same `compiled_search` for the best k of so many.
+
+        None: what that returns is this index's alone.
+        """
+        return None
+
+    def device_codes(self, k: int, visible: int) -> Any:
+        """The codes on a device that name candidates for the best k of `visible` keys; None: they name none."""
+        return None
 
 
 class Layout:

@@ -66,8 +66,8 @@ def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, mo
     with caplog.at_level(logging.WARNING):
         rings = [Staging(torch.device("cpu"), 64, 2) for _ in range(2)]
     assert caplog.messages == [
-        "page-locked memory was refused (CUDA error: cannot pin; `ulimit -l` shows a limit): keys and values are copied "
-        "through ordinary memory, slower"
+        "page-locked memory was refused (CUDA error: cannot pin; `ulimit -l` shows a limit): keys and values are "
+        "copied through ordinary memory, slower"
     ]
     got: list[list[int]] = []
     rings[0].bring([([torch.arange(4)], lambda array: got.append(array.tolist()))], None)

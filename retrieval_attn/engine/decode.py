@@ -25,7 +25,6 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.graph.launch import Launcher
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
-from retrieval_attn.engine.graph.support import untried
 from retrieval_attn.engine.lookahead import Lookahead, TokenCopy
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
@@ -191,9 +190,6 @@ class Steps:
                     self._eager = True  # on a CPU a graph gains nothing: nothing to report
                     return
                 raise CaptureError(f"the model runs on {input_device(self._model)}, a graph needs a CUDA device")
-            reason = untried(self._model, self._cache) if self._graph == "auto" else None
-            if reason is not None:
-                raise CaptureError(reason)
             self.launcher = bind(self._model, self._cache, runtime)
         except (CaptureError, BackendError) as error:
             self._fail(str(error))

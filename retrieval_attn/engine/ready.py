@@ -27,7 +27,6 @@ from retrieval_attn.cpu.ahead import kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
-from retrieval_attn.engine.graph.support import untried
 from retrieval_attn.engine.preparation import Preparation
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.gpu.capture.exchange import requested_host_callback
@@ -170,7 +169,7 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
 
     Where that cannot be, the first answer says why.
     """
-    if cache.config.graph is False or (cache.config.graph == "auto" and untried(model, cache)):
+    if cache.config.graph is False:
         return
     try:
         runtime = runtime_for(model)

@@ -14,7 +14,7 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.model.capturable import is_capturable
 from retrieval_attn.model.layers import modules_of
-from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
+from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 
 
 def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
@@ -50,15 +50,6 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     if changing:
         return f"rotary embedding of type {changing[0]} looks at the position on the CPU"
     return _looks_at_values(model) or _hooked(model)
-
-
-def untried(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
-    """Why graph="auto" leaves a step alone that could be recorded: what was compared with eager decoding in emulation
-    only. graph=True takes it.
-    """
-    if input_device(model).type == "cuda" and any(isinstance(layer, StateLayer) for layer in cache.layers):
-        return "replays of layers that keep a state were not compared on a GPU yet; graph=True takes them"
-    return None
 
 
 def _looks_at_values(model: PreTrainedModel) -> str | None:

@@ -26,7 +26,7 @@ from retrieval_attn.gpu.codes.search import CodeShape, Scratch, Turn
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
-from tests.cpu.reference import attention, best_ids
+from tests.cpu.reference import EPS, attention, best_ids
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 
 SINKS, TAIL, TOKENS, SCALE, K = 4, 200, 1100, 0.09, 20
@@ -67,6 +67,15 @@ def oracle(path: SequenceKV, queries: npt.NDArray[np.float32], k: int) -> tuple[
         outs.append(out)
         lses.append(lse)
     return np.stack(outs), np.stack(lses)
+
+
+def near_ties(path: SequenceKV, queries: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.bool_]:
+    """(q_heads, n): whether the k-th and the next best score are so near that rounding decides which key is taken."""
+    group = len(queries) // path.num_kv_heads
+    keys = to_float32(path.read(0, len(path))[0], path.fmt)[:, SINKS:].astype(np.float64)
+    scores = np.stack([own @ keys[head // group].T for head, own in enumerate(queries.astype(np.float64))])
+    best = np.partition(scores, (-k - 1, -k), axis=-1)
+    return best[..., -k] - best[..., -k - 1] < 4 * EPS * np.abs(best[..., -1]) * np.sqrt(queries.shape[-1])
 
 
 def asked(n: int, q_heads: int = 4, dim: int = 32) -> npt.NDArray[np.float32]:
@@ -290,9 +299,14 @@ def test_kernels_name_the_best_keys_of_any_question(
 @pytest.mark.cuda
 @pytest.mark.parametrize("dim", [64, 256])
 def test_a_long_question_on_a_gpu(dim: int) -> None:
-    """More chunks than there are slots, and float16 queries: the same as the host alone."""
+    """More chunks than there are slots, and float16 queries: the same as the host alone. Of two keys with one score up
+    to rounding either may be taken, and weighs the same.
+    """
     path = path_of("device", kv_heads=4, dim=dim, device="cuda")
     queries = torch.from_numpy(asked(1500, 16, dim)).half()
-    got = through_codes(path, queries.cuda(), K)
-    for mine, right in zip(got, oracle(path, queries.float().numpy(), K), strict=True):
-        np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5)
+    plain = queries.float().numpy()
+    got, exact = through_codes(path, queries.cuda(), K), oracle(path, plain, K)
+    tied = near_ties(path, plain, K)
+    assert tied.mean() < 1e-3
+    np.testing.assert_allclose(got[1], exact[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[0][~tied], exact[0][~tied], rtol=0, atol=1e-5)

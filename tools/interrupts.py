@@ -113,6 +113,7 @@ class Places:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the calling thread."""
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 counts opcodes only if a frame wants them at this time
         sys.settrace(self._enter)
         try:
             yield

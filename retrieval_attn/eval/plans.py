@@ -63,10 +63,11 @@ def number(rng: random.Random, digits: int = 7) -> str:
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
-_DRAW: dict[str, Callable[[random.Random], str]] = {"words": word_key, "numbers": number, "uuids": uuid4}
+DRAW: dict[str, Callable[[random.Random], str]] = {"words": word_key, "numbers": number, "uuids": uuid4}
+"""How a key or value of a kind is drawn."""
 
 
-def _distinct(draw: Callable[[], str], count: int) -> list[str]:
+def distinct(draw: Callable[[], str], count: int) -> list[str]:
     """`count` different draws, in order of drawing."""
     seen: dict[str, None] = {}
     while len(seen) < count:
@@ -74,8 +75,8 @@ def _distinct(draw: Callable[[], str], count: int) -> list[str]:
     return list(seen)
 
 
-def _listing(items: list[str]) -> str:
-    """ "a", "a and b" is not used by RULER: "a, b, c, and d"."""
+def listing(items: list[str]) -> str:
+    """ "a", or "a, b, c, and d", as RULER does; of two, "a, and b"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
 
 
@@ -94,9 +95,9 @@ def plan_niah(
 
     key: "words", "numbers", "uuids", or what draws one.
     """
-    pick_key = _DRAW[key] if isinstance(key, str) else key
-    names = _distinct(lambda: pick_key(rng), max(keys, queries * asks))
-    table = {name: [_DRAW[value](rng) for _ in range(values)] for name in names}
+    pick_key = DRAW[key] if isinstance(key, str) else key
+    names = distinct(lambda: pick_key(rng), max(keys, queries * asks))
+    table = {name: [DRAW[value](rng) for _ in range(values)] for name in names}
     needles = [f"One of the special magic {value} for {name} is: {item}." for name in names for item in table[name]]
     plural = queries * values > 1
     noun = value if plural else value[:-1]
@@ -113,7 +114,7 @@ def plan_niah(
         for name in chosen:  # values of a key in the order of the text
             lines = {f"One of the special magic {value} for {name} is: {item}.": item for item in table[name]}
             found += [lines[line] for line in needles if line in lines]
-        who = _listing(chosen)
+        who = listing(chosen)
         start = "What are all" if plural else "What is"
         text = (
             f"\n{start} the special magic {noun} for {who} mentioned in the provided text?"
@@ -125,7 +126,7 @@ def plan_niah(
         name = pick_key(rng)
         while name in table:  # a second value for an asked key would make the answer ambiguous
             name = pick_key(rng)
-        return f"One of the special magic {value} for {name} is: {_DRAW[value](rng)}."
+        return f"One of the special magic {value} for {name} is: {DRAW[value](rng)}."
 
     tokens_per_value = 24 if value == "uuids" else 10
     return Plan(
@@ -143,8 +144,8 @@ def plan_vt(rng: random.Random, asks: int, *, chains: int = 1, hops: int = 4, ex
     """RULER variable tracking; the statements of a chain keep their order in the text."""
     chains = max(chains, asks)
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    names = _distinct(lambda: "".join(rng.choices(letters, k=5)), chains * (hops + 1))
-    values = _distinct(lambda: number(rng, 5), chains)
+    names = distinct(lambda: "".join(rng.choices(letters, k=5)), chains * (hops + 1))
+    values = distinct(lambda: number(rng, 5), chains)
 
     def statements(chain_names: list[str], value: str) -> list[str]:
         return [f"VAR {chain_names[0]} = {value}"] + [
@@ -169,7 +170,7 @@ def plan_vt(rng: random.Random, asks: int, *, chains: int = 1, hops: int = 4, ex
     head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     instruction = head
     if example:
-        shown = _distinct(lambda: "".join(rng.choices(letters, k=5)), hops + 1)
+        shown = distinct(lambda: "".join(rng.choices(letters, k=5)), hops + 1)
         value = number(rng, 5)
         lines: list[str] = []
         for line in statements(shown, value):
@@ -234,7 +235,7 @@ def plan_city(
 ) -> Plan:
     """Needle sentences about cities; varied=False uses the one prompt shape of the needle command."""
     pick = draw_key or (lambda r: r.choice(CITIES))
-    names = _distinct(lambda: pick(rng), max(keys, asks))
+    names = distinct(lambda: pick(rng), max(keys, asks))
     shape = rng.choice(_ASK_SHAPES) if varied else _ASK_SHAPES[0]
     needles, questions = [], []
     stop = rng.choice([".", ""]) if varied else "."

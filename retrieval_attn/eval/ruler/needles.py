@@ -8,31 +8,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from retrieval_attn.eval.plans import NOISE_LINE, number, uuid4, word_key
+from retrieval_attn.eval.plans import DRAW, NOISE_LINE, distinct, listing, word_key
 from retrieval_attn.eval.ruler import specs
 from retrieval_attn.eval.ruler.essay import Essay
 from retrieval_attn.eval.ruler.fit import Draft
 from retrieval_attn.eval.ruler.specs import TaskSpec
 from retrieval_attn.eval.text.tokens import TokenCounter
 
-__all__ = ["EssayNeedles", "LineNeedles", "cut_line", "listing", "make_needles"]
+__all__ = ["EssayNeedles", "LineNeedles", "cut_line", "make_needles"]
 
-DRAW: dict[str, Callable[[random.Random], str]] = {"words": word_key, "numbers": number, "uuids": uuid4}
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of the sentences
 _SAMPLE_LINES = 256
 _PIECES = re.compile(r"[^\s-]+-?\s*")
-
-
-def listing(items: list[str]) -> str:
-    """ "a" or "a, b, c, and d"."""
-    return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]
-
-
-def _distinct(draw: Callable[[], str], count: int) -> list[str]:
-    seen: dict[str, None] = {}
-    while len(seen) < count:
-        seen[draw()] = None
-    return list(seen)
 
 
 def _halves(key: str) -> tuple[str, str]:
@@ -63,8 +50,8 @@ class _Needles(Draft):
         key, self.values = str(options["key"]), str(options["value"])
         queries, per_key = int(options["queries"]), int(options["values"])
         self._draw_key = DRAW[key]
-        names = _distinct(lambda: self._draw_key(rng), int(options["keys"]))
-        drawn = _distinct(lambda: DRAW[self.values](rng), len(names) * per_key)
+        names = distinct(lambda: self._draw_key(rng), int(options["keys"]))
+        drawn = distinct(lambda: DRAW[self.values](rng), len(names) * per_key)
         self.table = {name: drawn[i * per_key : (i + 1) * per_key] for i, name in enumerate(names)}
         self.needles = [self.needle(name, value) for name in names for value in self.table[name]]
         rng.shuffle(self.needles)

@@ -26,6 +26,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.memory import host_room
 from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.offload import build as index_build
 from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import traffic as device_traffic
@@ -347,7 +348,7 @@ def test_reading_does_not_wait_for_the_device() -> None:
     ra.enable(model, config, prefill_chunk=512)
     for strict in (False, True):
         cache = ra.RetrievalCache(model, config)
-        layers = prefill.decoder_layers(model)
+        layers = decoder_layers(model)
         hidden = torch.randn(1, 3900, 48, device="cuda")
         with torch.no_grad():
             rotary = model.model.rotary_emb(hidden, torch.arange(3900, device="cuda")[None])
@@ -416,7 +417,7 @@ def test_a_chunk_that_does_not_fit_is_halved(
 
     with retrieving(config, 128, name) as model:
         expected, plain = logits(model)
-        layers = [layer for layer, _ in prefill.decoder_layers(model)]
+        layers = [layer for layer, _ in decoder_layers(model)]
         with Short(getattr(layers[number], where), 40, after) as short, caplog.at_level(logging.WARNING):
             got, cache = logits(model)
     assert (got - expected).abs().max() < 1e-5

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from retrieval_attn.cache.layer import LayeredCache
 from retrieval_attn.config import Config
@@ -21,7 +20,6 @@ from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.memory.device_room import free_device_bytes, reading_layout
 from retrieval_attn.model.hidden import why_not_on_host
-from retrieval_attn.model.layers import layer_holders, rotary_embeddings
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.hidden import DeviceRows, Ferry, HiddenRows, HostRows
 
@@ -110,12 +108,6 @@ def where_possible(model: Any, config: Config) -> Config:
 def layered_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
     """The retrieval cache among the arguments of a forward."""
     return next((item for item in (*args, *kwargs.values()) if isinstance(item, LayeredCache)), None)
-
-
-def modules_beside_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """What holds the decoder layers, its rotary embeddings, and the model's output, where each is known."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    return layer_holders(model), rotary_embeddings(model), [head] if isinstance(head, nn.Linear) else []
 
 
 class NotedHolder:

@@ -32,7 +32,6 @@ from retrieval_attn.engine.hidden_states import (
     NotedHolder,
     NotedRotary,
     layered_cache,
-    modules_beside_layers,
     on_device,
 )
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
@@ -41,7 +40,7 @@ from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.model.layers import decoder_layers, final_norms
+from retrieval_attn.model.layers import DecoderParts, decoder_parts, first_decoder_layer
 from retrieval_attn.model.placement import tensor_ranks
 from retrieval_attn.offload.hidden import HiddenRows
 from retrieval_attn.offload.traffic import traffic
@@ -59,6 +58,12 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
     return [found] if isinstance(found, nn.Embedding) else []
 
 
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """The model's output, where it says which that is."""
+    found = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return [found] if isinstance(found, nn.Linear) else []
+
+
 def wrap_layers(model: nn.Module, chunk: int) -> None:
     """Make every decoder layer walk long inputs in chunks of `chunk` tokens. Undone by `unwrap_layers`.
 
@@ -66,28 +71,32 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"chunk must be an integer >= 1 token, got {chunk!r}; 8192 is a good start.")
-    unwrap_layers(model)
+    parts = decoder_parts(model)
+    _unwrap(model, parts)
     stream = _Stream(model, chunk)
-    for layer, index in decoder_layers(model):
+    for layer, index in parts.layers:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
-    for norm in final_norms(model):
+    for norm in parts.norms:
         _wrap(norm, _ChunkedNorm(norm, chunk, stream))
     states, size = stream.states, functools.partial(getattr, stream, "chunk")
     for embedding in _embeddings(model):
         _wrap(embedding, NotedEmbedding(embedding, states, size))
-    holders, rotaries, heads = modules_beside_layers(model)
-    for holder in holders:
+    for holder in parts.holders:
         _wrap(holder, NotedHolder(holder, states, size))
-    for rotary in rotaries:
+    for rotary in parts.rotaries:
         _wrap(rotary, NotedRotary(rotary, states))
-    for head in heads:
+    for head in _heads(model):
         _wrap(head, NotedHead(head))
 
 
 def unwrap_layers(model: nn.Module) -> None:
     """Give the decoder layers their own forward back. Nothing happens when they are not wrapped."""
-    beside = itertools.chain(final_norms(model), _embeddings(model), *modules_beside_layers(model))
-    for module in [*(layer for layer, _ in decoder_layers(model)), *beside]:
+    _unwrap(model, decoder_parts(model))
+
+
+def _unwrap(model: nn.Module, parts: DecoderParts) -> None:
+    beside = itertools.chain(parts.norms, parts.holders, parts.rotaries, _embeddings(model), _heads(model))
+    for module in [*(layer for layer, _ in parts.layers), *beside]:
         if _ORIGINAL in module.__dict__:
             del module.forward  # the instance attribute; the class's forward shows again
             if (before := module.__dict__.pop(_ORIGINAL)) is not None:
@@ -115,11 +124,11 @@ def prefill_by_layer(model: PreTrainedModel, chunk: int = 8192) -> Iterator[PreT
 
 def wrapped_chunk(model: nn.Module) -> int | None:
     """The chunk size the decoder layers are wrapped with, or None."""
-    for layer, _ in decoder_layers(model):
-        forward = layer.__dict__.get("forward")
-        if forward is not None and _ORIGINAL in layer.__dict__:
-            return forward.chunk
-    return None
+    layer = first_decoder_layer(model)
+    if layer is None or _ORIGINAL not in layer.__dict__:
+        return None
+    chunk: int = layer.__dict__["forward"].chunk
+    return chunk
 
 
 class _Stream:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from retrieval_attn.model.layers import rotary_embeddings, unknown_beside_layers
+from retrieval_attn.model.layers import decoder_parts, unknown_beside_layers
 from retrieval_attn.model.multimodal import is_multimodal
 from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 
@@ -30,7 +30,7 @@ def why_never_on_host(model: Any) -> str | None:
     if is_multimodal(model):
         return "it embeds images and text before its text decoder begins"
     embedding = model.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not rotary_embeddings(model):
+    if not isinstance(embedding, nn.Embedding) or not decoder_parts(model).rotaries:
         return "it has no token embedding, or no rotary embedding beside its layers"
     if unknown := unknown_beside_layers(model, embedding):
         return f"{', '.join(unknown)} beside its layers may look at them"

@@ -28,7 +28,10 @@ COMMANDS = {
     "reproduce": ("retrieval_attn.eval.reproduce.command", "a table or figure of the paper, ours beside its numbers"),
     "lm-eval": ("retrieval_attn.eval.lm_eval.command", "lm-evaluation-harness with retrieval attention"),
     "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),
-    "bench": ("retrieval_attn.eval.bench.command", "compare indexes on attention keys; the paper's studies of them"),
+    "bench": (
+        "retrieval_attn.eval.bench.command",
+        "times, memory and recall, of a user's session or in parts; the paper's studies",
+    ),
 }
 
 INTERRUPTED = 130

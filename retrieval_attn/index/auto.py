@@ -2,7 +2,7 @@
 
 Where a scan stops being the faster one is a constant, SCAN_BELOW. Whether a graph finds enough, or a
 sketch that is scanned, is measured for every head: some training queries are held out, and the index must find what an
-exact scan finds for them (DESIGN section 6: recall is measured at build time and the kind picked per head).
+exact scan finds for them.
 """
 
 from __future__ import annotations

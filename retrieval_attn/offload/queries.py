@@ -1,7 +1,7 @@
 """The sample of prompt queries that indexes train on, kept while a layer reads.
 
 Queries come after RoPE, at their own positions; decoding asks from the end of the context on. So each sampled
-query is moved there (DESIGN section 6: queries left where they were cost recall), to a place of its own among
+query is moved there (queries left where they were cost recall), to a place of its own among
 the positions where decoding will happen: all of them at one position would train positional heads for the
 first few answered tokens only.
 """

@@ -1,4 +1,4 @@
-"""Partials: attention over a part of the keys, and their exact merge (DESIGN section 2).
+"""Partials: attention over a part of the keys, and their exact merge.
 
 A partial is a pair (out, lse), both float32. `out` is normalised over its own keys; `lse` is the natural
 log-sum-exp of the scaled scores. An empty part is out = 0, lse = -inf. Merging is associative, so parts

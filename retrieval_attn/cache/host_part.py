@@ -73,7 +73,9 @@ class HostPart:
                 # a share of the keys is another number for another length: one call per number
                 self._apart.setdefault(k, []).append(one)
             else:
-                self._coded.append((one, self._coded_part(over, stacked(self._query, one.rows).contiguous())))
+                # one copy for both: dtype, and the order of rows
+                queries = stacked(self._query, one.rows).to(torch.float32, memory_format=torch.contiguous_format)
+                self._coded.append((one, self._coded_part(over, queries.contiguous())))
         if not any(isinstance(part, UploadedPart) for _, part in self._coded):
             self._uploads.clear()  # the layer before may have sent keys ahead
         if self._coded:
@@ -93,17 +95,16 @@ class HostPart:
         began = time.perf_counter()
         if not self._coded and not self._apart:
             self.begin(config)
+        if len(self._coded) == 1 and len(self._coded[0][0].rows) == self._shape[0]:  # nothing to put together
+            found = self._finish(self._coded[0][1], stats)
+            stats.host_seconds += time.perf_counter() - began
+            return Partial(*(unstacked(part, self._shape[0]) for part in found))
         out = torch.zeros(*self._shape, value_dim, dtype=torch.float32, device=self._device)
         lse = torch.full(self._shape, -torch.inf, dtype=torch.float32, device=self._device)
         for number, (one, part) in enumerate(self._coded):
             for _, after in self._coded[number + 1 : number + 2]:
                 after.begin()
-            found, cost = part.finish()
-            self._place(one, found, (out, lse))
-            stats.keys_scanned += cost.keys_scanned
-            stats.bytes_read += cost.bytes_read
-            stats.search_seconds += cost.search_seconds
-            stats.attend_seconds += cost.attend_seconds
+            self._place(one, self._finish(part, stats), (out, lse))
         for k, group in self._apart.items():
             answers = attend_paths(
                 [one.host for one in group],
@@ -121,6 +122,14 @@ class HostPart:
                 stats.attend_seconds += answer.attend_seconds
         stats.host_seconds += time.perf_counter() - began
         return Partial(out, lse)
+
+    def _finish(self, part: CodedPart | UploadedPart, stats: LayerStats) -> Partial:
+        found, cost = part.finish()
+        stats.keys_scanned += cost.keys_scanned
+        stats.bytes_read += cost.bytes_read
+        stats.search_seconds += cost.search_seconds
+        stats.attend_seconds += cost.attend_seconds
+        return found
 
     def measure_mass(self, heads: int, static: Tensor, retrieved: Tensor, stats: LayerStats) -> None:
         """Add the share of exact attention's weight that sinks, window and retrieved keys have, for some heads.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge, sink_logit_partial
@@ -77,3 +80,39 @@ def test_bad_parts_are_refused() -> None:
         merge([part, Partial(part.out.bfloat16(), part.lse)])
     with pytest.raises(ShapeError, match="share one shape"):
         merge([part, empty_partial(query[:, :, :2], 8)])
+
+
+def test_a_merge_is_the_definition_in_few_launches() -> None:
+    """Bit by bit, with rows without keys and scores near the ends of float32; every layer waits for its launches."""
+    torch.manual_seed(3)
+    parts = [Partial(torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5) * 40) for _ in range(3)]
+    for row, part in enumerate(parts):
+        part.lse[0, row], part.out[0, row] = -torch.inf, 0
+        part.lse[1, 0], part.out[1, 0] = -torch.inf, 0
+    parts[0].lse[1, 1], parts[1].lse[1, 1] = 3e38, -3e38
+
+    class Count(TorchDispatchMode):
+        """How many operations write."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.launches = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.launches += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    lse = torch.stack([part.lse for part in parts])
+    top = lse.amax(dim=0)
+    shift = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weight = torch.exp(lse - shift)
+    total = weight.sum(dim=0)
+    out = torch.zeros_like(parts[0].out)
+    for part, part_weight in zip(parts, weight, strict=True):
+        out.addcmul_(part.out, part_weight.unsqueeze(-1))
+    out /= torch.where(total == 0, torch.ones_like(total), total).unsqueeze(-1)
+    with Count() as count:
+        merged = merge(parts)
+    assert torch.equal(merged.out, out) and torch.equal(merged.lse, shift + torch.log(total))
+    assert torch.isneginf(merged.lse[1, 0]).all() and not torch.isnan(merged.out).any()
+    assert count.launches == 13, "with three parts; 12 with two"

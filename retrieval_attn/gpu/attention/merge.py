@@ -54,17 +54,17 @@ def merge(parts: Sequence[Partial]) -> Partial:
             )
     if len(parts) == 1:
         return first
+    # Every layer of a question merges, and a launch costs more than these few numbers: as few operations as will do.
     lse = torch.stack([part.lse for part in parts])  # (parts, batch, heads, queries)
-    top = lse.amax(dim=0)
-    # A row without any key has top = -inf; -inf - -inf would be NaN, so shift such rows by 0 instead.
-    shift = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
-    weight = torch.exp(lse - shift)
+    # A row without any key has -inf in all parts; -inf - -inf would be NaN, so such rows are shifted by what is finite.
+    shift = lse.amax(dim=0).clamp(min=torch.finfo(torch.float32).min)
+    weight = (lse - shift).exp_()
     total = weight.sum(dim=0)
-    out = torch.zeros_like(first.out)
-    for part, part_weight in zip(parts, weight, strict=True):
+    out = first.out * weight[0].unsqueeze(-1)
+    for part, part_weight in zip(parts[1:], weight[1:], strict=True):
         out.addcmul_(part.out, part_weight.unsqueeze(-1))
-    # total is 0 exactly where all parts are empty; out is 0 there already, so divide by 1.
-    out /= torch.where(total == 0, torch.ones_like(total), total).unsqueeze(-1)
+    # The largest part has weight 1. total is 0 exactly where all parts are empty; out is 0 there already.
+    out /= total.clamp(min=1.0).unsqueeze(-1)
     return Partial(out, shift + torch.log(total))
 
 

@@ -1,4 +1,4 @@
-"""A model's RMS norms as one kernel each, while a step of one token is recorded or questions are read.
+"""A model's RMS norms as one kernel each, while a step of one token is recorded.
 
 A module is taken if its class is called an RMS norm, nobody watches or has replaced its `forward`, and for numbers of
 its own shape `gpu/norm.py` gives what it gives, but for one rounding. Gemma's, which add 1 to the weight, do not.

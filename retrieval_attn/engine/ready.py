@@ -29,9 +29,11 @@ from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.engine.preparation import Preparation
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
+from retrieval_attn.gpu.attention.merge import empty_partial, merge
 from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.polling import load_flags
 from retrieval_attn.gpu.capture.probe import load_probe
+from retrieval_attn.gpu.norm import rms_norm
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.placement import input_device
@@ -94,9 +96,18 @@ def _preparations(
     config, spec = cache.config, cache.index.spec
     fmt = host_format(config.host_dtype, model.dtype)
     yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _head_dim(model))
+    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, _head_dim(model), _width(model))
     yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
     if config.graph is not False and requested_host_callback() != "host_node":
         yield "the exchange with the host", functools.partial(_load_exchange, device)
+
+
+def _load_layers(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> None:
+    """Merge partials, and normalise hidden states, over zeros."""
+    part = empty_partial(torch.zeros(1, 1, 1, head_dim, device=device), head_dim)
+    merge([part, part])
+    weight = torch.zeros(width, dtype=dtype, device=device)
+    rms_norm(weight[None], weight, 1e-5)
 
 
 def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None:
@@ -116,6 +127,10 @@ def _load_exchange(device: torch.device) -> None:
 def _head_dim(model: PreTrainedModel) -> int:
     text = model.config.get_text_config(decoder=True)
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _width(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).hidden_size)
 
 
 class _LayerWatch:

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,12 @@ def test_a_plan_moves_to_keys_that_are_searched_alike(pool: Pool, monkeypatch: p
     """Layer by layer, and after `forget`: the bits of a plan of its own. Breaks if something of the last one stays."""
     made: list[object] = []
     make = plan_module.make_tables
-    monkeypatch.setattr(plan_module, "make_tables", lambda *given: made.append(given) or make(*given))
+
+    def noted(*given: Any) -> Any:
+        made.append(given)
+        return make(*given)
+
+    monkeypatch.setattr(plan_module, "make_tables", noted)
     n, room, rng = 3, 40, np.random.default_rng(5)
     candidates = rng.integers(0, 600, (Q_HEADS * n, room)).astype(np.int32)
     buffers = buffers_for(pool, n)._replace(candidates=candidates)
@@ -136,7 +142,7 @@ def test_a_moved_plan_lets_go_of_the_keys(pool: Pool) -> None:
     step = LayerStep(
         pool, Format.FLOAT32, buffers=buffers_for(pool, 1)._replace(candidates=np.zeros((Q_HEADS, 40), np.int32))
     )
-    held = []
+    held: list[Any] = []
     for seed in range(2):
         path = coded_path(700, seed, 800)
         assert plan_paths(step, [path], [(4, 700)], (Q_HEADS, 1), 20, scale=0.3)

@@ -96,7 +96,13 @@ def compare(name: str, case: Case, group: int, inputs: tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize(
     ("past", "queries", "lengths"),
-    [(13 * 16, 16, [128, 64, 16]), (32 * 16, 16, [128] * 4), (16, 16, [16]), (13 * 16, 12, [208]), (100, 16, [100])],
+    [
+        (14 * 16, 16, [64, 64, 64, 16, 16]),
+        (32 * 16, 16, [64] * 8),
+        (16, 16, [16]),
+        (13 * 16, 12, [208]),
+        (100, 16, [100]),
+    ],
 )
 def test_a_kernel_with_plans_sees_few_lengths(past: int, queries: int, lengths: list[int]) -> None:
     """The past in pieces of few lengths, every key once; with an odd chunk in one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrieval_attn.errors import ShapeError
+from retrieval_attn.gpu.attention import merge as merge_module
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.reference import reference_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Partial]:
@@ -116,3 +121,49 @@ def test_a_merge_is_the_definition_in_few_launches() -> None:
     assert torch.equal(merged.out, out) and torch.equal(merged.lse, shift + torch.log(total))
     assert torch.isneginf(merged.lse[1, 0]).all() and not torch.isnan(merged.out).any()
     assert count.launches == 13, "with three parts; 12 with two"
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernel runs: on a GPU, or interpreted: TRITON_INTERPRET=1 pytest tests/gpu/test_merge.py"""
+    if not INTERPRETED:
+        return "cuda"
+    from retrieval_attn.gpu.attention import merge_triton
+
+    monkeypatch.setattr(merge_module, "kernels_for", lambda tensor, module: merge_triton)
+    return "cpu"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dim", [64, 100, 128, 256])
+@pytest.mark.parametrize("queries", [1, 15, 33])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=() if INTERPRETED else pytest.mark.cuda)])
+def test_the_kernel_is_the_definition(seed: int, queries: int, dim: int, count: int, place: str) -> None:
+    """Token-major parts, an lse that is expanded, rows without keys, scores near the ends of float32."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = [torch.randn(2, queries, 6, dim, generator=generator).transpose(1, 2) for _ in range(count)]
+    lses = [torch.randn(2, 6, queries, generator=generator) * 20 for _ in range(count)]
+    lses[0] = lses[0][:, :1].expand(2, 6, queries)
+    outs[1], lses[1][1, 2] = outs[1].contiguous(), 3e38
+    parts = [
+        Partial(out, lse.clone() if number else lse) for number, (out, lse) in enumerate(zip(outs, lses, strict=True))
+    ]
+    for part in parts[1:]:
+        part.out[0, 3], part.lse[0, 3] = 0, -torch.inf
+    emptied = parts[0].lse.clone()
+    emptied[0, 3] = -torch.inf
+    parts[0].out[0, 3] = 0
+    weights = torch.stack([emptied, *(part.lse for part in parts[1:])]).double()
+    lse = torch.logsumexp(weights, dim=0)
+    share = torch.exp(weights - torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse))
+    out = (share[..., None] * torch.stack([part.out for part in parts]).double()).sum(0)
+    for own in (parts[0].lse, emptied):
+        given = [Partial(parts[0].out, own), *parts[1:]]
+        merged = merge([Partial(part.out.to(place), part.lse.to(place)) for part in given])
+        if own is emptied:
+            assert torch.isneginf(merged.lse[0, 3]).all() and not merged.out[0, 3].any()
+        keep = torch.arange(6) != 3
+        found = merged.out.cpu()[:, keep], merged.lse.cpu()[:, keep]
+        torch.testing.assert_close(found[0].double(), out[:, keep], rtol=0, atol=5e-6)
+        torch.testing.assert_close(found[1].double(), lse[:, keep], rtol=1e-6, atol=5e-6)
+    assert merged.out.shape == parts[0].out.shape and merged.lse.is_contiguous()

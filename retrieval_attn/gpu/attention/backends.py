@@ -128,21 +128,20 @@ def _square(run: Callable[[Call], Partial], planned: bool = False) -> Callable[[
     return split
 
 
-MOST_PLANNED = 8
+MOST_PLANNED = 4
 """Chunks of earlier keys in one call at most, where the lengths of calls are to be few."""
 
 
 def _planned_lengths(past: int, queries: int) -> list[int]:
-    """Lengths whose sum is `past`, of few kinds where a prompt is read in even chunks: powers of two of the chunk.
+    """Lengths whose sum is `past`, of few kinds where a prompt is read in even chunks: MOST_PLANNED chunks, or one.
 
-    A plan of cuDNN takes .2 s on an H100, and the past of every chunk is of another length: 16 plans for 128K tokens
-    in chunks of 8,192, 5 with these lengths. An odd chunk, the last of a prompt, sees its past in one piece.
+    A plan of cuDNN takes .2 to .5 s on an H100, and the past of every chunk is of another length: 16 plans for 128K
+    tokens in chunks of 8,192, 3 with these lengths. An odd chunk, the last of a prompt, sees its past in one piece.
     """
     chunks, odd = divmod(past, queries)
     if odd or queries & (queries - 1):
         return [past]
-    lengths = [MOST_PLANNED * queries] * (chunks // MOST_PLANNED)
-    return lengths + [power * queries for power in (4, 2, 1) if chunks & power]
+    return [MOST_PLANNED * queries] * (chunks // MOST_PLANNED) + [queries] * (chunks % MOST_PLANNED)
 
 
 # --- flash-attn 2 ---------------------------------------------------------------------------------------

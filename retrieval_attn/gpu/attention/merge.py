@@ -7,6 +7,7 @@ can be computed anywhere and merged once (RetrievalAttention, equation 4; Hydrag
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
+from retrieval_attn.gpu.decode.kernels import kernels_for
 
 
 class Partial(NamedTuple):
@@ -39,7 +41,8 @@ def merge(parts: Sequence[Partial]) -> Partial:
 
     m = max lse_i; out = sum exp(lse_i - m) out_i / sum exp(lse_i - m); lse = m + log sum exp(lse_i - m).
     Where every part is empty the result is out 0, lse -inf, never NaN. Raises ShapeError when there is no
-    part, when shapes disagree, or when a part is not float32 (rounding between merges does not compose).
+    part, when shapes disagree, or when a part is not float32 (rounding between merges does not compose). On a GPU one
+    kernel merges two parts after the other, elsewhere all at once: equal up to rounding.
     """
     if not parts:
         raise ShapeError("merge needs at least one partial, got none; pass empty_partial() for no keys.")
@@ -54,6 +57,10 @@ def merge(parts: Sequence[Partial]) -> Partial:
             )
     if len(parts) == 1:
         return first
+    kernels = kernels_for(first.out, "attention.merge_triton")
+    if kernels is not None and not any(part.out.requires_grad for part in parts):
+        # each operation below reads and writes whole partials, which is seconds of a long prompt
+        return functools.reduce(lambda whole, part: Partial(*kernels.merge_two(*whole, *part)), parts[1:], first)
     # Every layer of a question merges, and a launch costs more than these few numbers: as few operations as will do.
     lse = torch.stack([part.lse for part in parts])  # (parts, batch, heads, queries)
     # A row without any key has -inf in all parts; -inf - -inf would be NaN, so such rows are shifted by what is finite.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from transformers.generation import (
 
 from retrieval_attn.answer import Answer, Sampling, Stats
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.sequence import ids_tensor
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
@@ -82,8 +82,7 @@ class AnswerLoop:
         longest = max(map(len, rows))
         pads = [longest - len(row) for row in rows]
         ids = torch.full((len(rows), len(before) + longest), self._pad)
-        if before:  # a context is long: as an array it is ten times faster than as a list
-            ids[:, : len(before)] = torch.frombuffer(array("q", before), dtype=torch.int64)
+        ids[:, : len(before)] = ids_tensor(before)
         valid = torch.ones(ids.shape, dtype=torch.bool)
         for number, (pad, row) in enumerate(zip(pads, rows, strict=True)):
             valid[number, len(before) : len(before) + pad] = False

@@ -50,10 +50,10 @@ class Context:
         self._whole = True  # False while text is appended, and for good if that could not be undone
 
     @property
-    def _ids(self) -> list[int]:
+    def _ids(self) -> Sequence[int]:
         """Token ids of the context, in the cache's one sequence."""
         rows = self._cache.batch.sequences
-        return rows[0].token_ids if rows else []
+        return rows[0].token_ids if rows else ()
 
     @property
     def num_tokens(self) -> int:

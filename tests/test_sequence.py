@@ -103,12 +103,12 @@ def test_token_ids_are_compared_at_real_columns_only() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [0, 0, 3, 4]])
     assert batch.known_columns() == 0 and batch.first_difference(ids) is None
     batch.note_ids(ids)
-    assert [sequence.token_ids for sequence in batch.sequences] == [[5, 6, 7, 8], [3, 4]]
+    assert [list(sequence.token_ids) for sequence in batch.sequences] == [[5, 6, 7, 8], [3, 4]]
     assert batch.known_columns() == 4
     assert batch.first_difference(torch.tensor([[5, 6, 7, 8, 1], [9, 9, 3, 4, 1]])) is None
     assert batch.first_difference(torch.tensor([[5, 6, 7, 8], [0, 0, 3, 5]])) == 3
     batch.crop(3)
-    assert [sequence.token_ids for sequence in batch.sequences] == [[5, 6, 7], [3]]
+    assert [list(sequence.token_ids) for sequence in batch.sequences] == [[5, 6, 7], [3]]
     assert batch.known_columns() == 3
 
 

@@ -15,6 +15,7 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config, Quantization, resolve
 from retrieval_attn.context import Context
+from retrieval_attn.engine.ready import compiling_early
 from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
@@ -23,7 +24,7 @@ from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import Weights, plan
 from retrieval_attn.memory.units import parse_bytes, show_bytes
-from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model
+from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model, loaded_dtype
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.template import checked_text
@@ -79,15 +80,16 @@ class LLM:
         self.max_context: int = max_context or limit or DEFAULT_CONTEXT
         weights: Weights = {"dtype": chosen_dtype(quantization, dtype, self.device), "quantization": quantization}
         self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
-        self.tokenizer = load(AutoTokenizer, name_or_path)
-        self.model = self._loaded(
-            name_or_path,
-            device=device,
-            dtype=dtype,
-            device_map=device_map,
-            tensor_parallel=tensor_parallel,
-            quantization=quantization,
-        )
+        with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device):
+            self.tokenizer = load(AutoTokenizer, name_or_path)
+            self.model = self._loaded(
+                name_or_path,
+                device=device,
+                dtype=dtype,
+                device_map=device_map,
+                tensor_parallel=tensor_parallel,
+                quantization=quantization,
+            )
         self.device = input_device(self.model)
         enable(self.model, self.config)
 

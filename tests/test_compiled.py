@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from numba import int32, int64
 
+import retrieval_attn as ra
 from retrieval_attn.cli import main
+from retrieval_attn.commands.ask import BUNDLED
+from retrieval_attn.compiled import jobs as jobs_module
 from retrieval_attn.compiled import place
 from retrieval_attn.compiled.jobs import Compilation, Job, missing, wait_until_compiled
 from retrieval_attn.compiled.numba_cache import KernelLocator
-from retrieval_attn.cpu.ahead import kernel_jobs, wait_for_builders
+from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, wait_for_builders
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import keep_best
 from retrieval_attn.index.spec import IndexSpec
@@ -27,6 +30,7 @@ from tests.test_structure import ROOT
 
 SERVER = Job("retrieval_attn.cpu.ahead:server")
 """A quick one."""
+LONG = Job("retrieval_attn.cpu.ahead:build", ("float32", "roargraph", "{}"))
 COUNT_COMPILED = """
 from numba.core import event
 class Count(event.Listener):
@@ -199,15 +203,145 @@ def test_jobs_are_done_by_other_processes_once(own_folder: Path) -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def worker_of(compilation: Compilation) -> subprocess.Popen[str]:
+    """The first of its processes, once it runs."""
+    while not compilation._workers:
+        time.sleep(0.01)
+    return compilation._workers[0]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """What is handed to other processes from now on."""
+    done: list[Job] = []
+    inner = Compilation._do
+
+    def noted(self: Compilation, job: Job, worker: Any) -> None:
+        done.append(job)
+        inner(self, job, worker)
+
+    monkeypatch.setattr(Compilation, "_do", noted)
+    return done
+
+
+def test_a_job_under_way_is_waited_for_and_not_done_again(own_folder: Path, begun: list[Job]) -> None:
+    """Of two compilations: the second waits for what the first does, and takes over why it failed."""
+    wrong = Job("retrieval_attn.cpu.ahead:search", ("float32", "nonsense", "{}"))
+    first = Compilation([SERVER, wrong], progress=False, processes=1)
+    with Compilation([wrong, SERVER], progress=False) as second:
+        assert not second._threads
+    assert begun == [SERVER, wrong] and not missing([SERVER])
+    assert list(first.failed) == list(second.failed) == [wrong]
+    with Compilation([SERVER], progress=False):
+        pass
+    assert begun == [SERVER, wrong] and nothing_under_way()
+
+
+def nothing_under_way() -> bool:
+    """Whether all compilations end soon: a process that has done its last job takes a moment to end."""
+    until = time.monotonic() + 10
+    while jobs_module._under_way and time.monotonic() < until:
+        time.sleep(0.01)
+    return not jobs_module._under_way
+
+
+def test_loading_a_model_begins_what_its_reads_wait_for(
+    own_folder: Path, begun: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for both, and nobody waits in the load. Of the jobs a quick one: others take half a minute."""
+    given: list[Any] = []
+    held, inner = threading.Event(), Compilation._do
+
+    def later(self: Compilation, job: Job, worker: Any) -> None:
+        held.wait(60)
+        inner(self, job, worker)
+
+    def quick(*arguments: Any, **options: Any) -> list[Job]:
+        given.append((arguments, options))
+        return [SERVER]
+
+    monkeypatch.setattr(Compilation, "_do", later)
+    monkeypatch.setattr("retrieval_attn.engine.ready.early_jobs", quick)
+    monkeypatch.setattr("retrieval_attn.engine.ready.kernel_jobs", quick)
+    llm = ra.LLM(BUNDLED, device="cpu", host_dtype="bfloat16")
+    assert begun == [] and missing([SERVER]) and len(jobs_module._under_way) == 1
+    held.set()
+    assert llm.read("The sky is blue. " * 90, progress=False).num_tokens > 0
+    assert begun == [SERVER] and not missing([SERVER]) and nothing_under_way()
+    assert given[0] == ((Format.BFLOAT16, IndexSpec.of("auto")), {"retrieve_all": False, "serves_graphs": False})
+    assert len(given) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_load_that_ends_early_ends_the_other_processes(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Ctrl-C while weights load, or a damaged file: no compiler is left behind, and nothing is waited for."""
+    workers = []
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        (compilation,) = jobs_module._under_way
+        workers.append(worker_of(compilation))
+        raise error
+
+    monkeypatch.setattr("retrieval_attn.engine.ready.early_jobs", lambda *arguments, **options: [LONG])
+    monkeypatch.setattr("retrieval_attn.llm.load_model", fail)
+    with pytest.raises(error):
+        ra.LLM(BUNDLED, device="cpu")
+    assert workers[0].poll() is not None and missing([LONG]) and not jobs_module._under_way
+
+
+def test_what_nobody_waits_for_ends_with_the_process(tmp_path: Path) -> None:
+    """A model that is loaded and never used: no wait, no crash, no compiler that goes on."""
+    code = f"""
+import retrieval_attn as ra
+from retrieval_attn.compiled import jobs
+from retrieval_attn.engine import ready
+ready.early_jobs = lambda *arguments, **options: [jobs.Job(*{tuple(LONG)!r})]
+ra.LLM({str(BUNDLED)!r}, device="cpu")
+(compilation,) = jobs._under_way
+while not compilation._workers: pass
+print(compilation._workers[0].pid)
+"""
+    done = python(code, **{place.VARIABLE: str(tmp_path)})
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_a_forked_process_waits_for_nothing_of_its_parent(tmp_path: Path) -> None:
+    """It has none of the threads that would end the waiting."""
+    code = f"""
+import os, signal
+from retrieval_attn.compiled.jobs import Compilation, Job, _under_way
+job = Job(*{tuple(LONG)!r})
+parent = Compilation([job], progress=False)
+child = os.fork()
+if not child:
+    signal.alarm(20)  # it would wait for ever
+    os._exit(len(_under_way) + 2 * len(Compilation([job], progress=False)._elsewhere))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(_under_way))
+parent.close()
+"""
+    done = python(code, **{place.VARIABLE: str(tmp_path)})
+    assert done.stdout == "0 1\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["auto", "flat", "roargraph", "device"])
+@pytest.mark.parametrize("tokens", [1000, 20_000, 1_000_000])
+def test_what_a_load_begins_every_read_needs(kind: str, tokens: int) -> None:
+    spec = IndexSpec.of(kind)
+    for options in ({}, {"retrieve_all": True, "serves_graphs": True}):
+        early = early_jobs(Format.BFLOAT16, spec, **options)
+        assert len(early) >= 2 and set(early) <= set(kernel_jobs(Format.BFLOAT16, spec, tokens, **options))
+
+
 def test_an_interrupt_ends_the_other_processes(own_folder: Path) -> None:
     """Ctrl-C in a read must not leave compilers behind, nor wait for them."""
-    long_one = Job("retrieval_attn.cpu.ahead:build", ("float32", "roargraph", "{}"))
-    with pytest.raises(KeyboardInterrupt), Compilation([long_one], progress=False) as compilation:
-        while not compilation._workers:
-            time.sleep(0.01)
-        worker = compilation._workers[0]
+    with pytest.raises(KeyboardInterrupt), Compilation([LONG], progress=False) as compilation:
+        worker = worker_of(compilation)
         raise KeyboardInterrupt
-    assert worker.poll() is not None and missing([long_one]) == [long_one]
+    assert worker.poll() is not None and missing([LONG]) == [LONG]
     began = time.perf_counter()
     wait_until_compiled()
     assert time.perf_counter() - began < 1

@@ -8,6 +8,7 @@ meanwhile; who is about to run kernels calls `wait_until_compiled`, or compiles 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -67,6 +68,8 @@ def missing(jobs: Sequence[Job]) -> list[Job]:
 class Compilation:
     """Jobs that other processes do from now on, at most `processes` at once. Used as a context, it ends with it.
 
+    A job that another compilation of this process has under way is waited for, not done again. One that nobody waits
+    for ends by itself, or with this process.
     failed: why a job was not done; it is done in this process when its kernels are called. With a bar if `progress`
     and it takes longer than two seconds.
     """
@@ -77,21 +80,25 @@ class Compilation:
         """
         self.jobs = missing(jobs)
         self.failed: dict[Job, str] = {}
-        self._waiting = list(self.jobs)
-        self._left = set(self.jobs)  # neither done nor failed
+        asked = [(other, other._left_of(self.jobs)) for other in list(_under_way)]
+        self._elsewhere = [(other, shared) for other, shared in asked if shared]
+        theirs = set[Job]().union(*(shared for _, shared in self._elsewhere))
+        self._waiting = [job for job in self.jobs if job not in theirs]
+        self._left: set[Job] = set(self._waiting)  # neither done nor failed
         self._lock, self._workers = threading.Condition(), list[subprocess.Popen[str]]()
         self._threads: list[threading.Thread] = []
         self._bar: Any = None
-        if not self.jobs or not sys.executable or not _can_keep():
+        if not self._waiting or not sys.executable or not _can_keep():
             self._waiting, self._left = [], set()
             return
         most = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)) if _LINUX else os.cpu_count() or 1)
         if progress:
-            self._bar = tqdm(total=len(self.jobs), desc=REASON, unit="kernel", delay=2.0, leave=False)
+            self._bar = tqdm(total=len(self._waiting), desc=REASON, unit="kernel", delay=2.0, leave=False)
         self._threads = [
             threading.Thread(target=self._drive, name=f"retrieval_attn-compile-{number}", daemon=True)
-            for number in range(min(most, len(self.jobs)))
+            for number in range(min(most, len(self._waiting)))
         ]
+        self._running = len(self._threads)
         _under_way.add(self)
         for thread in self._threads:
             thread.start()
@@ -100,12 +107,23 @@ class Compilation:
         """Until all jobs are done, or have failed."""
         for thread in self._threads:
             thread.join()
+        for other, shared in self._elsewhere:
+            other._wait_for_jobs(shared)
+            self.failed |= {job: why for job, why in other.failed.items() if job in shared}
         self.close()
 
     def wait_for(self, targets: Collection[str]) -> None:
         """Until those jobs that run one of these functions are done, or have failed."""
         with self._lock:
             self._lock.wait_for(lambda: not any(job.target in targets for job in self._left))
+
+    def _left_of(self, jobs: Sequence[Job]) -> set[Job]:
+        with self._lock:
+            return self._left.intersection(jobs)
+
+    def _wait_for_jobs(self, jobs: set[Job]) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: not jobs & self._left)
 
     def close(self) -> None:
         """Begin no other job, end the processes."""
@@ -135,7 +153,17 @@ class Compilation:
             self.close()
 
     def _drive(self) -> None:
-        """A thread's work: start a process, hand it one job after the other."""
+        """A thread's work."""
+        try:
+            self._do_all()
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    _under_way.discard(self)
+
+    def _do_all(self) -> None:
+        """Start a process, hand it one job after the other."""
         worker: subprocess.Popen[str] | None = None
         while True:
             with self._lock:
@@ -189,6 +217,17 @@ def wait_until_compiled(*targets: str) -> None:
             compilation.wait_for(targets)
         else:
             compilation.wait()
+
+
+@atexit.register
+def _end_all() -> None:
+    """What nobody waited for goes with this process."""
+    for compilation in list(_under_way):
+        compilation.close()
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads, and the processes are not its own
+    os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

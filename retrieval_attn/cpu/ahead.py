@@ -54,6 +54,14 @@ def kernel_jobs(
     return list(dict.fromkeys(jobs))
 
 
+def early_jobs(fmt: Format, spec: IndexSpec, *, retrieve_all: bool = False, serves_graphs: bool = False) -> list[Job]:
+    """Those of `kernel_jobs` that a read of any number of tokens has: all where the kind of index is known."""
+    if not spec.may_be():
+        return kernel_jobs(fmt, spec, retrieve_all=retrieve_all, serves_graphs=serves_graphs)
+    jobs = kernel_jobs(fmt, EXACT, retrieve_all=retrieve_all, serves_graphs=serves_graphs)
+    return [job for job in jobs if job.target != f"{__name__}:build"]
+
+
 def wait_for_builders(spec: IndexSpec, *, extends: bool = False) -> None:
     """Until other processes have compiled what builds indexes of this kind; extends: or inserts into them.
 

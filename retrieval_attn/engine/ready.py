@@ -23,7 +23,8 @@ from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.uploaded_part import least_positions
 from retrieval_attn.compiled.jobs import Compilation, missing, wait_until_compiled
-from retrieval_attn.cpu.ahead import kernel_jobs, load_kernels
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
@@ -64,6 +65,27 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         ),
         progress=progress,
     )
+
+
+@contextlib.contextmanager
+def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Meanwhile, while weights load, other processes begin to compile what a read of any length needs.
+
+    dtype: of the model that is loaded; None: not known, and nothing begins. What is not done at the end goes on, and a
+    read waits for it (`compilation`); an error ends the processes.
+    """
+    if dtype is None:
+        yield
+        return
+    fmt, spec = host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options)
+    serves_graphs = config.graph is not False and device.type == "cuda"
+    jobs = early_jobs(fmt, spec, retrieve_all=config.retrieve == "all", serves_graphs=serves_graphs)
+    compiling = Compilation(jobs, progress=False)
+    try:
+        yield
+    except BaseException:
+        compiling.close()
+        raise
 
 
 @contextlib.contextmanager

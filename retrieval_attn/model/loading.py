@@ -49,6 +49,14 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[name]
 
 
+def loaded_dtype(model_config: Any, name: str, device: torch.device) -> torch.dtype | None:
+    """What `choose_dtype` comes to for a checkpoint with this config; None where the weights alone tell."""
+    chosen = choose_dtype(name, device)
+    if chosen == "auto":
+        chosen = getattr(model_config.get_text_config(decoder=True), "dtype", None) or model_config.dtype
+    return chosen if isinstance(chosen, torch.dtype) else None
+
+
 def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
     """factory.from_pretrained with a first message that says what is missing. Never runs a folder's own code.
 

@@ -11,13 +11,11 @@ from torch import Tensor
 
 ROWS = 16
 """Queries of a head that a program merges."""
-_NUMBERS = [
-    "heads", "queries", "dim", "a_b", "a_h", "a_q", "b_b", "b_h", "b_q", "c_b", "c_h", "c_q",
-    "la_b", "la_h", "la_q", "lb_b", "lb_h", "lb_q",
-]  # fmt: skip
+_ANY = ["heads", "queries", "la_b", "la_h", "la_q", "lb_b", "lb_h", "lb_q"]
+"""Numbers for which nothing is compiled anew. Strides of the numbers are multiples of 16, but for rare head sizes."""
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_ANY)
 def _merge_kernel(
     a, b, c, a_lse, b_lse, c_lse, heads, queries, dim, a_b, a_h, a_q, b_b, b_h, b_q, c_b, c_h, c_q,
     la_b, la_h, la_q, lb_b, lb_h, lb_q, N: tl.constexpr, D: tl.constexpr,
@@ -47,9 +45,10 @@ def merge_two(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tenso
     a, b = (part if part.stride(-1) == 1 else part.contiguous() for part in (a, b))
     c, c_lse = torch.empty_like(a), torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     batch, heads, queries, dim = a.shape
+    strides = *a.stride()[:3], *b.stride()[:3], *c.stride()[:3]
     if a.numel():
         _merge_kernel[(batch * heads, triton.cdiv(queries, ROWS))](
-            a, b, c, a_lse, b_lse, c_lse, heads, queries, dim, *a.stride()[:3], *b.stride()[:3], *c.stride()[:3],
-            *a_lse.stride(), *b_lse.stride(), N=ROWS, D=triton.next_power_of_2(dim), num_warps=4,
+            a, b, c, a_lse, b_lse, c_lse, heads, queries, dim, *strides, *a_lse.stride(), *b_lse.stride(),
+            N=ROWS, D=triton.next_power_of_2(dim), num_warps=4,
         )  # fmt: skip
     return c, c_lse

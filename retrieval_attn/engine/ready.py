@@ -35,12 +35,13 @@ from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.polling import load_flags
 from retrieval_attn.gpu.capture.probe import load_probe
 from retrieval_attn.gpu.norm import rms_norm
+from retrieval_attn.gpu.rotary import rotate
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import beside, load_coder
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, unpack
 from retrieval_attn.offload.work import overlaps
 
 logger = logging.getLogger(__name__)
@@ -117,19 +118,22 @@ def _preparations(
     """What the shape of no layer is needed for, by what it is."""
     config, spec = cache.config, cache.index.spec
     fmt = host_format(config.host_dtype, model.dtype)
-    yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _head_dim(model))
-    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, _head_dim(model), _width(model))
+    yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _sizes(model)[0])
+    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, fmt, *_sizes(model))
     yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
     if config.graph is not False and requested_host_callback() != "host_node":
         yield "the exchange with the host", functools.partial(_load_exchange, device)
 
 
-def _load_layers(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> None:
-    """Merge partials, and normalise hidden states, over zeros."""
+def _load_layers(device: torch.device, dtype: torch.dtype, fmt: Format, head_dim: int, width: int) -> None:
+    """Merge partials, turn queries and keys, normalise hidden states, unpack stored rows: all over zeros."""
     part = empty_partial(torch.zeros(1, 1, 1, head_dim, device=device), head_dim)
     merge([part, part])
+    head = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
+    rotate(head, head, head[0], head[0])
     weight = torch.zeros(width, dtype=dtype, device=device)
     rms_norm(weight[None], weight, 1e-5)
+    unpack(torch.zeros(1, fmt.width(head_dim), dtype=TORCH_DTYPE[fmt], device=device), fmt, dtype)
 
 
 def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None:
@@ -146,13 +150,10 @@ def _load_exchange(device: torch.device) -> None:
     compile_server()
 
 
-def _head_dim(model: PreTrainedModel) -> int:
+def _sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Of a head, and of a hidden state."""
     text = model.config.get_text_config(decoder=True)
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _width(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).hidden_size)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads), int(text.hidden_size)
 
 
 class _LayerWatch:

@@ -72,7 +72,8 @@ class Stretch:
     @classmethod
     def of(cls, host: SequenceKV, stop: int | None = None) -> Stretch:
         """Blocks of all heads. stop: None = all tokens of `host`."""
-        tokens = max(1, BLOCK_BYTES // host.token_bytes)
+        # a power of two, whatever the format: a long question's attention makes a plan for each length of keys
+        tokens = 1 << (max(1, BLOCK_BYTES // host.token_bytes).bit_length() - 1)
         return cls(host, len(host) if stop is None else stop, tokens, host.num_kv_heads)
 
     @classmethod

@@ -13,6 +13,7 @@ from torch import Tensor
 from retrieval_attn.engine.graph.binding import Binding
 from retrieval_attn.engine.graph.decoder import CapturedStep
 from retrieval_attn.engine.norms import fused_norms
+from retrieval_attn.engine.rotary import fused_rotary
 from retrieval_attn.errors import CaptureError, RetrievalAttentionError
 from retrieval_attn.model.experts import experts_of_one_token
 
@@ -103,7 +104,8 @@ def _recording(binding: Binding) -> Iterator[None]:
     on_layer, cache.on_layer = cache.on_layer, None
     binding.recording = True
     try:
-        with torch.no_grad(), experts_of_one_token(binding.model), fused_norms(binding.model):
+        model = binding.model
+        with torch.no_grad(), experts_of_one_token(model), fused_norms(model), fused_rotary(model):
             yield
     finally:
         binding.recording = False

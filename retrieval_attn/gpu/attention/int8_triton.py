@@ -13,7 +13,7 @@ ROWS = 16
 """Rows that a program turns."""
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["packed"])
 def _unpack_kernel(packed, numbers, count, dim, N: tl.constexpr, D: tl.constexpr):
     """numbers[i] = packed[i, :dim] * step of row i, whose float32 bits follow the numbers byte by byte."""
     row, column = tl.program_id(0) * N + tl.arange(0, N).to(tl.int64), tl.arange(0, D)

@@ -217,9 +217,12 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     )  # builds the model again
     monkeypatch.setattr("retrieval_attn.offload.copy.to_host", to_host)
     monkeypatch.setattr("retrieval_attn.cache.held.to_device", to_device)
-    monkeypatch.setattr(
-        "retrieval_attn.cache.host_part.to_queries", lambda query: np.ones(tuple(query.shape), np.float32)
-    )
+
+    def host_queries(part: Any, one: Any) -> Any:
+        _, heads, new, dim = part._query.shape
+        return np.ones((heads, len(one.rows) * new, dim), np.float32)
+
+    monkeypatch.setattr("retrieval_attn.cache.host_part.HostPart._host_queries", host_queries)
     config = ra.Config(**{**TINY, "index": "flat"})
     with FakeTensorMode(), torch.no_grad():
         model = spread_over_fakes(name)

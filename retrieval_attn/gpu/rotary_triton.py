@@ -15,7 +15,9 @@ def _rotate_kernel(
     q, k, cos, sin, q_out, k_out, heads, rows, half, q_b, q_h, q_s, k_b, k_h, k_s, c_b, c_s, s_b, s_s,
     qo_b, qo_h, qo_s, ko_b, ko_h, ko_s, H: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token. Each product and the sum are rounded, as one operation after the other rounds them."""
+    """One head of one token. Each product and the sum are rounded, as one operation after the other rounds them:
+    without fused multiply-add, which a compiler makes of them unless it is told not to.
+    """
     head, row, token = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     of_query = head < heads
     if of_query:
@@ -48,6 +50,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     _rotate_kernel[(heads + k.shape[1], batch, tokens)](
         q, k, cos, sin, q_out, k_out, heads, cos.shape[0], dim // 2, *q.stride()[:3], *k.stride()[:3],
         *cos.stride()[:2], *sin.stride()[:2], *q_out.stride()[:3], *k_out.stride()[:3],
-        H=triton.next_power_of_2(dim // 2), num_warps=1,
+        H=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
 GROUPED, BATCHED = "grouped_mm", "batched_mm"
 
 
 @contextmanager
-def experts_of_one_token(model: PreTrainedModel) -> Iterator[None]:
-    """On a GPU, multiply each token by copies of its experts' weights, which transformers' own `generate` does, too.
+def experts_of_one_token(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """On a GPU, multiply each of `rows` tokens by copies of its experts' weights, as transformers' own `generate` does.
 
     The grouped product, transformers' choice for any number of tokens, reads the groups' borders on the CPU but for
-    bfloat16 on data-centre cards, and then no graph can hold it. Other ways that the user has chosen stay. The copies
-    take the bytes of the experts that a token visits, per row.
+    bfloat16 on data-centre cards, and then no graph can hold it. It stays where a graph can, for it copies nothing;
+    where the rows visit more experts than there are, which copies would make slower than no graph; and where the user
+    has chosen another way. The copies take the bytes of the experts that a token visits, per row.
     """
     chosen: dict[str, str | None] = getattr(model, "get_experts_implementation", dict)()
-    if model.device.type == "cpu" or GROUPED not in chosen.values():
+    if GROUPED not in chosen.values() or not _copies(model, rows):
         yield
         return
     model.set_experts_implementation({part: BATCHED if way == GROUPED else way for part, way in chosen.items()})
@@ -27,3 +29,21 @@ def experts_of_one_token(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_experts_implementation(chosen)
+
+
+def _copies(model: PreTrainedModel, rows: int) -> bool:
+    """Whether weights are to be copied."""
+    device = model.device
+    if device.type == "cpu":
+        return False
+    # as PyTorch chooses between its kernel of groups and one product after the other
+    if (
+        device.type == "cuda"
+        and model.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    ):
+        return False
+    text = model.config.get_text_config(decoder=True)
+    visited = getattr(text, "num_experts_per_tok", None) or 1
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or visited
+    return rows == 1 or bool(rows * visited <= experts)

@@ -104,8 +104,8 @@ def _recording(binding: Binding) -> Iterator[None]:
     on_layer, cache.on_layer = cache.on_layer, None
     binding.recording = True
     try:
-        model = binding.model
-        with torch.no_grad(), experts_of_one_token(model), fused_norms(model), fused_rotary(model):
+        model, rows = binding.model, binding.decoder.memory.token.shape[0]
+        with torch.no_grad(), experts_of_one_token(model, rows), fused_norms(model), fused_rotary(model):
             yield
     finally:
         binding.recording = False

@@ -35,7 +35,6 @@ from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.polling import load_flags
 from retrieval_attn.gpu.capture.probe import load_probe
 from retrieval_attn.gpu.norm import rms_norm
-from retrieval_attn.gpu.rotary import rotate
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.placement import input_device
@@ -126,11 +125,9 @@ def _preparations(
 
 
 def _load_layers(device: torch.device, dtype: torch.dtype, fmt: Format, head_dim: int, width: int) -> None:
-    """Merge partials, turn queries and keys, normalise hidden states, unpack stored rows: all over zeros."""
+    """Merge partials, normalise hidden states, unpack stored rows: all over zeros."""
     part = empty_partial(torch.zeros(1, 1, 1, head_dim, device=device), head_dim)
     merge([part, part])
-    head = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
-    rotate(head, head, head[0], head[0])
     weight = torch.zeros(width, dtype=dtype, device=device)
     rms_norm(weight[None], weight, 1e-5)
     unpack(torch.zeros(1, fmt.width(head_dim), dtype=TORCH_DTYPE[fmt], device=device), fmt, dtype)

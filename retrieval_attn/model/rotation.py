@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.model.multimodal import text_decoder
 
-APPLY = "apply_rotary_pos_emb"
-"""The function of transformers' model files that turns queries and keys."""
+_APPLY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-4
 
 
@@ -36,11 +35,11 @@ class Rotation:
         Raises UnsupportedModelError for a model without rotary embedding, or with one that is written otherwise
         than transformers' models have it.
         """
-        apply = getattr(sys.modules[type(attention).__module__], APPLY, None)
+        apply = getattr(sys.modules[type(attention).__module__], _APPLY, None)
         modules = text_decoder(model).named_modules()
         found = [module for name, module in modules if name.rpartition(".")[2] == "rotary_emb"]
         if apply is None or not found:
-            missing = f"no module rotary_emb in {type(model).__name__}" if not found else f"no {APPLY} beside it"
+            missing = f"no module rotary_emb in {type(model).__name__}" if not found else f"no {_APPLY} beside it"
             raise UnsupportedModelError(
                 f"{type(attention).__name__}: queries cannot be moved to another position ({missing}); use them at "
                 "their own positions."
@@ -82,7 +81,7 @@ class Rotation:
             error = float((back - queries[..., :size]).abs().max() / queries.abs().max().clamp_min(1e-30))
             if not error <= _TOLERANCE:
                 raise UnsupportedModelError(
-                    f"undoing the model's rotary embedding leaves a relative error of {error:.1e}; its {APPLY} is "
+                    f"undoing the model's rotary embedding leaves a relative error of {error:.1e}; its {_APPLY} is "
                     "not a rotation. Use the queries at their own positions."
                 )
         moved = self._rotate(plain, cos[:, count:], sin[:, count:])
@@ -100,7 +99,7 @@ class Rotation:
             except (RuntimeError, TypeError, ValueError) as error:
                 tried.append(str(error))
         raise UnsupportedModelError(
-            f"the model's {APPLY} takes no queries of head_dim {head_dim} with tables of {cos.shape[-1]} "
+            f"the model's {_APPLY} takes no queries of head_dim {head_dim} with tables of {cos.shape[-1]} "
             f"({'; '.join(tried) or 'the tables are wider'}). Use the queries at their own positions."
         )
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from retrieval_attn.engine.graph.binding import Binding
 from retrieval_attn.engine.graph.decoder import CapturedStep
 from retrieval_attn.engine.norms import fused_norms
-from retrieval_attn.engine.rotary import fused_rotary
 from retrieval_attn.errors import CaptureError, RetrievalAttentionError
 from retrieval_attn.model.experts import experts_of_one_token
 
@@ -105,7 +104,7 @@ def _recording(binding: Binding) -> Iterator[None]:
     binding.recording = True
     try:
         model, rows = binding.model, binding.decoder.memory.token.shape[0]
-        with torch.no_grad(), experts_of_one_token(model, rows), fused_norms(model), fused_rotary(model):
+        with torch.no_grad(), experts_of_one_token(model, rows), fused_norms(model):
             yield
     finally:
         binding.recording = False

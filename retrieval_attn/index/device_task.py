@@ -93,8 +93,12 @@ def prepare_candidates(fmt: Format) -> None:
 
 
 def candidate_search(request: SearchRequest, ids: npt.NDArray[np.int32], needed: int) -> CompiledSearch:
-    """Exact scores for the keys in ids (queries, room) int32; of all keys for a query with less than `needed`."""
-    row = record(CANDIDATES, 1, ids_at=ids, room=ids.shape[1], first=request.first, needed=needed)
+    """Exact scores for the keys in ids (queries, room) int32; of all keys for a query with less than `needed`.
+
+    Where there is room for fewer, that many are needed.
+    """
+    room = ids.shape[1]
+    row = record(CANDIDATES, 1, ids_at=ids, room=room, first=request.first, needed=min(needed, room))
     return CompiledSearch(
         task_address(_candidates_task, request.fmt),
         address_of(row),

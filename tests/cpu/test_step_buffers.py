@@ -103,6 +103,19 @@ def coded_path(tokens: int, seed: int, capacity: int) -> SequenceKV:
     return path
 
 
+@pytest.mark.parametrize("behind", [0, -1])
+def test_nothing_behind_the_candidates_is_read(pool: Pool, behind: int) -> None:
+    """The last query has all that it has room for, whatever lies behind them: 40, where k = 20 asks for 57."""
+    path, rng = coded_path(700, 0, 800), np.random.default_rng(5)
+    memory = np.full((Q_HEADS * 3 + 2, 40), behind, np.int32)
+    memory[:-2] = rng.permuted(np.tile(np.arange(600, dtype=np.int32), (Q_HEADS * 3, 1)), axis=1)[:, :40]
+    step = LayerStep(pool, Format.FLOAT32, buffers=buffers_for(pool, 3)._replace(candidates=memory[:-2]))
+    assert plan_paths(step, [path], [(4, 660)], (Q_HEADS, 3), 20, scale=0.3)
+    step.queries[0] = rng.standard_normal((Q_HEADS, 3, DIM), dtype=np.float32)
+    cost = step.run()
+    assert cost.keys_scanned == Q_HEADS * 3 * 40
+
+
 def test_a_plan_moves_to_keys_that_are_searched_alike(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, and after `forget`: the bits of a plan of its own. Breaks if something of the last one stays."""
     made: list[object] = []

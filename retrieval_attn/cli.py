@@ -30,7 +30,7 @@ COMMANDS = {
     "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),
     "bench": (
         "retrieval_attn.eval.bench.command",
-        "times, memory and recall, of a user's session or in parts; the paper's studies",
+        "times, memory, recall and fidelity, of a session or in parts; the paper's studies",
     ),
 }
 

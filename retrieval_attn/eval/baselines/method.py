@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from retrieval_attn.engine.attention import using_retrieval
@@ -33,6 +35,7 @@ class PolicyMethod:
     "inside": the question is the end of the prompt, which is read as a whole; the first answer token comes from
     that reading, as in the papers.  "after": the context alone is compressed or indexed, and the question's tokens
     go through the method as generated ones do.
+    reads_alone: no other method shares its readings.
     Raises UnsupportedModelError when made if the method cannot run on the model.
     """
 
@@ -46,8 +49,8 @@ class PolicyMethod:
             self._inputs = LayerInputs(modules)
         if isinstance(options, InfLLM) and options.positions == "unified":
             require_rotation(model, modules[0])
-        own = reader is None or options.reads
-        self._reader = ContextReader(model) if own or reader is None else reader
+        self.reads_alone = reader is None or options.reads
+        self._reader = ContextReader(model) if self.reads_alone or reader is None else reader
         self._key = f"{name}-{id(self)}"
         self._reader.attach(self._key, policies_of(options, model, self._inputs))
 
@@ -64,6 +67,26 @@ class PolicyMethod:
             finally:
                 cache.rewind()
         return replies
+
+    def forced(self, context_ids: NDArray[np.int64], token_ids: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Logits after each of `token_ids`, which go through the method one by one after the context.
+
+        The context is compressed or indexed first, as with "after". Returns (tokens, vocabulary) float32 on the model's
+        device, and what was attended to, by the names of `Reply.stats`.
+        """
+        chunk = self._reader.config.prefill_chunk
+        cache, _ = self._reader.open(context_ids)
+        try:
+            cache.act(self._key)
+            with self._inputs or contextlib.nullcontext():
+                cache.start()
+                rows = [
+                    feed(self._model, cache, [token], len(context_ids) + at, chunk)
+                    for at, token in enumerate(token_ids)
+                ]
+            return torch.cat(rows), _measured(cache)
+        finally:
+            cache.rewind()
 
     def _answer(self, cache: ContextCache, read: float, prompt: Prompt, position: str, max_new_tokens: int) -> Reply:
         chunk = self._reader.config.prefill_chunk

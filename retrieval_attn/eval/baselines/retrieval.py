@@ -15,7 +15,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.baselines.reply import Reply
 from retrieval_attn.eval.prompts import Prompt
 
-__all__ = ["RetrievalAttention"]
+__all__ = ["RetrievalAttention", "attended_tokens"]
 
 
 class RetrievalAttention:
@@ -151,7 +151,9 @@ class _Meter:
         count = 1 if given is None else given.shape[1]
         if count > 1 and not self._count_question:
             return  # the question, read exactly
-        counts = [seen for layer in kwargs["past_key_values"].layers if (seen := _attended(layer, count)) is not None]
+        counts = [
+            seen for layer in kwargs["past_key_values"].layers if (seen := attended_tokens(layer, count)) is not None
+        ]
         if counts:
             self.queries += count
             self.attended += count * sum(counts) / len(counts)
@@ -162,7 +164,7 @@ class _Meter:
         return self.attended / self.queries if self.queries else None
 
 
-def _attended(layer: Any, new: int) -> float | None:
+def attended_tokens(layer: Any, new: int) -> float | None:
     """Tokens that one of the `new` last queries of a retrieval layer attended to: sinks, window, retrieved keys."""
     window, config = getattr(layer, "window", None), layer.config if hasattr(layer, "config") else None
     if window is None or config is None or getattr(layer, "is_sliding", False):

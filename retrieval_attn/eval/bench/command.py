@@ -9,6 +9,10 @@ __all__ = ["add_arguments", "run"]
 
 _WHAT = {
     "decode": ("retrieval_attn.eval.bench.decode", "milliseconds per token of every method at every context length"),
+    "fidelity": (
+        "retrieval_attn.eval.bench.fidelity.command",
+        "how far every method's next-token distribution is from full attention's",
+    ),
     "index": ("retrieval_attn.eval.bench.index", "recall, work, time and memory of every index on attention keys"),
     "memory": ("retrieval_attn.eval.bench.memory", "device and host memory over context lengths, beside the plan"),
     "prefill": ("retrieval_attn.eval.bench.prefill", "a plain prefill beside ours with every index ready, and peaks"),

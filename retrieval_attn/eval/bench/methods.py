@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from typing import Any
 
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
@@ -26,8 +27,10 @@ DEFAULT = "roargraph,flat,ivf,static,full-resident,full-graph,full-eager,offload
 SHORT = {"flat-int8": ("flat", {"codes": "int8"})}
 
 
-def parse(text: str) -> list[MethodSpec]:
-    """Methods of a comma list such as "roargraph:beam=250,static". Raises ConfigError for names not known."""
+def parse(text: str, known: Collection[str] = METHODS) -> list[MethodSpec]:
+    """Methods of a comma list such as "roargraph:beam=250,static": kinds of index and those of `known`. Raises
+    ConfigError for names not known.
+    """
     specs = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, *pairs = item.split(":")
@@ -36,18 +39,18 @@ def parse(text: str) -> list[MethodSpec]:
             key, sign, value = pair.partition("=")
             if not sign:
                 raise ConfigError(f"--methods {item}: options are written name=value, got {pair!r}")
-            options[key] = _value(value)
-        if name not in METHODS:
+            options[key] = value_of(value)
+        if name not in known:
             kind, given = SHORT.get(name, (name, {}))
             try:
                 IndexSpec.of(kind, {**given, **options})
             except ConfigError as error:
-                raise ConfigError(f"--methods {item}: {error}, or a method: {', '.join(METHODS)}") from error
+                raise ConfigError(f"--methods {item}: {error}, or a method: {', '.join(known)}") from error
         elif options and name != "quantized":
             raise ConfigError(f"--methods {item}: {name} takes no options")
         specs.append(MethodSpec(name, options))
     if not specs:
-        raise ConfigError(f"--methods names none; the default is {DEFAULT}")
+        raise ConfigError(f"--methods {text!r} names none; write flat, or leave it out for the default")
     return specs
 
 
@@ -73,7 +76,7 @@ def index_of(spec: MethodSpec) -> tuple[str, dict[str, Any]] | None:
     return kind, {**given, **spec.options}
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """A number, True or False where the text is one, else the text."""
     try:
         return ast.literal_eval(text)

@@ -1,0 +1,129 @@
+"""Reading a text and feeding what follows it, token by token, through full attention and through each method.
+
+All get the same ids at the same positions. Full attention, the reference, is transformers' own over its DynamicCache:
+nothing of this package takes part. Everything decodes eagerly, one token per forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrieval_attn import RetrievalCache
+from retrieval_attn.cache.instruments import measure_mass
+from retrieval_attn.config import Config
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import forward
+from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.errors import ConfigError, UnsupportedModelError
+from retrieval_attn.eval.baselines.reader import ContextReader
+from retrieval_attn.eval.baselines.registry import make_method
+from retrieval_attn.eval.baselines.retrieval import attended_tokens
+from retrieval_attn.eval.bench.fidelity.texts import FedText
+from retrieval_attn.eval.bench.keys import read
+
+__all__ = ["Budget", "Fed", "feed_full", "feed_index", "feed_policies"]
+
+Budget = int | float | str
+"""Keys that a head retrieves, as `Config.retrieve`: a number, a share, or "all"."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What came out. logits: (tokens, vocabulary) float32 on the CPU, row i after forced token i.
+
+    attended: tokens that a query attended to, mean over tokens, layers and key-value heads; None: not counted.
+    captured: share of exact attention's weight that took part; None: not measured. refused: why there are no logits.
+    """
+
+    budget: Budget | None
+    logits: Tensor
+    attended: float | None = None
+    captured: float | None = None
+    refused: str = ""
+
+
+@torch.no_grad()
+def feed_full(model: Any, text: FedText) -> Fed:
+    """Full attention by the model as transformers made it."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+    _forward(model, cache, text.ids[: text.context], 0)
+    rows = [_forward(model, cache, [token], text.context + at) for at, token in enumerate(text.forced)]
+    return Fed(None, torch.cat(rows).cpu(), text.context + (len(rows) + 1) / 2)
+
+
+def feed_index(model: Any, config: Config, text: FedText, budgets: Sequence[Budget], mass_heads: int) -> Iterator[Fed]:
+    """This package, with `config`'s index: one reading for all budgets, each on a fork of it.
+
+    mass_heads: query heads per layer whose captured weight is measured, in turn; 0: none.
+    """
+    ids = torch.from_numpy(text.ids[None, : text.context].copy()).to(model.device)
+    held, _ = read(model, config, ids)
+    finish_prefill(held)
+    for budget in budgets:
+        yield _feed_fork(model, held, text, budget, mass_heads)
+
+
+@torch.no_grad()
+def _feed_fork(model: Any, held: RetrievalCache, text: FedText, budget: Budget, mass_heads: int) -> Fed:
+    cache = held.fork()
+    layers: list[Any] = [layer for layer in cache.layers if hasattr(layer, "config")]
+    for layer in layers:
+        layer.config = layer.config.replace(retrieve=budget)
+    measure_mass(cache, mass_heads)
+    rows, attended = [], []
+    with using_retrieval(model, cache.config.prefill_chunk):
+        for at, token in enumerate(text.forced):
+            rows.append(_forward(model, cache, [token], text.context + at))
+            attended += [seen for layer in layers if (seen := attended_tokens(layer, 1)) is not None]
+    done = cache.stats()
+    return Fed(
+        budget,
+        torch.cat(rows).cpu(),
+        sum(attended) / len(attended) if attended else None,
+        done.mass / done.mass_count if done.mass_count else None,
+    )
+
+
+def feed_policies(
+    model: Any, tokenizer: Any, names: Sequence[str], config: Config, text: FedText, budgets: Sequence[Budget]
+) -> Iterator[tuple[str, Fed]]:
+    """The published methods. A method attends to as many tokens as this package does: sinks, window and budget.
+
+    One exact reading serves all that read with full attention; a method that cannot run so is refused, with the reason.
+    """
+    reader = ContextReader(model, Config(index="flat", prefill_chunk=config.prefill_chunk, threads=config.threads))
+    nothing = torch.empty(0, 0)
+    made: list[tuple[str, Budget, Any]] = []
+    for name in names:
+        for budget in budgets:
+            try:
+                tokens = _attended_with(config, budget, text)
+                made.append((name, budget, make_method(name, model, tokenizer, budget=tokens, shared=reader)))
+            except (ConfigError, UnsupportedModelError) as error:
+                yield name, Fed(budget, nothing, refused=str(error))
+    for name, budget, method in made:
+        logits, stats = method.forced(text.ids[: text.context], text.forced.tolist())
+        yield name, Fed(budget, logits.cpu(), stats["tokens_attended_per_step"])
+        if method.reads_alone:
+            method.release()
+
+
+def _attended_with(config: Config, budget: Budget, text: FedText) -> int:
+    """Tokens that this package attends to with a budget; "all": the fed ones too."""
+    static = config.sink + config.window
+    count = config.replace(retrieve=budget).retrieve_count(text.context - static)
+    return len(text.ids) if count is None else static + count
+
+
+def _forward(model: Any, cache: Any, ids: Any, start: int) -> Tensor:
+    """Logits (1, vocabulary) float32 after ids at positions from `start` on."""
+    tokens = torch.tensor([[int(token) for token in ids]], device=model.device)
+    places = torch.arange(start, start + tokens.shape[1], device=model.device)[None]
+    return forward(model, cache, tokens, mask=None, position_ids=places)

@@ -1,0 +1,120 @@
+"""What is measured, checked before anything is read, and the rows of one text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from retrieval_attn.config import Config
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.baselines.registry import POLICIES
+from retrieval_attn.eval.bench.fidelity.feed import Budget, Fed, feed_full, feed_index, feed_policies
+from retrieval_attn.eval.bench.fidelity.row import Row, judged
+from retrieval_attn.eval.bench.fidelity.scores import entropy, log_probabilities
+from retrieval_attn.eval.bench.fidelity.texts import FedText, parse_texts
+from retrieval_attn.eval.bench.methods import index_of, parse, value_of
+from retrieval_attn.eval.bench.model import lengths_of, with_room
+from retrieval_attn.eval.bench.room import model_config
+from retrieval_attn.eval.flags import parse_retrieve
+
+__all__ = ["Plan", "measure", "plan_of"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. kinds: options by label, one for every kind of index; policies: names of published methods."""
+
+    config: Config
+    texts: tuple[str, ...]
+    lengths: tuple[int, ...]
+    budgets: tuple[Budget, ...]
+    kinds: dict[str, Config]
+    policies: tuple[str, ...]
+    tokens: int
+    mass_heads: int
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that `measure` gives for all texts."""
+        own = len(self.budgets) * (len(self.kinds) + len(self.policies))
+        floor = bool(self.kinds) and "all" not in self.budgets
+        return len(self.texts) * len(self.lengths) * (own + floor)
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The checked flags. Raises ConfigError, ContextLengthError, or InputDataError for a model that is not there."""
+    config = Config(sink=args.sink, window=args.window, host_dtype=args.host_dtype, threads=args.threads or None)
+    specs = parse(args.methods, POLICIES)
+    lengths = lengths_of(args.lengths)
+    limit = model_config(args.model, None).get_text_config(decoder=True).max_position_embeddings
+    lengths = with_room(lengths, limit, args.tokens)
+    least = args.sink + args.window
+    if lengths[0] <= least:
+        raise ConfigError(
+            f"--lengths {lengths[0]}: sink and window hold {least} tokens, nothing is left to retrieve; give a length "
+            "above that or a smaller --window"
+        )
+    budgets = tuple(dict.fromkeys(parse_retrieve(part.strip()) for part in args.retrieve.split(",") if part.strip()))
+    if not budgets:
+        raise ConfigError("--retrieve names no number of keys; write 20,100,400")
+    kinds: dict[str, Config] = {}
+    for spec in specs:
+        if spec.name not in POLICIES:
+            kind, options = index_of(spec) or (spec.name, spec.options)
+            kinds |= _varied(spec.label, config.replace(index=kind, index_options=options), args.vary)
+    for budget in budgets:
+        config.replace(retrieve=budget)
+    if args.vary and not kinds:
+        raise ConfigError(f"--vary {args.vary}: no kind of index is among --methods; name one, such as flat")
+    return Plan(
+        config=config,
+        texts=parse_texts(args.texts),
+        lengths=tuple(lengths),
+        budgets=budgets,
+        kinds=kinds,
+        policies=tuple(dict.fromkeys(spec.name for spec in specs if spec.name in POLICIES)),
+        tokens=args.tokens,
+        mass_heads=args.mass_heads,
+        seed=args.seed,
+    )
+
+
+def _varied(label: str, config: Config, vary: str | None) -> dict[str, Config]:
+    """The options by label, once for each value that `--vary` gives one of them."""
+    if vary is None:
+        return {label: config}
+    name, sign, values = vary.partition("=")
+    parts = [part.strip() for part in values.split(",") if part.strip()]
+    if not sign or not parts or name in ("index", "index_options", "retrieve", "threads"):
+        raise ConfigError(f"--vary {vary!r}: needed an option of Config and its values; write window=256,512")
+    return {f"{label} {name}={part}": config.replace(**{name: value_of(part)}) for part in parts}
+
+
+def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[Row]:
+    """Every method's rows on a text. The first kind of index has one more, with everything retrieved."""
+    reference = log_probabilities(feed_full(model, text).logits)
+    sure = float(entropy(reference).mean())
+    size: dict[str, Any] = {
+        "text": text.name,
+        "length": text.length,
+        "context": text.context,
+        "tokens": len(text.forced),
+    }
+
+    def row(label: str, fed: Fed) -> Row:
+        own: dict[str, Any] = {"method": label, "budget": fed.budget, "entropy": sure, "attended": fed.attended}
+        if fed.refused:
+            return Row(**size, **own, refused=fed.refused)
+        return Row(**size, **own, captured=fed.captured, **judged(reference, log_probabilities(fed.logits), plan.seed))
+
+    for number, (label, config) in enumerate(plan.kinds.items()):
+        budgets = plan.budgets
+        if number == 0 and "all" not in budgets:
+            budgets = (*budgets, "all")
+        for fed in feed_index(model, config, text, budgets, plan.mass_heads):
+            yield row(label, fed)
+    for name, fed in feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets):
+        yield row(name, fed)

@@ -225,11 +225,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 def test_a_job_under_way_is_waited_for_and_not_done_again(own_folder: Path, begun: list[Job]) -> None:
-    """Of two compilations: the second waits for what the first does, and takes over why it failed."""
+    """Of two compilations: the second waits for what the first does, counts it, and takes over why it failed."""
     wrong = Job("retrieval_attn.cpu.ahead:search", ("float32", "nonsense", "{}"))
     first = Compilation([SERVER, wrong], progress=False, processes=1)
-    with Compilation([wrong, SERVER], progress=False) as second:
+    with Compilation([wrong, SERVER]) as second:
         assert not second._threads
+        bar = second._bar
+    assert bar.n == bar.total == 2
     assert begun == [SERVER, wrong] and not missing([SERVER])
     assert list(first.failed) == list(second.failed) == [wrong]
     with Compilation([SERVER], progress=False):

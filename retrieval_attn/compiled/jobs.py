@@ -71,7 +71,7 @@ class Compilation:
     A job that another compilation of this process has under way is waited for, not done again. One that nobody waits
     for ends by itself, or with this process.
     failed: why a job was not done; it is done in this process when its kernels are called. With a bar if `progress`
-    and it takes longer than two seconds.
+    and it takes longer than two seconds, which counts jobs that are waited for, too.
     """
 
     def __init__(self, jobs: Sequence[Job], *, progress: bool = True, processes: int | None = None) -> None:
@@ -87,13 +87,18 @@ class Compilation:
         self._left: set[Job] = set(self._waiting)  # neither done nor failed
         self._lock, self._workers = threading.Condition(), list[subprocess.Popen[str]]()
         self._threads: list[threading.Thread] = []
+        self._followers: list[tuple[Compilation, set[Job]]] = []  # whose bars count jobs of this one
         self._bar: Any = None
         if not self._waiting or not sys.executable or not _can_keep():
             self._waiting, self._left = [], set()
+        counted = len(self._waiting) + len(theirs)
+        if progress and counted:
+            self._bar = tqdm(total=counted, desc=REASON, unit="kernel", delay=2.0, leave=False)
+        for other, shared in self._elsewhere:
+            other._tell(self, shared)
+        if not self._waiting:
             return
         most = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)) if _LINUX else os.cpu_count() or 1)
-        if progress:
-            self._bar = tqdm(total=len(self._waiting), desc=REASON, unit="kernel", delay=2.0, leave=False)
         self._threads = [
             threading.Thread(target=self._drive, name=f"retrieval_attn-compile-{number}", daemon=True)
             for number in range(min(most, len(self._waiting)))
@@ -121,6 +126,18 @@ class Compilation:
         with self._lock:
             return self._left.intersection(jobs)
 
+    def _tell(self, follower: Compilation, jobs: set[Job]) -> None:
+        """Have a follower's bar count these jobs, those that were done in the meantime too."""
+        with self._lock:
+            self._followers.append((follower, jobs))
+            done = len(jobs - self._left)
+        follower._count(done)
+
+    def _count(self, jobs: int) -> None:
+        with self._lock:
+            if self._bar is not None and jobs:
+                self._bar.update(jobs)
+
     def _wait_for_jobs(self, jobs: set[Job]) -> None:
         with self._lock:
             self._lock.wait_for(lambda: not jobs & self._left)
@@ -138,8 +155,10 @@ class Compilation:
             thread.join()
         self._threads = []
         _under_way.discard(self)
-        if self._bar is not None:
-            self._bar.close()
+        with self._lock:
+            bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
     def __enter__(self) -> Compilation:
         return self
@@ -203,8 +222,10 @@ class Compilation:
         with self._lock:
             self._left.discard(job)
             self._lock.notify_all()
-            if self._bar is not None:
-                self._bar.update()
+            followers = list(self._followers)
+        self._count(1)
+        for follower, jobs in followers:
+            follower._count(job in jobs)
 
 
 def wait_until_compiled(*targets: str) -> None:

@@ -15,6 +15,7 @@ _COLOURS = (
     "#1b6ca8", "#d1495b", "#3c8d5a", "#e3a72f", "#7a5195", "#4c4c4c", "#00a6a6", "#b5651d", "#888888", "#c06c84",
 )  # fmt: skip
 _MARKERS = "os^Dv<>PX*"
+_PANELS_ABREAST = 4
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,17 @@ def save_results(folder: Path, name: str, report: Mapping[str, Any], text: str, 
 
 
 def save_plot(panels: Sequence[Plot], path: Path) -> None:
-    """Draw the panels side by side and write a PNG, replacing `path` as a whole."""
+    """Draw the panels, up to four side by side, and write a PNG, replacing `path` as a whole."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(panels), 4.2), dpi=150, layout="constrained")
+    across = min(len(panels), _PANELS_ABREAST)
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(5.2 * across, 4.2 * down), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     for place, panel in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1)
+        axes = figure.add_subplot(down, across, place + 1)
         for name, points in panel.lines.items():
             known = sorted((x, y) for x, y in points if x == x and y == y)
             style = names.index(name)

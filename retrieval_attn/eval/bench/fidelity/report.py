@@ -21,8 +21,8 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numba"))
     lines = [
         f"- command: `{' '.join(report['command'])}`",
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {report['threads']} "
-        f"threads, device {report['device']}",
+        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; threads: "
+        f"{report['threads']}, device {report['device']}",
         f"- versions: {named}",
         f"- commit: {report['commit']}",
         f"- model: {report['model']}, {report['dtype']}; sink {report['config']['sink']}, window "

@@ -242,14 +242,14 @@ def splits_heads(text: PreTrainedConfig) -> bool:
 
 def _active(model: PreTrainedModel, text: PreTrainedConfig, parameters: int) -> int:
     """Parameters that one generated token reads: those of the text decoder."""
+    from retrieval_attn.model.experts import expert_counts
     from retrieval_attn.model.multimodal import is_multimodal, text_decoder
 
     table, head = _tables(model, text)
     if is_multimodal(model):
         parameters = head + sum(weight.numel() for weight in text_decoder(model).parameters())
     active = parameters - (table if head else 0)
-    visited = getattr(text, "num_experts_per_tok", None)
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    visited, experts = expert_counts(text)
     if visited and experts:
         routed = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
         active -= routed - routed * visited // experts

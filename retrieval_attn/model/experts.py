@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 GROUPED, BATCHED = "grouped_mm", "batched_mm"
 
@@ -43,7 +43,11 @@ def _copies(model: PreTrainedModel, rows: int) -> bool:
         and torch.cuda.get_device_capability(device)[0] in (9, 10)
     ):
         return False
-    text = model.config.get_text_config(decoder=True)
-    visited = getattr(text, "num_experts_per_tok", None) or 1
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or visited
-    return rows == 1 or bool(rows * visited <= experts)
+    visited, experts = expert_counts(model.config.get_text_config(decoder=True))
+    return rows == 1 or rows * (visited or 1) <= (experts or visited or 1)
+
+
+def expert_counts(text: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """Experts that a token visits, and experts of a layer, as far as the config tells."""
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    return getattr(text, "num_experts_per_tok", None), experts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention import merge as merge_module
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.reference import reference_attention
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+from tests.gpu.test_decode_kernels import INTERPRETED
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Partial]:

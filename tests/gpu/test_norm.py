@@ -5,8 +5,6 @@ Triton's own interpreter runs the kernel on a CPU: TRITON_INTERPRET=1 pytest tes
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from retrieval_attn.engine import norms
 from retrieval_attn.engine.norms import fused_norms
 from retrieval_attn.gpu import norm
+from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.tiny_models import CONFIGS, build_model, random_ids
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]  # interpreted, bfloat16 is cut off
 

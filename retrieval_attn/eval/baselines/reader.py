@@ -15,7 +15,7 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory
 
-__all__ = ["ContextReader", "feed"]
+__all__ = ["ContextReader", "feed", "forward_at"]
 
 
 class ContextReader:
@@ -56,13 +56,18 @@ class ContextReader:
 
 
 @torch.no_grad()
-def feed(model: Any, cache: ContextCache, ids: Sequence[int], start: int, chunk: int) -> torch.Tensor:
-    """Run the model on tokens from position `start` on; returns the last one's logits (1, vocabulary) float32."""
+def forward_at(model: Any, cache: Any, ids: Sequence[int], start: int) -> torch.Tensor:
+    """The last token's logits (1, vocabulary) float32, of tokens from position `start` on, over any cache."""
     tokens = torch.tensor([list(ids)], device=model.device)
     place = torch.arange(start, start + len(ids), device=model.device)[None]
+    return forward(model, cache, tokens, mask=None, position_ids=place)
+
+
+def feed(model: Any, cache: ContextCache, ids: Sequence[int], start: int, chunk: int) -> torch.Tensor:
+    """Run the model on tokens from position `start` on; returns the last one's logits (1, vocabulary) float32."""
     cache.require_room(len(ids), start)
     with using_retrieval(model, chunk):
-        logits = forward(model, cache, tokens, mask=None, position_ids=place)
+        logits = forward_at(model, cache, ids, start)
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)
     return logits

@@ -17,10 +17,9 @@ from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.instruments import measure_mass
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.decode import forward
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
-from retrieval_attn.eval.baselines.reader import ContextReader
+from retrieval_attn.eval.baselines.reader import ContextReader, forward_at
 from retrieval_attn.eval.baselines.registry import make_method
 from retrieval_attn.eval.baselines.retrieval import attended_tokens
 from retrieval_attn.eval.bench.fidelity.texts import FedText
@@ -53,8 +52,8 @@ def feed_full(model: Any, text: FedText) -> Fed:
     from transformers import DynamicCache
 
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
-    _forward(model, cache, text.ids[: text.context], 0)
-    rows = [_forward(model, cache, [token], text.context + at) for at, token in enumerate(text.forced)]
+    forward_at(model, cache, text.ids[: text.context].tolist(), 0)
+    rows = [forward_at(model, cache, [token], text.context + at) for at, token in enumerate(text.forced.tolist())]
     return Fed(None, torch.cat(rows).cpu(), text.context + (len(rows) + 1) / 2)
 
 
@@ -79,8 +78,8 @@ def _feed_fork(model: Any, held: RetrievalCache, text: FedText, budget: Budget, 
     measure_mass(cache, mass_heads)
     rows, attended = [], []
     with using_retrieval(model, cache.config.prefill_chunk):
-        for at, token in enumerate(text.forced):
-            rows.append(_forward(model, cache, [token], text.context + at))
+        for at, token in enumerate(text.forced.tolist()):
+            rows.append(forward_at(model, cache, [token], text.context + at))
             attended += [seen for layer in layers if (seen := attended_tokens(layer, 1)) is not None]
     done = cache.stats()
     return Fed(
@@ -120,10 +119,3 @@ def _attended_with(config: Config, budget: Budget, text: FedText) -> int:
     static = config.sink + config.window
     count = config.replace(retrieve=budget).retrieve_count(text.context - static)
     return len(text.ids) if count is None else static + count
-
-
-def _forward(model: Any, cache: Any, ids: Any, start: int) -> Tensor:
-    """Logits (1, vocabulary) float32 after ids at positions from `start` on."""
-    tokens = torch.tensor([[int(token) for token in ids]], device=model.device)
-    places = torch.arange(start, start + tokens.shape[1], device=model.device)[None]
-    return forward(model, cache, tokens, mask=None, position_ids=places)

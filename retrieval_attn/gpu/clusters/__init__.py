@@ -1,0 +1,1 @@
+"""Clusters of keys, and the part of attention that they estimate."""

@@ -1,0 +1,177 @@
+"""Clusters of a layer's keys, by which the keys that no query retrieved are estimated.
+
+k-means in the metric of the queries: two keys are near where queries score them alike. A few rounds of Lloyd's
+algorithm over a sample, then one pass that assigns every key and sums keys and values. Plain PyTorch on any device;
+sums are products with one-hot matrices, never atomic additions, so that the same keys give the same clusters.
+
+Non-finite keys are put into some cluster and make its sums non-finite.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import ShapeError
+
+MAX_CLUSTERS = 256
+"""A key's cluster is one byte."""
+ROUNDS = 6
+SAMPLE_KEYS = 8192
+SAMPLE_QUERIES = 4096
+FLOOR = 1e-6
+"""Least eigenvalue of the queries' second moment, of its mean: keys differ a little even where no query looks."""
+BYTES_AT_ONCE = 48 << 20
+"""Of scores, one-hot matrices and float32 keys at a time: they must not show beside a layer's keys."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Clusters(NamedTuple):
+    """Keys of each key-value head by clusters: what `make_clusters` returns.
+
+    centers (heads, clusters, head_dim) float32, projected by the metric. members (heads, n) uint8: the cluster of each
+    key. counts (heads, clusters) int32; key_sums (heads, clusters, head_dim) and value_sums (heads, clusters,
+    value_dim) float32, 0 where a cluster is empty.
+    """
+
+    centers: Tensor
+    members: Tensor
+    counts: Tensor
+    key_sums: Tensor
+    value_sums: Tensor
+
+
+class _Sums(NamedTuple):
+    """counts (heads, clusters) float32 and sums (heads, clusters, dim) float32, of keys and of values."""
+
+    counts: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def metric_of(queries: Tensor) -> Tensor:
+    """P (heads, head_dim, head_dim) float32: |P k - P k'|^2 is the mean of (q . (k - k'))^2.
+
+    queries (heads, m, head_dim) of any floating dtype, of which at most SAMPLE_QUERIES are looked at; those that are
+    not finite count nothing. Without queries, or where all are zero, P is the identity.
+    """
+    heads, count, dim = queries.shape
+    some = queries[:, spread(min(count, SAMPLE_QUERIES), count, queries.device)].double()
+    finite = some.isfinite().all(dim=2, keepdim=True)
+    some = torch.where(finite, some, 0)
+    moment = some.transpose(1, 2) @ some / finite.sum(dim=1, keepdim=True).clamp_min(1)
+    mean = moment.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
+    one = torch.eye(dim, dtype=torch.float64, device=queries.device)
+    moment = torch.where(mean > 0, moment / torch.where(mean > 0, mean, 1) + FLOOR * one, one)
+    # any root will do: distances are those of P^T P. This one needs no eigenvectors and does not wait for the device
+    lower, _ = torch.linalg.cholesky_ex(moment)
+    return (lower.transpose(1, 2) * torch.where(mean > 0, mean, 1).sqrt()).float().contiguous()
+
+
+def make_clusters(keys: Tensor, values: Tensor, metric: Tensor | None, clusters: int) -> Clusters:
+    """Cluster keys (heads, n, head_dim), any floating dtype, and sum their values (heads, n, value_dim).
+
+    metric: (heads, head_dim, head_dim) float32 as `metric_of` gives it; None: the identity. clusters: 1 to 256. Fewer
+    keys than clusters leave some empty; without keys, centres are zeros. Raises ShapeError.
+    """
+    heads, count, dim = keys.shape
+    if not 1 <= clusters <= MAX_CLUSTERS or values.shape[:2] != keys.shape[:2]:
+        raise ShapeError(
+            f"clustering needs 1 to {MAX_CLUSTERS} clusters and a value for each key, got {clusters}, keys "
+            f"{tuple(keys.shape)} and values {tuple(values.shape)}"
+        )
+    if not count:
+        zeros = keys.new_zeros(heads, clusters, dim, dtype=torch.float32)
+        no_values = zeros.new_zeros(heads, clusters, values.shape[2])
+        return Clusters(zeros, keys.new_zeros(heads, 0, dtype=torch.uint8), zeros[..., 0].int(), zeros, no_values)
+    sample = keys[:, spread(min(count, SAMPLE_KEYS), count, keys.device)]
+    means = sample[:, spread(clusters, sample.shape[1], keys.device)].float()
+    for _ in range(ROUNDS):
+        _, sums = _pass(sample, sample[..., :0], means, metric)
+        filled = sums.counts[..., None] > 0
+        means = torch.where(filled, sums.keys / sums.counts.clamp_min(1)[..., None], means)
+    members, sums = _pass(keys, values, means, metric)
+    return Clusters(_projected(means, metric), members, sums.counts.int(), sums.keys, sums.values)
+
+
+def members_of(keys: Tensor, centers: Tensor, metric: Tensor | None) -> Tensor:
+    """The nearest of centers (heads, clusters, head_dim), as `make_clusters` has them, for keys (heads, n, head_dim).
+
+    uint8 (heads, n); of equally near ones the first.
+    """
+    members = torch.empty(keys.shape[:2], dtype=torch.uint8, device=keys.device)
+    sides, bias = _sides(centers, metric)
+    for start, stop in _pieces(keys.shape[1], _bytes_per_key(keys, centers.shape[1])):
+        members[:, start:stop] = _nearest(keys[:, start:stop], sides, bias)
+    return members
+
+
+def spread(count: int, total: int, device: torch.device) -> Tensor:
+    """int64 (count,): places among `total`, one in each of `count` equal spans, ascending.
+
+    Not equally spaced, or a text that repeats itself would show one of its columns alone.
+    """
+    span = torch.arange(count, dtype=torch.float64, device=device)
+    places = ((span + (span * GOLDEN).frac()) * (total / max(1, count))).long()
+    return places.clamp_max(max(0, total - 1))
+
+
+def _projected(keys: Tensor, metric: Tensor | None) -> Tensor:
+    return keys if metric is None else keys @ metric.transpose(1, 2)
+
+
+def _sides(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
+    """sides (heads, head_dim, clusters) and bias (heads, 1, clusters): the centre nearest to k is that with the greatest
+    k . side + bias. The keys themselves need no projection.
+    """
+    # relative to the middle of all centres: keys far from the origin, as real ones are, would drown the differences
+    middle = centers.mean(dim=1, keepdim=True)
+    away = centers - middle
+    bias = -(away * (middle + 0.5 * away)).sum(dim=2)[:, None]
+    return (away if metric is None else away @ metric).transpose(1, 2).contiguous(), bias
+
+
+def _nearest(keys: Tensor, sides: Tensor, bias: Tensor) -> Tensor:
+    """int64 (heads, n)."""
+    return torch.baddbmm(bias, keys.float(), sides).argmax(dim=2)
+
+
+def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) -> tuple[Tensor, _Sums]:
+    """Assign keys (heads, n, head_dim) to the nearest of means (heads, clusters, head_dim), and sum."""
+    heads, count, dim = keys.shape
+    clusters = means.shape[1]
+    sides, bias = _sides(_projected(means, metric), metric)
+    members = torch.empty(heads, count, dtype=torch.uint8, device=keys.device)
+    counts = torch.zeros(heads, clusters, dtype=torch.float32, device=keys.device)
+    sums = _Sums(counts, means.new_zeros(means.shape), means.new_zeros(heads, clusters, values.shape[2]))
+    every = torch.arange(clusters, device=keys.device)[:, None]
+    for start, stop in _pieces(count, _bytes_per_key(keys, clusters)):
+        own = _nearest(keys[:, start:stop], sides, bias)
+        members[:, start:stop] = own
+        chosen = own[:, None] == every  # (heads, clusters, piece)
+        sums.counts.add_(chosen.sum(dim=2))
+        for into, rows in ((sums.keys, keys), (sums.values, values)):
+            if rows.shape[2]:
+                into.add_(_sum(chosen, rows[:, start:stop]))
+    return members, sums
+
+
+def _sum(chosen: Tensor, rows: Tensor) -> Tensor:
+    """float32 (heads, clusters, dim): the sum of those of rows (heads, n, dim) that chosen (heads, clusters, n) has."""
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        # products with 0 and 1 are exact: matrix units for halves add them in float32
+        return torch.bmm(chosen.to(rows.dtype), rows, out_dtype=torch.float32)
+    return chosen.float() @ rows.float()
+
+
+def _bytes_per_key(keys: Tensor, clusters: int) -> int:
+    """Of what a pass holds for a key of every head: its float32 numbers; scores, choices, and these as numbers."""
+    return keys.shape[0] * (4 * keys.shape[2] + 9 * clusters)
+
+
+def _pieces(count: int, bytes_per_key: int) -> list[tuple[int, int]]:
+    at_once = max(1, BYTES_AT_ONCE // bytes_per_key)
+    return [(start, min(count, start + at_once)) for start in range(0, count, at_once)]

@@ -41,14 +41,36 @@ class GraphHook(Protocol):
         """`sync`, and look at the cache anew before the next replay: something else is about to change it."""
 
 
+class AttentionWatch(Protocol):
+    """Told what a layer was asked and what it answered."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        out: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> None:
+        """query, scale, softcap, sink_logits: as `CacheLayer.attend` got them, out: what it returns. new: the keys and
+        values that it stored first, (batch, kv_heads, new, dim). None of them may be changed.
+        """
+
+
 class CacheLayer(HandleLayer):
-    """One layer of a `RetrievalCache`. graph: set while a captured step decodes with this cache."""
+    """One layer of a `RetrievalCache`. graph: set while a captured step decodes with this cache.
+
+    watch: told of every `attend` that is not part of a captured step, or None. Forks get it, too.
+    """
 
     def __init__(self, config: Config, batch: Batch | None = None) -> None:
         super().__init__(batch)
         self.config = config
         self.stats = LayerStats()
         self.graph: GraphHook | None = None
+        self.watch: AttentionWatch | None = None
         self._announced: int | None = None
         self._alone = False
 
@@ -156,6 +178,8 @@ class CacheLayer(HandleLayer):
         part = self._attend(query, key, value, spec, scale, softcap)
         if sink_logits is not None:
             part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])
+        if self.watch is not None:
+            self.watch(query, (key, value), part.out, scale=scale, softcap=softcap, sink_logits=sink_logits)
         return part.out
 
     def _attend(

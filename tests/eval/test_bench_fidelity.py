@@ -18,7 +18,7 @@ from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataErro
 from retrieval_attn.eval.bench.fidelity import command
 from retrieval_attn.eval.bench.fidelity.feed import Fed, feed_full, feed_index, feed_policies
 from retrieval_attn.eval.bench.fidelity.measure import measure, plan_of
-from retrieval_attn.eval.bench.fidelity.row import Row
+from retrieval_attn.eval.bench.fidelity.row import Row, mean_head_errors
 from retrieval_attn.eval.bench.fidelity.scores import (
     Floats,
     divergence,
@@ -140,6 +140,56 @@ def test_published_methods_with_room_for_everything_are_full_attention(
     assert "larger budget" in refused.refused and kl(reference, served) > 1e-6
 
 
+def head_error(fed: Fed) -> float:
+    return float(mean_head_errors(fed.head_errors)["head_error"])
+
+
+def test_first_layers_head_errors_are_those_of_transformers_attention(model: Any, text: FedText) -> None:
+    """The first layer's query is full attention's, so its error is known without this package's attention."""
+    seen: list[torch.Tensor] = []
+    projection = model.model.layers[0].self_attn.o_proj
+    handle = projection.register_forward_pre_hook(lambda module, args: seen.append(args[0][0, -1].reshape(8, 64)))
+    one = FedText(text.name, text.length, text.ids[:1501], text.context)
+    try:
+        feed_full(model, one)
+        exact = seen[-1]
+        fed = next(feed_index(model, CONFIG, one, [20], mass_heads=0, head_error=True))
+    finally:
+        handle.remove()
+    wanted = (seen[-1] - exact).norm(dim=1) / exact.norm(dim=1)
+    assert len(fed.head_errors) == 5 and all(layer.shape == (8, 1) for layer in fed.head_errors)
+    assert wanted.max() > 0.1 and torch.allclose(fed.head_errors[0][:, 0], wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_head_errors_fall_with_more_keys_and_count_where_they_are_made(model: Any, text: FedText) -> None:
+    """Everything retrieved has none, even behind a layer whose keys are zero: that layer has stored them so."""
+    fed = list(feed_index(model, CONFIG, text, [20, 400, "all"], mass_heads=0, head_error=True))
+    few, many, everything = map(head_error, fed)
+    assert few > 1.5 * many > 0.01 and everything < 1e-5
+    plain = next(feed_index(model, CONFIG, text, [20], mass_heads=0))
+    assert torch.equal(plain.logits, fed[0].logits) and plain.head_errors == () and mean_head_errors(()) == {}
+    with zeroed_head(model, 2):
+        broken = next(feed_index(model, CONFIG, text, ["all"], mass_heads=0, head_error=True))
+    assert head_error(broken) < 1e-5
+    int8 = next(feed_index(model, CONFIG.replace(host_dtype="int8"), text, ["all"], mass_heads=0, head_error=True))
+    assert head_error(int8) < 1e-2
+
+
+def test_published_methods_have_head_errors(model: Any, tokenizer: Any, text: FedText) -> None:
+    """With room for everything none; with less, those of what was left out, and the logits stay what they were."""
+    names = ["streaming_llm", "snapkv", "pyramidkv", "quest", "infinigen", "infllm"]
+    fed = [*feed_policies(model, tokenizer, names, CONFIG, text, ["all", 400], head_error=True)]
+    whole = {name: head_error(one) for name, one in fed if one.budget == "all" and not one.refused}
+    less = {name: head_error(one) for name, one in fed if one.budget == 400}
+    assert whole.pop("quest") < 1e-2 and whole.pop("infllm", 0.0) < 1
+    assert whole and max(whole.values()) < 1e-5
+    assert set(less) == set(names) and min(less.values()) > 1e-2
+    quest = next(one for name, one in fed if name == "quest" and one.budget == 400)
+    assert (quest.head_errors[0] < 1e-5).all() and (quest.head_errors[1] < 1e-5).all()  # its dense layers
+    ((_, plain),) = feed_policies(model, tokenizer, ["quest"], CONFIG, text, [400])
+    assert torch.equal(plain.logits, quest.logits)
+
+
 def test_every_method_gets_the_same_ids_at_the_same_positions(model: Any, tokenizer: Any, text: FedText) -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
@@ -160,7 +210,7 @@ def test_every_method_gets_the_same_ids_at_the_same_positions(model: Any, tokeni
     assert sorted(seen) == sorted(full * 2)
 
 
-@pytest.mark.parametrize("name", ["prose", "code", "json", "ruler"])
+@pytest.mark.parametrize("name", ["prose", "code", "json", "uuid", "ruler"])
 def test_texts_are_exact_and_the_same_again(tokenizer: Any, name: str) -> None:
     made = make_text(name, 2048, 24, tokenizer, 3)
     assert len(made.forced) == 24 and len(made.ids) == made.context + 24
@@ -168,7 +218,9 @@ def test_texts_are_exact_and_the_same_again(tokenizer: Any, name: str) -> None:
     assert np.array_equal(made.ids, make_text(name, 2048, 24, tokenizer, 3).ids)
     assert not np.array_equal(made.ids[:200], make_text(name, 2048, 24, tokenizer, 4).ids[:200]) or name == "ruler"
     shown = tokenizer.decode(made.ids)
-    assert {"prose": ". The ", "code": "def ", "json": '"sku": ', "ruler": " is: "}[name] in shown
+    assert {"prose": ". The ", "code": "def ", "json": '"sku": ', "uuid": "magic uuids for ", "ruler": " is: "}[
+        name
+    ] in shown
     if name == "ruler":  # the answer is what is fed last, and it stands in what was read
         answer = shown[-36:]
         assert answer.count("-") == 4 and answer in tokenizer.decode(made.ids[: made.context])
@@ -193,6 +245,7 @@ def test_command_writes_table_json_and_plot(tmp_path: Path, capsys: pytest.Captu
     assert {"commit", "machine", "versions", "command", "config", "seed"} <= set(report)
     assert len(report["rows"]) == 2 * 4 * 2 and all(row["budget"] != "all" for row in report["rows"])
     one = report["rows"][0]
+    assert np.mean(one["head_errors"]) == pytest.approx(one["head_error"]) and np.shape(one["head_errors"]) == (5, 8)
     assert len(one["kl_per_token"]) == 3 and np.mean(one["kl_per_token"]) == pytest.approx(one["kl"])
     shown = capsys.readouterr().out
     assert shown.startswith((folder / "fidelity.md").read_text()) and "### json" in shown
@@ -234,7 +287,7 @@ def test_wrong_logits_are_problems(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
-        (["--texts", "poetry"], ConfigError, "choose from prose, code, json, ruler"),
+        (["--texts", "poetry"], ConfigError, "choose from prose, code, json, uuid, ruler"),
         (["--methods", "flat,magic"], ConfigError, "or a method: streaming_llm"),
         (["--retrieve", "many"], ConfigError, "write 100, a share"),
         (["--retrieve", "0"], ConfigError, "retrieve"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ from retrieval_attn.eval.baselines.streaming import Streaming
 from retrieval_attn.eval.prompts import Prompt
 
 __all__ = ["PolicyMethod", "policies_of"]
+
+Watch = Callable[[ContextCache, int], contextlib.AbstractContextManager[None]]
+"""(cache, tokens of its context) -> what watches its layers."""
 
 
 class PolicyMethod:
@@ -68,11 +71,14 @@ class PolicyMethod:
                 cache.rewind()
         return replies
 
-    def forced(self, context_ids: NDArray[np.int64], token_ids: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def forced(
+        self, context_ids: NDArray[np.int64], token_ids: Sequence[int], watch: Watch | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Logits after each of `token_ids`, which go through the method one by one after the context.
 
-        The context is compressed or indexed first, as with "after". Returns (tokens, vocabulary) float32 on the model's
-        device, and what was attended to, by the names of `Reply.stats`.
+        The context is compressed or indexed first, as with "after". watch: entered with the cache and its tokens while
+        `token_ids` are fed. Returns (tokens, vocabulary) float32 on the model's device, and what was attended to, by
+        the names of `Reply.stats`.
         """
         chunk = self._reader.config.prefill_chunk
         cache, _ = self._reader.open(context_ids)
@@ -80,10 +86,11 @@ class PolicyMethod:
             cache.act(self._key)
             with self._inputs or contextlib.nullcontext():
                 cache.start()
-                rows = [
-                    feed(self._model, cache, [token], len(context_ids) + at, chunk)
-                    for at, token in enumerate(token_ids)
-                ]
+                with contextlib.nullcontext() if watch is None else watch(cache, len(context_ids)):
+                    rows = [
+                        feed(self._model, cache, [token], len(context_ids) + at, chunk)
+                        for at, token in enumerate(token_ids)
+                    ]
             return torch.cat(rows), _measured(cache)
         finally:
             cache.rewind()

@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
     add("--lengths", metavar="N,N", help=f"tokens that are read; k and m count 1024s (default: {USUAL['lengths']})")
-    add("--texts", metavar="NAME,NAME", help=f"some of {USUAL['texts']} (the default), or paths of text files")
+    add(
+        "--texts",
+        metavar="NAME,NAME",
+        help=f"some of prose,code,json,uuid,ruler, or paths of text files (default: {USUAL['texts']})",
+    )
     add(
         "--methods",
         metavar="NAME,NAME",
@@ -60,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
     add("--mass-heads", type=int, default=1, metavar="N", help="heads per layer and token whose captured weight is "
         "measured; 0: none (default: %(default)s)")  # fmt: skip
+    add("--no-head-error", action="store_true", help="do not compare heads' outputs with exact attention, which reads "
+        "all keys of every layer for each token")  # fmt: skip
     add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
     add("--seed", type=int, default=0, help="of texts and intervals (default: %(default)s)")
     add("--quick", action="store_true", help="a small subset: 2k tokens of prose, 8 fed, two budgets, three methods")

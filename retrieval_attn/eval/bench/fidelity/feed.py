@@ -7,6 +7,7 @@ nothing of this package takes part. Everything decodes eagerly, one token per fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.eval.baselines.reader import ContextReader, forward_at
 from retrieval_attn.eval.baselines.registry import make_method
 from retrieval_attn.eval.baselines.retrieval import attended_tokens
+from retrieval_attn.eval.bench.fidelity.head_error import HeadErrors
 from retrieval_attn.eval.bench.fidelity.texts import FedText
 from retrieval_attn.eval.bench.keys import read
 
@@ -36,13 +38,15 @@ class Fed:
     """What came out. logits: (tokens, vocabulary) float32 on the CPU, row i after forced token i.
 
     attended: tokens that a query attended to, mean over tokens, layers and key-value heads; None: not counted.
-    captured: share of exact attention's weight that took part; None: not measured. refused: why there are no logits.
+    captured: share of exact attention's weight that took part; None: not measured. head_errors: per layer, (q_heads,
+    tokens), relative errors of heads' outputs (`head_error.py`); empty: not measured. refused: why there are no logits.
     """
 
     budget: Budget | None
     logits: Tensor
     attended: float | None = None
     captured: float | None = None
+    head_errors: Sequence[Tensor] = ()
     refused: str = ""
 
 
@@ -57,27 +61,33 @@ def feed_full(model: Any, text: FedText) -> Fed:
     return Fed(None, torch.cat(rows).cpu(), text.context + (len(rows) + 1) / 2)
 
 
-def feed_index(model: Any, config: Config, text: FedText, budgets: Sequence[Budget], mass_heads: int) -> Iterator[Fed]:
+def feed_index(
+    model: Any, config: Config, text: FedText, budgets: Sequence[Budget], mass_heads: int, head_error: bool = False
+) -> Iterator[Fed]:
     """This package, with `config`'s index: one reading for all budgets, each on a fork of it.
 
-    mass_heads: query heads per layer whose captured weight is measured, in turn; 0: none.
+    mass_heads: query heads per layer whose captured weight is measured, in turn; 0: none. head_error: whether heads'
+    outputs are compared with exact attention.
     """
     ids = torch.from_numpy(text.ids[None, : text.context].copy()).to(model.device)
     held, _ = read(model, config, ids)
     finish_prefill(held)
     for budget in budgets:
-        yield _feed_fork(model, held, text, budget, mass_heads)
+        yield _feed_fork(model, held, text, budget, mass_heads, HeadErrors() if head_error else None)
 
 
 @torch.no_grad()
-def _feed_fork(model: Any, held: RetrievalCache, text: FedText, budget: Budget, mass_heads: int) -> Fed:
+def _feed_fork(
+    model: Any, held: RetrievalCache, text: FedText, budget: Budget, mass_heads: int, errors: HeadErrors | None
+) -> Fed:
     cache = held.fork()
     layers: list[Any] = [layer for layer in cache.layers if hasattr(layer, "config")]
     for layer in layers:
         layer.config = layer.config.replace(retrieve=budget)
     measure_mass(cache, mass_heads)
     rows, attended = [], []
-    with using_retrieval(model, cache.config.prefill_chunk):
+    watched = nullcontext() if errors is None else errors.watching(cache, text.context)
+    with using_retrieval(model, cache.config.prefill_chunk), watched:
         for at, token in enumerate(text.forced.tolist()):
             rows.append(forward_at(model, cache, [token], text.context + at))
             attended += [seen for layer in layers if (seen := attended_tokens(layer, 1)) is not None]
@@ -87,11 +97,18 @@ def _feed_fork(model: Any, held: RetrievalCache, text: FedText, budget: Budget, 
         torch.cat(rows).cpu(),
         sum(attended) / len(attended) if attended else None,
         done.mass / done.mass_count if done.mass_count else None,
+        () if errors is None else errors.result(),
     )
 
 
 def feed_policies(
-    model: Any, tokenizer: Any, names: Sequence[str], config: Config, text: FedText, budgets: Sequence[Budget]
+    model: Any,
+    tokenizer: Any,
+    names: Sequence[str],
+    config: Config,
+    text: FedText,
+    budgets: Sequence[Budget],
+    head_error: bool = False,
 ) -> Iterator[tuple[str, Fed]]:
     """The published methods. A method attends to as many tokens as this package does: sinks, window and budget.
 
@@ -108,8 +125,11 @@ def feed_policies(
             except (ConfigError, UnsupportedModelError) as error:
                 yield name, Fed(budget, nothing, refused=str(error))
     for name, budget, method in made:
-        logits, stats = method.forced(text.ids[: text.context], text.forced.tolist())
-        yield name, Fed(budget, logits.cpu(), stats["tokens_attended_per_step"])
+        errors = HeadErrors() if head_error else None
+        watch = None if errors is None else errors.watching
+        logits, stats = method.forced(text.ids[: text.context], text.forced.tolist(), watch)
+        attended = stats["tokens_attended_per_step"]
+        yield name, Fed(budget, logits.cpu(), attended, head_errors=() if errors is None else errors.result())
         if method.reads_alone:
             method.release()
 

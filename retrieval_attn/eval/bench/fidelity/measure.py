@@ -11,7 +11,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.baselines.registry import POLICIES
 from retrieval_attn.eval.bench.fidelity.feed import Budget, Fed, feed_full, feed_index, feed_policies
-from retrieval_attn.eval.bench.fidelity.row import Row, judged
+from retrieval_attn.eval.bench.fidelity.row import Row, judged, mean_head_errors
 from retrieval_attn.eval.bench.fidelity.scores import entropy, log_probabilities
 from retrieval_attn.eval.bench.fidelity.texts import FedText, parse_texts
 from retrieval_attn.eval.bench.methods import index_of, parse, value_of
@@ -34,6 +34,7 @@ class Plan:
     policies: tuple[str, ...]
     tokens: int
     mass_heads: int
+    head_error: bool
     seed: int
 
     @property
@@ -78,6 +79,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         policies=tuple(dict.fromkeys(spec.name for spec in specs if spec.name in POLICIES)),
         tokens=args.tokens,
         mass_heads=args.mass_heads,
+        head_error=not args.no_head_error,
         seed=args.seed,
     )
 
@@ -108,13 +110,15 @@ def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[R
         own: dict[str, Any] = {"method": label, "budget": fed.budget, "entropy": sure, "attended": fed.attended}
         if fed.refused:
             return Row(**size, **own, refused=fed.refused)
-        return Row(**size, **own, captured=fed.captured, **judged(reference, log_probabilities(fed.logits), plan.seed))
+        own |= {"captured": fed.captured, **mean_head_errors(fed.head_errors)}
+        return Row(**size, **own, **judged(reference, log_probabilities(fed.logits), plan.seed))
 
     for number, (label, config) in enumerate(plan.kinds.items()):
         budgets = plan.budgets
         if number == 0 and "all" not in budgets:
             budgets = (*budgets, "all")
-        for fed in feed_index(model, config, text, budgets, plan.mass_heads):
+        for fed in feed_index(model, config, text, budgets, plan.mass_heads, plan.head_error):
             yield row(label, fed)
-    for name, fed in feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets):
+    policies = feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets, plan.head_error)
+    for name, fed in policies:
         yield row(name, fed)

@@ -12,6 +12,7 @@ __all__ = ["markdown", "plots"]
 
 _COLUMNS = (
     "context", "method", "retrieve", "attended", "KL, nats", "95 % interval", "KL / entropy", "same token", "captured",
+    "head error",
 )  # fmt: skip
 
 
@@ -62,6 +63,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.entropy <= 0 else _number(row.kl / row.entropy),
         f"{round((row.same or 0) * row.tokens)} of {row.tokens}",
         shown(row.captured, ".3f"),
+        "" if row.head_error is None else _number(row.head_error),
     ]
 
 
@@ -78,8 +80,10 @@ def _legend() -> list[str]:
         "bootstrap over these tokens, which belong to one text and are not independent. same token: the likeliest next "
         "one. attended: tokens per query, mean over layers and heads; published methods get sinks, window and "
         "`retrieve` together as their budget, and some attend to everything in their first layers, as published. "
-        "captured: share of exact attention's weight that took part, over sampled heads. ruler: the last tokens of "
-        "question and answer are fed. Everything decodes eagerly."
+        "captured: share of exact attention's weight that took part, over sampled heads. head error: |out - exact| / "
+        "|exact| of a head's output; exact is full attention, in float32, with the method's own query over the keys "
+        "and values that its own run stored; mean over heads, full-attention layers and fed tokens. ruler: the last "
+        "tokens of question and answer are fed. Everything decodes eagerly."
     ]
 
 

@@ -1,4 +1,4 @@
-"""Texts that are read and then fed token by token: prose, code, JSON, a RULER needle task, or a file."""
+"""Texts that are read and then fed token by token: prose, code, JSON, UUIDs, a RULER needle task, or a file."""
 
 from __future__ import annotations
 
@@ -136,6 +136,20 @@ def _json(chars: int, seed: int) -> str:
     return ("[\n" + ",\n".join(parts))[:chars]
 
 
+def _uuid(chars: int, seed: int) -> str:
+    """The haystack of RULER_TASK alone: one line after the other gives a UUID for a UUID."""
+    from retrieval_attn.eval.plans import DRAW
+    from retrieval_attn.eval.ruler.specs import NEEDLE
+
+    drawn, draw = random.Random(f"uuid/{seed}"), DRAW["uuids"]
+    parts: list[str] = []
+    size = 0
+    while size < chars:
+        parts.append(NEEDLE.format(values="uuids", key=draw(drawn), value=draw(drawn)))
+        size += len(parts[-1]) + 1
+    return "\n".join(parts)[:chars]
+
+
 def _ruler(length: int, tokenizer: Any, seed: int) -> str:
     """One row of RULER_TASK with its answer written."""
     from retrieval_attn.eval.ruler.suite import RulerSuite
@@ -150,5 +164,11 @@ def _file(name: str, chars: int) -> str:
     return read_haystack(Path(name))[:chars]
 
 
-TEXTS: dict[str, Callable[[int, int], str] | None] = {"prose": _prose, "code": _code, "json": _json, "ruler": None}
+TEXTS: dict[str, Callable[[int, int], str] | None] = {
+    "prose": _prose,
+    "code": _code,
+    "json": _json,
+    "uuid": _uuid,
+    "ruler": None,
+}
 """(characters, seed) -> so many characters, or fewer where there are no more; ruler is made from a row."""

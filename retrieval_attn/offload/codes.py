@@ -103,8 +103,8 @@ class HeadCodes:
         """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
         self._fmt, self._lent = fmt, lent
         with beside(memory.device):
-            query_projection, key_projection, shift = (torch.from_numpy(part).to(memory.device) for part in space[:3])
-            there = DeviceSpace(query_projection, key_projection, shift, space.wide, space.narrow)
+            query_side, key_side, shift, estimate = (torch.from_numpy(part).to(memory.device) for part in space[:4])
+            there = DeviceSpace(query_side, key_side, shift, estimate, space.wide, space.narrow)
             self.device = DeviceCodes(there, memory)
 
     @property
@@ -167,7 +167,7 @@ def load_coder(device: torch.device, dtype: torch.dtype, spec: IndexSpec, head_d
         return
     num_8bit, num_4bit, _ = shape
     sides = torch.zeros(num_8bit + num_4bit, head_dim, device=device)
-    space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), num_8bit, num_4bit)
+    space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), sides[:0], num_8bit, num_4bit)
     codes = torch.zeros(1, num_8bit + num_4bit // 2, dtype=torch.uint8, device=device)
     encode(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes)
 

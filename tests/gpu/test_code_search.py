@@ -15,12 +15,13 @@ from torch import Tensor
 
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
-from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores
+from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, shared_scratch, size_class
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
 from retrieval_attn.index.sketch.index import learn_projection
+from retrieval_attn.index.synthetic import synthetic_head
 from retrieval_attn.offload.codes import HeadCodes
 from tests.gpu.test_decode_kernels import INTERPRETED
 
@@ -71,6 +72,39 @@ def test_codes_are_those_of_the_host(device: str, dim: int, key_bytes: int) -> N
     exact = queries @ keys.T
     for i in range(5):  # what codes are for: they order keys as exact scores do
         assert np.corrcoef(own[i], exact[i])[0, 1] > (0.85 if 2 * key_bytes > dim or dim > 16 else 0.5)
+
+
+@pytest.mark.parametrize("dim,key_bytes,off", [(64, 32, 0.03), (128, 64, 0.03), (80, 40, 0.03), (128, 128, 0.01)])
+@pytest.mark.parametrize("level", ["mid", "hard"])
+def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int, off: float, level: str) -> None:
+    """Of keys that are not among the best, codes tell the sum of exponentials within `off` of its logarithm.
+
+    Without the variance of what they do not store it is too small by .1 to .3.
+    """
+    head = synthetic_head(4000, head_dim=dim, group=2, level=level, train=1000, decode=16)
+    space = learn_space(learn_projection(head.train_rotated.reshape(-1, dim), head.keys, dim), head.keys, key_bytes)
+    codes, rows = on(device, space, head.keys), torch.from_numpy(head.decode.reshape(-1, dim)).to(device)
+    exact = rows @ torch.from_numpy(head.keys).to(device).T
+    scores = code_scores(codes.space, codes.codes[:4000], rows)
+    bases, variances = estimated(codes.space, rows)
+    best = scores.topk(100, dim=1).indices
+    if device == "cuda" or INTERPRETED:
+        search = CodeSearch(1, 32, 1, CodeShape(space.wide, space.narrow, 10), torch.device(device))
+        search.bind([(codes, 4000)])
+        scratch = Scratch(32, size_class(4000), search.shape.room, torch.device(device))
+        ids = torch.empty(32, search.shape.room, dtype=torch.int32, device=device)
+        search.run(rows[None, :, None], ids, None, scratch, lambda function, *given: function(*given))
+        left = scratch.scores[:, :4000] * search.units[:, None]
+        torch.testing.assert_close(left, scores, rtol=1e-3, atol=2e-3 * float(scores.abs().max()))
+        torch.testing.assert_close(search.bases, bases, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(search.variances, variances, rtol=1e-4, atol=1e-3)
+        scores, bases, variances = left, search.bases, search.variances
+
+    def logarithms(of: Tensor) -> Tensor:
+        return torch.logsumexp((of / dim**0.5).scatter(1, best, -torch.inf), dim=1)
+
+    difference = logarithms(scores + bases[:, None]) + variances / (2 * dim) - logarithms(exact)
+    assert abs(float(difference.mean())) < off and float(difference.abs().max()) < 10 * off
 
 
 def search_of(

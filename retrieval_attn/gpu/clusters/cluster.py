@@ -124,8 +124,9 @@ def _projected(keys: Tensor, metric: Tensor | None) -> Tensor:
 
 
 def _sides(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
-    """sides (heads, head_dim, clusters) and bias (heads, 1, clusters): the centre nearest to k is that with the greatest
-    k . side + bias. The keys themselves need no projection.
+    """sides (heads, head_dim, clusters), bias (heads, 1, clusters): k . side + bias is greatest at the nearest one.
+
+    The keys themselves need no projection.
     """
     # relative to the middle of all centres: keys far from the origin, as real ones are, would drown the differences
     middle = centers.mean(dim=1, keepdim=True)

@@ -22,11 +22,12 @@ _launching = threading.Lock()
 
 
 class DeviceSpace(NamedTuple):
-    """`CodeSpace` on the device: query_projection, key_projection (rank, head_dim), shift (rank,), float32."""
+    """`CodeSpace` on the device: query_projection and key_projection (rank, head_dim), shift (rank,), estimate."""
 
     query_projection: Tensor
     key_projection: Tensor
     shift: Tensor
+    estimate: Tensor
     num_8bit: int
     num_4bit: int
 
@@ -89,6 +90,15 @@ def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
     low, high = ((numbers[:, at : at + half] + 8).clamp(0, 15).to(torch.uint8) for at in (num_8bit, num_8bit + half))
     eights = numbers[:, :num_8bit].clamp(-128, 127).to(torch.int8).view(torch.uint8)
     return torch.cat([eights, low | high << 4], dim=1)
+
+
+def estimated(space: DeviceSpace, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """What makes the scores of queries (m, head_dim) as large as q . k, float32 (m,): the number to add to all that
+    `code_scores` has of a query, and the variance of what then lacks.
+    """
+    rank = len(space.query_projection)
+    variances = (queries @ space.query_projection.T).square() @ space.estimate[1, :rank]
+    return queries @ space.estimate[0], variances + (queries @ space.estimate[2:].T).square().sum(dim=1)
 
 
 def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
 """Words of a row of the table: bytes from the table itself to the codes, address of query_projection, how many codes
-count; one is not used.
+count, address of estimate.
 
 Not the codes' address: only where a kernel adds a multiple of 16 to a pointer it was given does the compiler know that
 the sum is aligned, and loads 16 bytes at once.
@@ -124,6 +124,8 @@ class CodeSearch:
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
     planes (queries, 4, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
+    units, bases, variances (queries,) float32: q . k is near unit * score + base, of a score that kernels left in
+    `Scratch`, and differs from it by this variance.
     block: queries that a program scores at a time.
     """
 
@@ -146,7 +148,8 @@ class CodeSearch:
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
-        self.factors = torch.ones(batch * q_heads, dtype=torch.float32, device=device)
+        numbers = torch.ones(4, batch * q_heads, dtype=torch.float32, device=device)
+        self.factors, self.units, self.bases, self.variances = numbers
 
     def bind(self, entries: Sequence[CodeRange | None]) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""
@@ -155,9 +158,10 @@ class CodeSearch:
         rows = [
             [0] * TABLE_WORDS
             if entry is None
-            else [entry[0].codes.data_ptr() - here, entry[0].space.query_projection.data_ptr(), entry[1], 0]
+            else [entry[0].codes.data_ptr() - here, entry[0].space.query_projection.data_ptr(), entry[1],
+                  entry[0].space.estimate.data_ptr()]
             for entry in entries
-        ]
+        ]  # fmt: skip
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
         self._upload(torch.tensor(rows, dtype=torch.int64))

@@ -31,14 +31,14 @@ TILE_BYTES = 48 << 10
 
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members"])
 def _project_kernel(
-    query, table, planes, factors, query_b, query_h, q_heads, members, dim, rank,
+    query, table, planes, factors, units, bases, variances, query_b, query_h, q_heads, members, dim, rank,
     WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     FINE: tl.constexpr,
 ):  # fmt: skip
     """query_projection . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
 
     planes[i] (4, K): planes of what meets bytes or their lower halves, then of what meets their upper halves.
-    factors[i]: 1, or NaN for a query that is not finite.
+    factors[i]: 1, or NaN for a query that is not finite. units[i], bases[i], variances[i]: see `CodeSearch`.
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
@@ -47,14 +47,24 @@ def _project_kernel(
     used = tl.load(words + 2) > 0
     # an address out of the table: the graph was captured for no cache in particular
     projection = tl.load(words + 1).to(tl.pointer_type(tl.float32))
-    inside = (number < rank)[:, None] & (column < dim)[None, :] & used
-    matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
+    estimate = tl.load(words + 3).to(tl.pointer_type(tl.float32))
+    inside = (number < dim)[:, None] & (column < dim)[None, :] & used
+    stored = number < rank
+    # below the rows that make numbers those of what is not stored
+    matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside & stored[:, None], other=0.0)
+    unseen = estimate + (2 + number - rank)[:, None] * dim + column[None, :]
+    matrix += tl.load(unseen, mask=inside & (number >= rank)[:, None], other=0.0)
+    offset = tl.load(estimate + column, mask=(column < dim) & used, other=0.0)
+    noise = tl.load(estimate + dim + number, mask=stored & used, other=1.0)
     own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
+    own = own.to(tl.float32)
     # one vector fills no tile of a matrix instruction: float32 additions
-    result = tl.sum(matrix * own.to(tl.float32)[None, :], axis=1)
+    result = tl.sum(matrix * own[None, :], axis=1)
+    variance = tl.sum(result * result * noise, axis=0)
+    result = tl.where(stored, result, 0.0)
     finite = tl.sum(tl.where(result - result == 0, 0, 1), axis=0) == 0
     largest = tl.max(tl.abs(tl.where(finite, result, 0.0)), axis=0)
-    # the factor is not undone later: scores are only compared with those of the same query
+    # to name keys it is not undone: scores are only compared with those of the same query
     scaled = tl.where(finite, result, 0.0) * (127.0 / tl.where(largest > 0, largest, 1.0))
     coarse = tl.floor(scaled + 0.5)
     fine = tl.floor((scaled - coarse) * FINE + 0.5)
@@ -63,6 +73,9 @@ def _project_kernel(
     tl.store(at, coarse.to(tl.int8), mask=number < rank)
     tl.store(at + K, fine.to(tl.int8), mask=number < rank)
     tl.store(factors + i, tl.where(finite, 1.0, float("nan")))
+    tl.store(units + i, largest / (127.0 * FINE))
+    tl.store(bases + i, tl.sum(offset * own, axis=0))
+    tl.store(variances + i, variance)
 
 
 @triton.jit
@@ -202,12 +215,12 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
     shape, group, width = search.shape, scratch.group, search.planes.shape[2]
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
     rank, enough = shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
-    matrix = triton.next_power_of_2(dim) * triton.next_power_of_2(rank)
+    side = triton.next_power_of_2(dim)
     _project_kernel[(batch * q_heads,)](
-        query, search.table, search.planes, search.factors,
+        query, search.table, search.planes, search.factors, search.units, search.bases, search.variances,
         query.stride(0), query.stride(1), q_heads, members, dim, rank,
-        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
-        R=triton.next_power_of_2(rank), FINE=FINE, num_warps=min(32, max(8, matrix // 2048)),
+        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=side, R=side, FINE=FINE,
+        num_warps=min(32, max(8, side * side // 2048)),
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
         blocks = triton.cdiv(turn.members, search.block)

@@ -5,6 +5,12 @@ q . k - q . mean is approximated by (A q) . (B (k - mean)), A and B as `sketch.l
 into A. How many of each is fixed by the bytes per key, for a kernel reads all heads alike: measured at 64 bytes for
 head_dim 128, 16 wide and 96 narrow numbers hold .96 to .999 of the best 100 keys among the first 200, 32 and 64 only
 .90 of a hard head's.
+
+To order keys a code's score needs no more. As large as q . k it is together with q . offset: of the mean, and of what
+lies between a number and its floor. What is then left is spread about 0, whatever the score: the more, the more a query
+asks for what is not stored. A sum of exponentials of such scores is too small by half of that variance, of its
+logarithm: by .1 to .3 at half a byte per number for synthetic heads, whose logits are spread by 3; by .00 to .02 when
+the variance is counted in.
 """
 
 from __future__ import annotations
@@ -26,11 +32,16 @@ class CodeSpace(NamedTuple):
     query_side (rank, head_dim) float32: A with the steps folded in. key_side (rank, head_dim): B over the steps. shift
     (rank,): key_side . mean. wide + narrow = rank, a key's code being `wide` int8 and `narrow / 2` bytes, of which
     byte b has number wide + b in its lower half and number wide + narrow / 2 + b in its upper half.
+
+    estimate (2 + head_dim - rank, head_dim) float32: what makes a score as large as q . k. Row 0: offset; q . k is near
+    `code_scores` + q . offset. Row 1: in `rank` places, the variance of what rounding took from each number. Then A's
+    rows for numbers that are not stored, times the deviation of each. Empty where no query is scored.
     """
 
     query_side: npt.NDArray[np.float32]
     key_side: npt.NDArray[np.float32]
     shift: npt.NDArray[np.float32]
+    estimate: npt.NDArray[np.float32]
     wide: int
     narrow: int
 
@@ -60,7 +71,7 @@ def learn_space(
     """
     wide, narrow = split_bytes(key_bytes, keys.shape[1])
     rank = wide + narrow
-    query_side, key_side = (side[:rank] for side in sides)
+    (query_side, unseen_query), (key_side, unseen_key) = ((side[:rank], side[rank:]) for side in sides)
     mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
     numbers = (keys - mean) @ key_side.T
     reach = np.maximum(np.abs(numbers).max(axis=0), np.finfo(np.float32).tiny * 2**16)
@@ -68,7 +79,15 @@ def learn_space(
     step = np.zeros(rank, np.float32)
     best_steps(sample, np.zeros(rank, np.float32), reach, wide, step)
     over = (key_side / step[:, None]).astype(np.float32)
-    return CodeSpace((query_side * step[:, None]).astype(np.float32), over, over @ mean, wide, narrow)
+    scaled = (query_side * step[:, None]).astype(np.float32)
+    estimate = np.zeros((2 + len(unseen_key), keys.shape[1]), np.float32)
+    # a code is the floor of a number: half a step below it on average; and 4-bit numbers are stored 8 higher
+    estimate[0] = mean + np.repeat([0.5, 0.5 - 8], [wide, narrow]) @ scaled.astype(np.float64)
+    reach = np.repeat([128, 8], [wide, narrow])
+    rounded = np.clip(np.floor(sample / step), -reach, reach - 1) + 0.5
+    estimate[1, :rank] = np.square(sample / step - rounded).mean(axis=0)
+    estimate[2:] = unseen_query * np.sqrt(np.square((keys - mean) @ unseen_key.T).mean(axis=0))[:, None]
+    return CodeSpace(scaled, over, over @ mean, estimate, wide, narrow)
 
 
 def encode(space: CodeSpace, keys: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:

@@ -53,7 +53,8 @@ def row_space(
     over = np.zeros(len(step), np.float32)
     np.divide(np.float32(1), step, out=over, where=step > 0)
     nothing = np.zeros((0, key_side.shape[1]), np.float32)
-    return CodeSpace(nothing, sides * over[:, None], mean * over, TREE_NUMBERS + wide, blocks.narrow), tree.step
+    wide += TREE_NUMBERS
+    return CodeSpace(nothing, sides * over[:, None], mean * over, nothing, wide, blocks.narrow), tree.step
 
 
 def code_rows(space: CodeSpace, keys: npt.NDArray[Any], fmt: Format) -> tuple[npt.NDArray[np.uint8], int]:

@@ -24,7 +24,7 @@ from tests.tiny_models import config_of, tiny_model
 
 BOTH = ("inside", "after")
 NEW_TOKENS = 10
-POLICIES = ("streaming_llm", "snapkv", "pyramidkv", "infllm", "quest", "infinigen")
+POLICIES = ("streaming_llm", "snapkv", "pyramidkv", "infllm", "quest", "infinigen", "magicpig")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,14 +106,15 @@ def test_every_method_with_room_answers_as_full_attention(name: str) -> None:
 @pytest.mark.parametrize("name", (*POLICIES, "flat", "retrieval"))
 def test_equal_budgets_are_measured(name: str) -> None:
     """A budget sets each method's parameters so that one query attends to that many tokens; what remains is what
-    the method's units leave: half a page, half a block, generated tokens that nobody evicts."""
+    the method's units leave: half a page, half a block, generated tokens that nobody evicts; magicpig samples as
+    many on average."""
     budget = 256
     options: dict[str, Any] = {"budget": budget}
     if name == "infllm":
         options["block"] = 32
     method = make_method(name, random_model(), bundled_tokenizer(), **options)
     replies = method.answers(prompt(), BOTH, NEW_TOKENS)
-    dense = {"quest": 2, "infinigen": 1}.get(name, 0)
+    dense = {"quest": 2, "infinigen": 1, "magicpig": 1}.get(name, 0)
     for reply in replies.values():
         attended = reply.stats["tokens_attended_per_step"]
         if name in POLICIES:
@@ -122,7 +123,7 @@ def test_equal_budgets_are_measured(name: str) -> None:
             attended = np.mean(layers[dense:])
             assert all(seen > 600 for seen in layers[:dense])
         grown = len(prompt().question_ids) + NEW_TOKENS
-        exact = {"streaming_llm": 0, "infinigen": 0, "quest": 16, "infllm": 32}.get(name, grown)
+        exact = {"streaming_llm": 0, "infinigen": 0, "quest": 16, "infllm": 32, "magicpig": 64}.get(name, grown)
         assert abs(attended - budget) <= exact
     if name in POLICIES:
         read = replies["after"].stats["tokens_read_per_step"]
@@ -135,6 +136,7 @@ def test_budgets_keep_what_is_given() -> None:
     assert budget_options("retrieval", 64) == {"sink": 8, "window": 32, "retrieve": 24}
     assert budget_options("streaming_llm", 2048) == {"sink": 128, "window": 1920}
     assert budget_options("quest", 2048)["budget"] == 2048
+    assert budget_options("magicpig", 64) == {"sink": 4, "window": 16, "tokens": 64}
     assert budget_options("infllm", 640 + 2048 + 64) == {"sink": 128, "window": 512, "block": 128, "blocks": 16}
     with pytest.raises(ConfigError, match="no room"):
         budget_options("infllm", 100)
@@ -302,6 +304,8 @@ def test_methods_that_need_more_of_a_model() -> None:
         ("infinigen", {"partial": 0.0}, "share in"),
         ("infinigen", {"alpha": -1}, "alpha must be a number > 0"),
         ("infinigen", {"dense_layers": 0}, "dense_layers must be a whole number >= 1"),
+        ("magicpig", {"bits": 16}, "bits must be at most 15"),
+        ("magicpig", {"tokens": 68}, "tokens must be a whole number >= 69"),
         ("quest", {"budget": 2.5}, "budget must be a whole number"),
         ("streaming_llm", {"prefill": "half"}, "prefill must be one of full, window"),
         ("pyramidkv", {"beta": 0}, "beta must be a whole number >= 1"),
@@ -326,6 +330,7 @@ def test_published_defaults() -> None:
     assert {"sink": 128, "window": 4096, "block": 128, "blocks": 16, "representatives": 4, "chunk": 512}.items() <= (
         made["infllm"].items()
     )
+    assert {"bits": 10, "tables": 150, "sink": 4, "window": 64, "tokens": None}.items() <= made["magicpig"].items()
     assert made["infinigen"]["partial"] == 0.2 and made["infinigen"]["alpha"] == 4.0
     for name, index in (("flat", "flat"), ("ivf", "ivf"), ("hnsw", "hnsw"), ("retrieval", "roargraph")):
         assert (made[name]["sink"], made[name]["window"], made[name]["retrieve"]) == (128, 512, 100)

@@ -17,7 +17,8 @@ from retrieval_attn.config import Config
 from retrieval_attn.eval.baselines.cache import ContextCache, attention_modules
 from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation
 from retrieval_attn.eval.baselines.infllm import Blocks
-from retrieval_attn.eval.baselines.options import InfiniGen, InfLLM, PyramidKV, Quest, SnapKV, StreamingLLM
+from retrieval_attn.eval.baselines.magicpig import LshSampling
+from retrieval_attn.eval.baselines.options import InfiniGen, InfLLM, MagicPIG, PyramidKV, Quest, SnapKV, StreamingLLM
 from retrieval_attn.eval.baselines.policy import Dense
 from retrieval_attn.eval.baselines.quest import QuestPages
 from retrieval_attn.eval.baselines.reader import feed
@@ -207,6 +208,7 @@ GENEROUS: dict[str, Callable[[int, int], Any]] = {
     "snapkv": lambda i, n: Snap(SnapKV(capacity=999, observe=16), i, n),
     "pyramidkv": lambda i, n: Snap(PyramidKV(capacity=999, observe=16), i, n),
     "quest": lambda i, n: QuestPages(Quest(budget=999, dense_layers=0), i, n),
+    "magicpig": lambda i, n: LshSampling(MagicPIG(tokens=999, dense_layers=0), i, n),
     "infllm": lambda i, n: Blocks(InfLLM(window=999), i, n, model(2)),
     "infllm true": lambda i, n: Blocks(
         InfLLM(sink=4, window=9, block=8, blocks=99, positions="true", chunk=7), i, n, model(2)
@@ -233,8 +235,9 @@ def test_infinigen_with_budget_enough_is_full_attention() -> None:
 
 def test_a_rewound_cache_answers_as_a_new_one() -> None:
     """One reading serves several methods: what one of them evicted, appended or computed must not reach the next."""
-    names = ["quest", "snapkv", "infllm true"]
+    names = ["quest", "snapkv", "magicpig", "infllm true"]
     small = {
+        "magicpig": lambda i, n: LshSampling(MagicPIG(bits=3, tables=9, dense_layers=0), i, n),
         "quest": lambda i, n: QuestPages(Quest(budget=32, dense_layers=0), i, n),
         "snapkv": lambda i, n: Snap(SnapKV(capacity=30, observe=8), i, n),
         "infllm true": lambda i, n: Blocks(
@@ -249,7 +252,7 @@ def test_a_rewound_cache_answers_as_a_new_one() -> None:
         made.act(name)
         assert torch.equal(answer(made, False, layers=2), alone[name])
         made.rewind()
-    assert len({float(logits.sum()) for logits in alone.values()}) == 3
+    assert len({float(logits.sum()) for logits in alone.values()}) == 4
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_published_methods_with_room_for_everything_are_full_attention(
     model: Any, tokenizer: Any, text: FedText, reference: Floats
 ) -> None:
     """They get teacher-forced tokens through the same contract; with less room they differ."""
-    names = ["streaming_llm", "snapkv", "pyramidkv", "quest", "infinigen"]
+    names = ["streaming_llm", "snapkv", "pyramidkv", "quest", "infinigen", "magicpig"]
     fed = list(feed_policies(model, tokenizer, names, CONFIG, text, ["all", 40]))
     whole = {name: kl(reference, one) for name, one in fed if one.budget == "all"}
     assert list(whole) == names and whole.pop("quest") < 1e-7  # whole pages: one of 95 is left out
@@ -177,7 +177,7 @@ def test_head_errors_fall_with_more_keys_and_count_where_they_are_made(model: An
 
 def test_published_methods_have_head_errors(model: Any, tokenizer: Any, text: FedText) -> None:
     """With room for everything none; with less, those of what was left out, and the logits stay what they were."""
-    names = ["streaming_llm", "snapkv", "pyramidkv", "quest", "infinigen", "infllm"]
+    names = ["streaming_llm", "snapkv", "pyramidkv", "quest", "infinigen", "magicpig", "infllm"]
     fed = [*feed_policies(model, tokenizer, names, CONFIG, text, ["all", 400], head_error=True)]
     whole = {name: head_error(one) for name, one in fed if one.budget == "all" and not one.refused}
     less = {name: head_error(one) for name, one in fed if one.budget == 400}

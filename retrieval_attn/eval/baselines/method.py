@@ -17,7 +17,8 @@ from retrieval_attn.engine.decode import PromptState, TokenChoice, run
 from retrieval_attn.eval.baselines.cache import ContextCache, PolicyFactory, attention_modules
 from retrieval_attn.eval.baselines.infinigen import LayerInputs, Speculation, require_projection
 from retrieval_attn.eval.baselines.infllm import Blocks, require_rotation
-from retrieval_attn.eval.baselines.options import InfiniGen, InfLLM, Options, Quest, SnapKV, StreamingLLM
+from retrieval_attn.eval.baselines.magicpig import LshSampling
+from retrieval_attn.eval.baselines.options import InfiniGen, InfLLM, MagicPIG, Options, Quest, SnapKV, StreamingLLM
 from retrieval_attn.eval.baselines.policy import Dense, Policy
 from retrieval_attn.eval.baselines.quest import QuestPages
 from retrieval_attn.eval.baselines.reader import ContextReader, feed
@@ -141,7 +142,7 @@ def policies_of(options: Options, model: Any, inputs: LayerInputs | None = None)
         if isinstance(options, InfiniGen):
             assert inputs is not None
             return Speculation(options, layer, layers, inputs)
-        kinds = ((StreamingLLM, Streaming), (SnapKV, Snap), (Quest, QuestPages))
+        kinds = ((StreamingLLM, Streaming), (SnapKV, Snap), (Quest, QuestPages), (MagicPIG, LshSampling))
         kind = next(kind for of, kind in kinds if isinstance(options, of))
         return kind(options, layer, layers)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["InfiniGen", "InfLLM", "Options", "PyramidKV", "Quest", "SnapKV", "StreamingLLM", "pyramid"]
+__all__ = ["InfiniGen", "InfLLM", "MagicPIG", "Options", "PyramidKV", "Quest", "SnapKV", "StreamingLLM", "pyramid"]
 
 SINK, WINDOW = 128, 512
 """The static part of RetrievalAttention (section 3.3), for the methods that have one."""
@@ -263,6 +263,37 @@ class InfiniGen(Options):
     @classmethod
     def for_budget(cls, budget: int, given: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": budget}
+
+
+@dataclass(frozen=True)
+class MagicPIG(Options):
+    """MagicPIG: LSH Sampling for Efficient LLM Generation, sections 4 and 5.
+
+    bits, tables: of the hash codes, at least 2 tables (K and L in the paper; 10 and 150 are its usual ones). sink,
+    window: first and last tokens that are attended exactly. tokens: a query attends to about that many, sink and window
+    included, with at most so many bits and tables; None: `bits` and `tables` are taken as they are. dense_layers: first
+    layers that attend to everything. seed: of the random projections.
+    """
+
+    method: ClassVar[str] = "magicpig"
+    bits: int = 10
+    tables: int = 150
+    sink: int = 4
+    window: int = 64
+    tokens: int | None = None
+    dense_layers: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, bits=1, tables=2, sink=0, window=1, dense_layers=0, seed=0)
+        if self.bits > 15:
+            raise ConfigError(f"magicpig: bits must be at most 15, got {self.bits}; the paper's are 8 to 11")
+        if self.tokens is not None:
+            _at_least(self, tokens=self.sink + self.window + 1)
+
+    @classmethod
+    def for_budget(cls, budget: int, given: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": budget, "sink": min(cls.sink, budget // 8), "window": min(cls.window, budget // 4)}
 
 
 def _at_least(options: Options, **least: int) -> None:

@@ -17,6 +17,7 @@ from retrieval_attn.eval.baselines.options import (
     WINDOW,
     InfiniGen,
     InfLLM,
+    MagicPIG,
     Options,
     PyramidKV,
     Quest,
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 POLICIES: dict[str, type[Options]] = {
-    kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen)
+    kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen, MagicPIG)
 }
 _INDEXES = {"flat": "flat", "ivf": "ivf", "hnsw": "hnsw", "retrieval": "roargraph"}
 _OF_RETRIEVAL = ("append", "inside", "beta")
@@ -192,8 +193,8 @@ def build_methods(
     threads: of the methods that search on the host; None: all cores.
 
     Methods that read with full attention and attend by their own rule (streaming_llm, snapkv, pyramidkv, quest,
-    infinigen) share one reading of each context.  flat, ivf, hnsw and retrieval each keep their own, since its host
-    memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
+    infinigen, magicpig) share one reading of each context.  flat, ivf, hnsw and retrieval each keep their
+    own, since its host memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
     A small model on the CPU is copied for `full`, so that nothing ever touches the baseline's.
     """
     from retrieval_attn.model.loading import launched_processes

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FLOOR", "add_arguments", "run"]
 
-METHODS = "flat,sketch,roargraph,device,streaming_llm,snapkv,pyramidkv,infllm,quest,infinigen"
+METHODS = "flat,sketch,roargraph,device,streaming_llm,snapkv,pyramidkv,infllm,quest,infinigen,magicpig"
 USUAL = {"lengths": "8k", "texts": "prose,code,json,ruler", "methods": METHODS, "retrieve": "5,20,50,100,400,1000",
          "tokens": 24}  # fmt: skip
 QUICK = {"lengths": "2k", "texts": "prose", "methods": "flat,device,streaming_llm", "retrieve": "20,100", "tokens": 8}

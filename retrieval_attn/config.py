@@ -20,6 +20,7 @@ HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 Retrieve = int | float | Literal["all"]
 Quantization = Literal["int8", "int4", "bnb-8bit", "bnb-4bit"]
 GraphMode = bool | Literal["auto"]
+TailMode = bool | Literal["auto"]
 HiddenStatesPlace = Literal["auto", "device", "host"]
 
 
@@ -31,6 +32,8 @@ class Config:
     window: most recent tokens that stay on the device and are always attended.
     retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
         those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode).
+    tail: whether the keys between sink and window that a query does not retrieve are estimated from clusters of them,
+        instead of left out. "auto" and True: yes; False: as the paper does it.
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
         keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
@@ -57,6 +60,7 @@ class Config:
     sink: int = 128
     window: int = 512
     retrieve: Retrieve = 100
+    tail: TailMode = "auto"
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
     train_queries: int | None = None
@@ -93,6 +97,8 @@ class Config:
             raise ConfigError(f'hidden_states must be "auto", "device" or "host", got {self.hidden_states!r}.')
         if not isinstance(self.graph, bool) and self.graph != "auto":
             raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
+        if not isinstance(self.tail, bool) and self.tail != "auto":
+            raise ConfigError(f'tail must be "auto", True or False, got {self.tail!r}.')
         if self.threads is not None:
             _require_int("threads", self.threads, 1, "use None for all threads")
         object.__setattr__(self, "index_options", MappingProxyType(dict(self.index_options)))
@@ -118,6 +124,11 @@ class Config:
         if unknown:
             raise ConfigError(f"Unknown option {', '.join(unknown)}; the options are {', '.join(known)}.")
         return cls(**options)
+
+    @property
+    def estimates(self) -> bool:
+        """Whether keys that are not retrieved are estimated; where all are retrieved there are none."""
+        return bool(self.tail) and self.retrieve != "all"
 
     def retrieve_count(self, num_keys: int) -> int | None:
         """Keys to retrieve out of `num_keys`; None means all of them."""

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.host_attend import step_pieces
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers, StepCost, total_cost
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch, question_search
@@ -42,6 +43,7 @@ class CodedRange:
     """Tokens [start, stop) of a path, of which those of one piece are coded on the device.
 
     pieces: of the path, as a step takes them. codes: of each key-value head. k: keys that each query attends to.
+    table: the clusters by which what it does not attend to is estimated, or None.
     """
 
     path: SequenceKV
@@ -49,6 +51,7 @@ class CodedRange:
     codes: list[CodeRange | None]
     shape: CodeShape
     k: int
+    table: ClusterTable | None = None
 
 
 def coded_range(path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec) -> CodedRange | None:
@@ -64,7 +67,7 @@ def coded_range(path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec
     codes = head_codes(coded[0], k) if len(coded) == 1 else []
     if not any(codes):
         return None
-    return CodedRange(path, pieces, codes, CodeShape(*shape), k)
+    return CodedRange(path, pieces, codes, CodeShape(*shape), k, cluster_table(path, start, stop))
 
 
 def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
@@ -166,6 +169,7 @@ class CodedPart:
         over, step = self._over, slot.step
         step.layer = over.path.layer
         options: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "threads": over.path.threads}
+        options["clusters"] = [over.table]
         if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
             raise BackendError(
                 f"layer {over.path.layer}: a question cannot be searched: an index beside the codes has no compiled "

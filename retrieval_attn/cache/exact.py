@@ -74,8 +74,15 @@ class ExactPass:
 
     def keys_of(self, row: int) -> Tensor:
         """All real keys of a row, past and new: (kv_heads, tokens, head_dim) on the device. May be a view."""
-        new = self.new[0][row][:, self._real(row, 0, self.filled)]
-        past = self._past.keys_of(row)
+        return self._of(row, 0)
+
+    def values_of(self, row: int) -> Tensor:
+        """The same of values."""
+        return self._of(row, 1)
+
+    def _of(self, row: int, which: int) -> Tensor:
+        new = self.new[which][row][:, self._real(row, 0, self.filled)]
+        past = self._past.rows_of(row, which)
         return new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
 
     def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:

@@ -58,9 +58,9 @@ class Past:
             whole.lse[rows] = unstacked(done.lse[0], len(rows))
         return whole
 
-    def keys_of(self, row: int) -> Tensor | None:
-        """All past keys of a row (kv_heads, tokens, head_dim), on the device; None where there are none."""
+    def rows_of(self, row: int, which: int) -> Tensor | None:
+        """All past keys (which 0) or values (1) of a row (kv_heads, tokens, dim), on the device; None without any."""
         for one, rows in self._paths:
             if row in rows:
-                return to_device(one.host.read(0, one.stop)[0], one.host.fmt, self._like)
+                return to_device(one.host.read(0, one.stop)[which], one.host.fmt, self._like)
         return None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.rows import rows_by_path
+from retrieval_attn.config import Config
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 FEW_TOKENS = 256
 """So many are nothing to warn of, and layers that read in chunks take them as they are."""
+METRIC_QUERIES = 256
+"""Queries of each head by which clusters are made, where no index asks for a sample."""
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -35,16 +38,17 @@ class ReadingMark(NamedTuple):
 class Reading:
     """A pass under way over what a layer holds."""
 
-    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, train_queries: int | None) -> None:
+    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, config: Config) -> None:
         """Bring the layer's past to its device: `total` new tokens attend to it exactly.
 
-        spec: the index that the keys will get. train_queries: see `Config`.
+        spec: the index that the keys will get.
         """
-        self._held = held
+        self._held, self._estimates = held, config.estimates
         self._first = held.columns == 0
         self.done = ExactPass(total, held.past())
-        count = spec.training_queries(total, train_queries)
-        self._sample = TrainingQueries(total, count) if spec.trains else None
+        self._trains = spec.trains
+        count = spec.training_queries(total, config.train_queries) if spec.trains else METRIC_QUERIES
+        self._sample = TrainingQueries(total, count) if spec.trains or self._estimates else None
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
@@ -75,9 +79,13 @@ class Reading:
                 continue
             if not self._first and 2 * host.indexed_tokens >= stop - start:
                 work.extend(host, stop)
-            else:
-                queries = self._training_queries(model, module, row)
-                work.index(host, (start, stop), queries, functools.partial(done.keys_of, row))
+                work.clusters.extend(host, (start, stop))
+                continue
+            queries, keys_of = self._training_queries(model, module, row), functools.partial(done.keys_of, row)
+            if self._estimates:
+                span = slice(start, stop)
+                work.clusters.add(host, (start, stop), (keys_of()[:, span], done.values_of(row)[:, span]), queries)
+            work.index(host, (start, stop), queries if self._trains else None, keys_of)
         work.start_build()
 
     def _training_queries(self, model: nn.Module | None, module: nn.Module | None, row: int) -> Tensor | None:

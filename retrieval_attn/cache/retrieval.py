@@ -106,7 +106,7 @@ class RetrievalLayer(CacheLayer):
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
             self.stats.wait_seconds += traffic(held.device).make_room(self._alone)
-            self._reading = Reading(held, total, self.index.spec, self.config.train_queries)
+            self._reading = Reading(held, total, self.index.spec, self.config)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._reading.step(query, key, value, valid, scale, softcap)
         if self._announced is None:

@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import Partial, attend_ids_heads, attend_range_heads, check_score_options, merge_partials
+from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.cpu.rest import Attended, rest_partial
 from retrieval_attn.cpu.segment import Hits, Segment
 from retrieval_attn.cpu.step.plan import LayerStep, total_cost
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.flat import order_codes
-from retrieval_attn.index.formats import Format, check_queries
+from retrieval_attn.index.formats import check_queries
 from retrieval_attn.index.threads import check_threads, kernel_threads
 
 MAX_STEP_QUERIES = 64
@@ -155,14 +157,23 @@ def plan_paths(
     if len(shapes) > 1 or not 0 < q_heads // first.num_kv_heads * n <= MAX_STEP_QUERIES:
         return False
     rows = [step_pieces(path, start, stop) for path, (start, stop) in zip(paths, ranges, strict=True)]
+    tables = [cluster_table(path, start, stop) for path, (start, stop) in zip(paths, ranges, strict=True)]
     threads = first.threads if threads is None else threads
-    return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads)
+    if not any(rows):
+        return False
+    return step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads, clusters=tables)
 
 
 def step_pieces(path: SequenceKV, start: int, stop: int) -> list[SearchRange]:
     """Tokens [start, stop) of a path as a step takes them. Raises ConfigError if outside the path."""
-    parts = path.parts(start, stop)
-    return [piece for part in parts for piece in part.segment.pieces(part.low, part.high, part.first, path.tail_tokens)]
+    found = []
+    for segment, low, high, first in path.parts(start, stop):
+        pieces = segment.pieces(low, high, first, path.tail_tokens)
+        if path.clusters is not None:
+            members = path.clusters.shared.members(segment, low, high, path.fmt)
+            pieces = [piece._replace(members=members) for piece in pieces]
+        found += pieces
+    return found
 
 
 def _step_of(path: SequenceKV, rows: int) -> LayerStep:
@@ -219,21 +230,23 @@ def attend_apart(
                 (segment, hit) for segment, low, high, _ in parts for hit in segment.search(grouped, top_k, low, high)
             ]
             searched = time.perf_counter()
-            partial, scanned, bytes_read = _attend_best(path.fmt, grouped, found, top_k, scale, softcap)
+            table = cluster_table(path, start, stop)
+            partial, scanned, bytes_read = _attend_best(path, grouped, found, top_k, table, (scale, softcap))
     out, lse = partial
     out, lse = out.reshape(*shape, path.value_dim), lse.reshape(shape)
     return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched)
 
 
 def _attend_best(
-    fmt: Format,
+    path: SequenceKV,
     queries: npt.NDArray[np.float32],
     found: list[tuple[Segment, Hits]],
     top_k: int,
-    scale: float,
-    softcap: float | None,
+    table: ClusterTable | None,
+    scoring: tuple[float, float | None],
 ) -> tuple[Partial, int, int]:
-    """Keep the top_k best of what was found, attend to them piece by piece."""
+    """Keep the top_k best of what was found, attend to them piece by piece; estimate the others by `table`."""
+    fmt, (scale, softcap) = path.fmt, scoring
     chosen = _best_of_all([hit.ids for _, hit in found], [hit.scores for _, hit in found], top_k)
     parts = []
     gathered = 0
@@ -241,6 +254,13 @@ def _attend_best(
         keys, values = segment.keys, segment.values
         parts.append(attend_ids_heads(queries, keys, values, ids, fmt, scale, softcap))
         gathered += int(np.count_nonzero(ids >= 0))
+    if table is not None and path.clusters is not None:
+        shared = path.clusters.shared
+        attended = [
+            Attended(segment.values, shared.known(segment), ids)
+            for (segment, _), ids in zip(found, chosen, strict=True)
+        ]
+        parts.append(rest_partial(queries, table, attended, fmt, scale, softcap))
     row_bytes = sum(array.shape[2] for array in (found[0][0].keys, found[0][0].values)) * fmt.bytes
     bytes_read = sum(hit.bytes_read for _, hit in found) + gathered * row_bytes
     return merge_partials(parts), sum(hit.keys_scanned for _, hit in found), bytes_read

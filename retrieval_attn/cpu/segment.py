@@ -271,6 +271,15 @@ class Segment:
             return index
 
 
+class PathPart(NamedTuple):
+    """Tokens [low, high) of a segment whose token 0 is token `first` of the path."""
+
+    segment: Segment
+    low: int
+    high: int
+    first: int
+
+
 def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
     return np.where(ids < 0, np.int32(-1), ids + np.int32(first)) if first else ids
 

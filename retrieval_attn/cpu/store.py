@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.segment import Each, HeadCoders, Segment
+from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries, check_rows
@@ -30,15 +31,6 @@ TAIL_TOKENS = 2048
 """Keys that a graph got later are found less well than those it was built from: the newest are scanned."""
 COPIED_TOKENS = 256
 """A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of crumbs."""
-
-
-class PathPart(NamedTuple):
-    """Tokens [low, high) of a segment whose token 0 is token `first` of the path."""
-
-    segment: Segment
-    low: int
-    high: int
-    first: int
 
 
 class _Span(NamedTuple):
@@ -89,6 +81,8 @@ class SequenceKV:
         """Seconds spent in `build_index` and `extend_index` of this path (its forks start at 0)."""
         self.token_bytes = num_kv_heads * (fmt.row_bytes(head_dim) + fmt.row_bytes(value_dim))
         """Bytes of one token's keys and values."""
+        self.clusters: PathClusters | None = None
+        """By which attention estimates what it does not retrieve; None: it leaves that out."""
         self._spans: list[_Span] = []
         self._length = 0
         self._reserved = RESERVE_TOKENS
@@ -108,8 +102,9 @@ class SequenceKV:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes that the indexes of this path hold beyond the keys, shared or not."""
-        return sum(span.segment.index_nbytes for span in self._spans)
+        """Bytes that the indexes and clusters of this path hold beyond the keys, shared or not."""
+        indexes = sum(span.segment.index_nbytes for span in self._spans)
+        return indexes + (0 if self.clusters is None else self.clusters.nbytes)
 
     @property
     def indexed_tokens(self) -> int:
@@ -153,7 +148,7 @@ class SequenceKV:
         check_rows("keys", keys, self.fmt, 3)
         check_rows("values", values, self.fmt, 3)
         count = keys.shape[1]
-        wanted = self._shapes(count)
+        wanted = _shapes(self, count)
         if (keys.shape, values.shape) != wanted:
             raise ShapeError(f"keys and values must be {wanted[0]} and {wanted[1]}, got {keys.shape}, {values.shape}")
         if not count:
@@ -193,6 +188,8 @@ class SequenceKV:
         """
         if not 0 <= length <= self._length:
             raise ConfigError(f"length={length} must lie in 0 .. {self._length}, the tokens held")
+        if self.clusters is not None and length < self.clusters.stop:
+            cluster_table(self, self.clusters.start, max(length, self.clusters.start))  # while they are there
         kept: list[_Span] = []
         left = length
         for span in self._spans:
@@ -202,14 +199,13 @@ class SequenceKV:
             left -= kept[-1].length
         if kept and kept[-1].length < kept[-1].segment.length and not kept[-1].segment.frozen:
             kept[-1].segment.truncate(kept[-1].length)
+            if self.clusters is not None:
+                self.clusters.shared.forget(kept[-1].segment, kept[-1].length)
         self._spans = kept
         self._length = length
 
     def fork(self) -> SequenceKV:
-        """A second path with the same tokens.
-
-        No bulk copy: all segments and indexes are shared; both may go on.
-        """
+        """A second path with the same tokens. All segments and indexes are shared; both may go on."""
         for span in self._spans:  # a crop may go back into any of them, and write on from there
             span.segment.freeze()
         other = SequenceKV(
@@ -223,6 +219,7 @@ class SequenceKV:
             layer=self.layer,
         ).reserve(0)
         other.tail_tokens, other.page_lock = self.tail_tokens, self.page_lock
+        other.clusters = None if self.clusters is None else self.clusters.fork()
         other._spans = list(self._spans)
         other._length = self._length
         return other
@@ -234,16 +231,11 @@ class SequenceKV:
         """
         pieces = [segment.read(low, high) for segment, low, high, _ in self.parts(start, stop)]
         if not pieces:
-            shapes = self._shapes(0)
+            shapes = _shapes(self, 0)
             return np.empty(shapes[0], self.fmt.dtype), np.empty(shapes[1], self.fmt.dtype)
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate([k for k, _ in pieces], axis=1), np.concatenate([v for _, v in pieces], axis=1)
-
-    def _shapes(self, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Shapes of stored keys and values."""
-        widths = self.fmt.width(self.head_dim), self.fmt.width(self.value_dim)
-        return (self.num_kv_heads, tokens, widths[0]), (self.num_kv_heads, tokens, widths[1])
 
     def parts(self, start: int, stop: int) -> list[PathPart]:
         """Where tokens [start, stop) lie, in order. Raises ConfigError if outside the path."""
@@ -296,6 +288,33 @@ class SequenceKV:
             for segment, _, high, _ in self.parts(0, stop):
                 segment.extend_index(high)
         self.index_seconds += time.perf_counter() - began
+
+
+def _shapes(path: SequenceKV, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shapes of stored keys and values."""
+    widths = path.fmt.width(path.head_dim), path.fmt.width(path.value_dim)
+    return (path.num_kv_heads, tokens, widths[0]), (path.num_kv_heads, tokens, widths[1])
+
+
+def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | None:
+    """What is known of the clusters of a path's tokens [start, stop), which may be none; None without clusters.
+
+    Valid, and right where it lies, until the next call for other tokens. Raises ConfigError outside the path.
+    """
+    return None if path.clusters is None else path.clusters.cover(start, stop, path.parts)
+
+
+def take_clusters(
+    path: SequenceKV, shared: KeyClusters, span: tuple[int, int], members: npt.NDArray[np.uint8], sums: ClusterSums
+) -> None:
+    """A path's tokens span[0] .. span[1] have these members (kv_heads, n) and sums; later ones join them.
+
+    Raises ConfigError outside the path.
+    """
+    start, stop = span
+    for segment, low, high, first in path.parts(start, stop):
+        shared.take(segment, low, members[:, first + low - start : first + high - start])
+    path.clusters = PathClusters(shared, path.fmt, span, sums)
 
 
 def held_bytes(paths: Iterable[SequenceKV]) -> int:

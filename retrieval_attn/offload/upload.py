@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.store import PathPart, SequenceKV
+from retrieval_attn.cpu.segment import PathPart
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool

@@ -27,6 +27,7 @@ from retrieval_attn.errors import (
 )
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.build import IndexBuild, event_now
+from retrieval_attn.offload.clusters import ClusterBuild
 from retrieval_attn.offload.copy import KVCopy
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import ThreadPool
@@ -39,8 +40,8 @@ LAYERS_AT_ONCE = 3
 class HostWork:
     """Copies one layer's new keys and values (batch, kv_heads, new, dim) into paths and builds their indexes.
 
-    Order: `append` for each row, `start_copy`, `index` or `extend` for each path, `start_build`; then `finish` before
-    anybody else touches the paths.
+    Order: `append` for each row, `start_copy`, `index` or `extend` for each path, and what `clusters` is asked for,
+    `start_build`; then `finish` before anybody else touches the paths.
     """
 
     def __init__(self, number: int, fmt: Format, threads: int | None, stats: LayerStats, kv: tuple[Tensor, Tensor]):
@@ -50,6 +51,7 @@ class HostWork:
         self._overlaps = overlaps(kv[0].device)
         self._copy = KVCopy(fmt, *kv, self._stop)
         self._build = IndexBuild(number, kv[0].device, threads, self._overlaps, self._stop)
+        self.clusters = ClusterBuild(kv[0].device)
         self._futures: dict[str, Future[None]] = {}  # by what is done: "copy", "fetch" (training data), "build"
         self._ready: torch.cuda.Event | None = None  # keys and values lie on the device
         self._complete = False  # all that will be asked for was asked for
@@ -89,21 +91,27 @@ class HostWork:
 
     def start_build(self) -> None:
         """Begin to build what was asked for as soon as the keys are copied, or build now on the CPU."""
-        fetch = functools.partial(self._build.fetch, event_now(self.device))
-        if self._build.requested and self._overlaps:
+        fetch = functools.partial(self._fetch, event_now(self.device))
+        requested = self._build.requested or self.clusters.requested
+        if requested and self._overlaps:
             # fetched at once, not when their turn to be built comes: many layers may wait for that
             self._futures["fetch"] = _copier().submit(self._named, fetch)
             self._futures["build"] = _layers().submit(self._named, self._build_after_copy)
-        elif self._build.requested:
+        elif requested:
             self._named(fetch)
             self._named(self._build_after_copy)
         self._complete = True
+
+    def _fetch(self, ready: torch.cuda.Event | None) -> None:
+        self._build.fetch(ready)
+        self.clusters.fetch(ready)
 
     def _build_after_copy(self) -> None:
         for name in ("copy", "fetch"):
             if name in self._futures:
                 self._futures[name].result()
         began = time.perf_counter()
+        self.clusters.place()
         self._build.run(self._ready)
         self._stats.index_seconds += time.perf_counter() - began
 

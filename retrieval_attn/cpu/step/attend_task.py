@@ -1,6 +1,7 @@
 """The last task of a step for one query: join the candidates that were found, keep the best k, attend to them.
 
-Scores come from the search, so keys are not read again. What the words mean is laid out in `step`.
+Scores come from the search, so keys are not read again. Where the entry has clusters, what is not attended to is
+estimated (`estimate.py`). What the words mean is laid out in `step`.
 """
 
 # mypy: allow-untyped-defs
@@ -11,6 +12,7 @@ import numpy as np
 from numba import carray, njit
 
 from retrieval_attn.cpu.gather import attend_rows
+from retrieval_attn.cpu.step.estimate import attend_and_estimate, score_means
 from retrieval_attn.cpu.step.run import BAD_ID
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import id_of, keep_best, score_of
@@ -124,6 +126,10 @@ def _attend(descriptor, number, worker, like):
     queries, top_k, value_dim = step.queries, step.top_k, step.value_dim
     out = floats_at(step.out_at, step.entries * queries, value_dim)[number]
     lse = floats_at(step.lse_at, step.entries * queries, 1)
+    owners = carray(at_address(scratch + step.owners_at), top_k, np.uint8)
+    left = carray(at_address(scratch + step.left_at), table.clusters, np.float32)
+    if table.clusters > 0:
+        left[:] = carray(at_address(table.counts_at), table.clusters, np.float32)
     size = step.lists * step.list_words
     found = carray(at_address(step.lists_at + number * size * 8), size, np.int64)
     floor = atomic_load(step.floors_at + number * 8)
@@ -152,7 +158,22 @@ def _attend(descriptor, number, worker, like):
                 return np.int64(BAD_ID)
         scores[i] = score_of(found[i])
         rows[i] = ranges[own].values_at + token * row_bytes  # may be where found[i] lay
-    lse[number, 0] = attend_rows(like, rows, scores, count, step.scale, step.softcap, out)
+        if table.clusters > 0:
+            owners[i] = carray(at_address(ranges[own].members_at + token), 1, np.uint8)[0]
+            left[owners[i]] -= np.float32(1.0)
+    share = np.float32(0.0)
+    if table.clusters > 0:
+        weights = carray(at_address(scratch + step.weights_at), table.clusters, np.float32)
+        means = floats_at(table.means_at, step.head_dim, table.clusters)
+        score_means(query_of(step, entry, number % queries)[0], means, weights)
+        sums = floats_at(table.sums_at, table.clusters, value_dim)
+        lse[number, 0], share = attend_and_estimate(
+            like, rows, scores, count, owners, step.scale, step.softcap, left, weights, sums, out
+        )
+    else:
+        lse[number, 0] = attend_rows(like, rows, scores, count, step.scale, step.softcap, out)
+    if step.rest_at != 0:
+        floats_at(step.rest_at, step.entries * queries, 1)[number, 0] = share
     count_cost(step, worker, 0, count * row_bytes)
     return np.int64(0)
 

@@ -6,6 +6,7 @@ alive, and turns error words into exceptions. What a step computes is in `step.p
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -16,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import check_score_options
+from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.step.tables import StepRequest, likeness_of, make_tables
+from retrieval_attn.cpu.step.tables import StepRequest, likeness_of, make_tables, place_clusters
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
@@ -60,6 +62,7 @@ class StepBuffers(NamedTuple):
     same with value_dim; lse: rows * q_heads * positions float32; meters: workers of the pool * METER_WORDS int64;
     descriptor: WORDS int64, which begins as zeros. candidates: (rows * q_heads * positions, room) int32, where a device
     names keys for pieces whose index is its own, as ids of that index, -1 where there is none; None: it names none.
+    rest: as long as lse; None: memory of the step's own.
     """
 
     queries: npt.NDArray[np.float32]
@@ -68,6 +71,7 @@ class StepBuffers(NamedTuple):
     meters: npt.NDArray[np.int64]
     descriptor: npt.NDArray[np.int64]
     candidates: npt.NDArray[np.int32] | None = None
+    rest: npt.NDArray[np.float32] | None = None
 
 
 class LayerStep:
@@ -83,6 +87,8 @@ class LayerStep:
     """What the last step wrote: (rows, kv_heads * group, n, value_dim) float32. The next one overwrites it."""
     lse: npt.NDArray[np.float32]
     """(rows, kv_heads * group, n) float32, natural logarithms; -inf where there was no token. See `out`."""
+    rest: npt.NDArray[np.float32]
+    """(rows, kv_heads * group, n) float32: the share of the weights that was estimated. See `out`."""
 
     def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0, buffers: StepBuffers | None = None) -> None:
         """A step without a plan. layer: named in errors, may be set anew. Compiles the step for `fmt`, or loads it.
@@ -128,14 +134,17 @@ class LayerStep:
         scale: float,
         softcap: float | None = None,
         threads: int | None = None,
+        clusters: Sequence[ClusterTable | None] = (),
     ) -> bool:
         """Prepare steps over the pieces of each row (in order of their tokens) for (rows, q_heads, positions) queries.
 
-        Each query attends to its top_k best keys. threads: at most this many of the pool's. Cheap if nothing but the
-        end of the last pieces changed since the last plan, and a tenth of the whole if pieces that are searched alike
-        lie elsewhere now: another layer's, or those of another context. Returns False, without a plan, if an index has
-        no compiled search or the candidates would need more than MAX_LISTS_BYTES. Raises ShapeError for arrays that do
-        not fit together, ConfigError for numbers.
+        Each query attends to its top_k best keys. threads: at most this many of the pool's. clusters: of each row, by
+        which the keys that it does not attend to are estimated, and whose pieces have members then; none: of no row.
+
+        Cheap if nothing but the end of the last pieces changed since the last plan, and a tenth of the whole if pieces
+        that are searched alike lie elsewhere now: another layer's, or those of another context. Returns False, without
+        a plan, if an index has no compiled search or the candidates would need more than MAX_LISTS_BYTES. Raises
+        ShapeError for arrays that do not fit together, ConfigError for numbers.
         """
         check_score_options(scale, softcap)
         if top_k < 1 or positions < 0 or (threads is not None and threads < 1):
@@ -144,8 +153,11 @@ class LayerStep:
         entries = len(rows) * next((len(piece.keys) for row in rows for piece in row), 1)
         parts = -(-TASKS_PER_THREAD * threads // entries) if threads > 1 else 1
         kept = _rounded_top_k(rows, top_k)
-        request = StepRequest(q_heads, positions, kept, float(scale), float(softcap or 0.0), parts)
-        plan = (request, tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows))
+        tables = clusters if clusters else [None] * len(rows)
+        sizes = tuple(0 if table is None else table.clusters for table in tables)
+        request = StepRequest(q_heads, positions, kept, float(scale), float(softcap or 0.0), parts, sizes)
+        pieces = tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows)
+        plan = request, pieces, tuple(map(id, tables))
         if plan != self._plan:
             likeness, self._plan = likeness_of(rows, request), ()
             if likeness is not None and likeness == self._likeness:
@@ -155,6 +167,8 @@ class LayerStep:
                 if not self._build(rows, request):
                     return False
                 self._likeness = likeness
+            place_clusters(self._tables.entries, self._heads, tables)
+            self._kept.append(tables)
             self._plan = plan
         self._set(width=threads)
         self.rows = [list(row) for row in rows]
@@ -184,16 +198,20 @@ class LayerStep:
         capacity = max(min(2 * request.top_k + 64, 2 * longest + 1), request.top_k + 1, tables.most("capacity"))
         joined = tables.lists * list_words
         layout = Layout()
-        places = _scratch_places(layout, (queries, padded), request.top_k, capacity, joined, tables.most("scratch"))
+        sizes = request.top_k, max((0, *request.clusters))
+        places = _scratch_places(layout, (queries, padded), sizes, capacity, joined, tables.most("scratch"))
         stride = layout.nbytes + CACHE_LINE
         workers = self.pool.workers
         self._room = workers * stride, lists_bytes
-        self._place((len(rows), request.q_heads, request.positions), dim, value_dim)
+        places_of = _own_memory if self._buffers is None else functools.partial(_memory_in, self._buffers)
+        memory = places_of((len(rows), request.q_heads, request.positions), (dim, value_dim), workers)
+        self.queries, self.out, self.lse, self.rest, self._meters = memory
         arrays = {
             "queries_at": self.queries,
             "tiles_at": _zeros(entries, padded, dim, dtype=np.float32),
             "out_at": self.out,
             "lse_at": self.lse,
+            "rest_at": self.rest,
             "entries_at": tables.entries,
             "ranges_at": tables.ranges,
             "tasks_at": tables.tasks,
@@ -234,8 +252,10 @@ class LayerStep:
                 dims = self._fmt.dim_of(piece.keys), self._fmt.dim_of(piece.values)
                 piece.check(self._fmt, (self._heads, *dims))
                 own = slice(first + number, first + self._heads * len(row), len(row))
-                for name, array in (("keys_at", piece.keys), ("values_at", piece.values)):
-                    ranges[name][own] = address_of(array) + array.strides[0] * np.arange(self._heads)
+                arrays = {"keys_at": piece.keys, "values_at": piece.values, "members_at": piece.members}
+                for name, array in arrays.items():
+                    if array is not None:
+                        ranges[name][own] = address_of(array) + array.strides[0] * np.arange(self._heads)
             first += self._heads * len(row)
         self._begin(rows)
 
@@ -245,19 +265,6 @@ class LayerStep:
         entries, tasks = len(self._tables.entries), len(self._tables.tasks)
         self._set(scratch_at=scratch, lists_at=lists, entries=entries, tasks=tasks)
         self._kept = [(scratch, lists), [list(row) for row in rows]]
-
-    def _place(self, shape: tuple[int, int, int], dim: int, value_dim: int) -> None:
-        """Where queries, results and meters lie: in the buffers from outside, or in memory of this step's own."""
-        meters, float32 = (self.pool.workers, METER_WORDS), np.dtype(np.float32)
-        if self._buffers is None:
-            self.queries, self.out = (_zeros(*shape, last, dtype=float32) for last in (dim, value_dim))
-            self.lse, self._meters = _zeros(*shape, dtype=float32), _zeros(*meters)
-            return
-        buffers = self._buffers
-        self.queries = _view("queries", buffers.queries, (*shape, dim), float32)
-        self.out = _view("out", buffers.out, (*shape, value_dim), float32)
-        self.lse = _view("lse", buffers.lse, shape, float32)
-        self._meters = _view("meters", buffers.meters, meters, np.dtype(np.int64))
 
     def forget(self) -> None:
         """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address.
@@ -319,6 +326,36 @@ class LayerStep:
         raise BackendError(f"{where}: {_MESSAGES.get(code, f'unknown error {code}')}")
 
 
+class _Memory(NamedTuple):
+    """Where queries, results and meters of a step lie."""
+
+    queries: npt.NDArray[np.float32]
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+    rest: npt.NDArray[np.float32]
+    meters: npt.NDArray[np.int64]
+
+
+def _own_memory(shape: tuple[int, int, int], dims: tuple[int, int], workers: int) -> _Memory:
+    """New memory for queries of `shape` (rows, q_heads, positions). dims: head_dim and value_dim."""
+    queries, out = (_zeros(*shape, dim, dtype=np.float32) for dim in dims)
+    lse, rest = (_zeros(*shape, dtype=np.float32) for _ in range(2))
+    return _Memory(queries, out, lse, rest, _zeros(workers, METER_WORDS))
+
+
+def _memory_in(buffers: StepBuffers, shape: tuple[int, int, int], dims: tuple[int, int], workers: int) -> _Memory:
+    """The same in buffers from outside. Raises ShapeError if they are too small."""
+    float32 = np.dtype(np.float32)
+    rest = np.zeros(int(np.prod(shape)), np.float32) if buffers.rest is None else buffers.rest
+    return _Memory(
+        _view("queries", buffers.queries, (*shape, dims[0]), float32),
+        _view("out", buffers.out, (*shape, dims[1]), float32),
+        _view("lse", buffers.lse, shape, float32),
+        _view("rest", rest, shape, float32),
+        _view("meters", buffers.meters, (workers, METER_WORDS), np.dtype(np.int64)),
+    )
+
+
 def _rounded_top_k(rows: Sequence[Sequence[SearchRange]], top_k: int) -> int:
     """top_k, but no more than there are tokens: rounded up, for they come one by one and each number is a plan."""
     tokens = max((sum(piece.high - piece.low for piece in row) for row in rows), default=0)
@@ -326,15 +363,20 @@ def _rounded_top_k(rows: Sequence[Sequence[SearchRange]], top_k: int) -> int:
 
 
 def _scratch_places(
-    layout: Layout, queries: tuple[int, int], top_k: int, capacity: int, joined: int, own: int
+    layout: Layout, queries: tuple[int, int], sizes: tuple[int, int], capacity: int, joined: int, own: int
 ) -> dict[str, int]:
-    """Fields of the descriptor that are places in a worker's scratch. queries: of an entry, and padded."""
-    number, padded = queries
+    """Fields of the descriptor that are places in a worker's scratch. queries: of an entry, and padded. sizes: top_k
+    and clusters.
+    """
+    (number, padded), (top_k, clusters) = queries, sizes
     return {
         "pool_at": layout.take(number * capacity * 8),
         "rows_at": layout.take(top_k * 8),
         "scores_at": layout.take(top_k * 4),
         "digits_at": layout.take(256 * 8),
+        "owners_at": layout.take(top_k),
+        "left_at": layout.take(clusters * 4),
+        "weights_at": layout.take(clusters * 4),
         "counts_at": layout.take(number * 8),
         "bars_at": layout.take(number * 8),
         "bounds_at": layout.take(padded * BOUND_WORDS),  # of 4 bytes, for every 4 queries

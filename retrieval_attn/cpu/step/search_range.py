@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError
@@ -16,7 +17,8 @@ class SearchRange(NamedTuple):
 
     keys (kv_heads, tokens, head_dim) and values (kv_heads, tokens, value_dim) as stored in one format, C-contiguous.
     indexes: one per head, whose first keys are those of token index_first <= low, covering all tokens; or None: the
-    tokens are scanned exactly. version: another number after the indexes have changed.
+    tokens are scanned exactly. version: another number after the indexes have changed. members: the cluster of each
+    token (kv_heads, tokens) uint8, where what is not attended to is estimated.
     """
 
     keys: npt.NDArray[Any]
@@ -27,6 +29,7 @@ class SearchRange(NamedTuple):
     indexes: tuple[KeyIndex, ...] | None = None
     index_first: int = 0
     version: int = 0
+    members: npt.NDArray[np.uint8] | None = None
 
     @property
     def most(self) -> int:
@@ -48,6 +51,11 @@ class SearchRange(NamedTuple):
                 raise ShapeError(
                     f"pieces must be C-contiguous {fmt.dtype}, got {array.dtype} of strides {array.strides}"
                 )
+        members = self.members
+        if members is not None and (members.shape != (heads, tokens) or not members.flags.c_contiguous):
+            raise ShapeError(
+                f"clusters of ({heads}, {tokens}) keys must be so many and contiguous, got {members.shape}"
+            )
         if self.indexes is not None and (len(self.indexes) != heads or not 0 <= self.index_first <= self.low):
             raise ShapeError(f"a piece of {heads} heads needs as many indexes, from token {self.low} on or earlier")
         if not 0 <= self.low <= self.high <= self.most or self.first + tokens >= 2**32 - 1 or self.first + self.low < 0:

@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.task.descriptor import ENTRY, RANGE, TASK
-from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, SearchRequest
+from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, SearchRequest, address_of
 
 
 class StepRequest(NamedTuple):
-    """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least."""
+    """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least. clusters: of each
+    row, by which it estimates what it does not attend to; 0: it leaves that out.
+    """
 
     q_heads: int
     positions: int
@@ -26,6 +29,7 @@ class StepRequest(NamedTuple):
     scale: float
     softcap: float
     parts: int
+    clusters: tuple[int, ...] = ()
 
     def parts_of(self, piece: SearchRange, tokens: int = SCAN_TOKENS) -> int:
         """Tasks that a scanned piece is cut into. The more, the more candidates are joined; results are the same."""
@@ -34,7 +38,8 @@ class StepRequest(NamedTuple):
     def signature(self, piece: SearchRange, last: bool) -> tuple[int, ...]:
         """What a plan depends on of a piece, which the plan keeps alive (so ids stay taken)."""
         parts = self.parts_of(piece)
-        fixed = id(piece.keys), id(piece.values), piece.low, piece.first, parts, 0 if last else piece.high
+        arrays = id(piece.keys), id(piece.values), id(piece.members)
+        fixed = *arrays, piece.low, piece.first, parts, 0 if last else piece.high
         if piece.indexes is None:
             return fixed
         # a search that sees few of the indexed keys needs a longer pool, so its length matters, though not to the token
@@ -59,7 +64,7 @@ def likeness_of(rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> 
             few = min(piece.high - piece.low, request.top_k + 32)  # as many decide about scratch memory
             end = 0 if piece is row[-1] else piece.high
             tokens = piece.low, piece.first, piece.index_first, end, few, request.parts_of(piece)
-            found.append((*shapes, *tokens, searched))
+            found.append((*shapes, piece.members is None, *tokens, searched))
         found.append(())
     return tuple(found)
 
@@ -132,10 +137,22 @@ def make_tables(
                 lists += parts
                 keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
                 tokens = piece.low, piece.high, piece.first
-                ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept))
+                members = 0 if piece.members is None else address_of(piece.members) + head * piece.members.strides[0]
+                ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept, members))
                 searches.append(search)
-            entries[entry] = lists, first_range, len(own), count
+            entries[entry] = lists, first_range, len(own), count, 0, 0, 0, 0
     return Tables(entries, _records(ranges, RANGE), _ordered(tasks), searches)
+
+
+def place_clusters(entries: npt.NDArray[Any], heads: int, tables: Sequence[ClusterTable | None]) -> None:
+    """Write each row's clusters, with `heads` key-value heads, into its entries; None: it has none."""
+    for row, table in enumerate(tables):
+        own = entries[row * heads : (row + 1) * heads]
+        own["clusters"] = 0 if table is None else table.clusters
+        if table is not None:
+            arrays = {"counts_at": table.counts, "means_at": table.means, "sums_at": table.value_sums}
+            for name, array in arrays.items():
+                own[name] = address_of(array) + array.strides[0] * np.arange(heads)
 
 
 def _task_rows(like: npt.NDArray[Any], *columns: Any) -> npt.NDArray[np.int64]:

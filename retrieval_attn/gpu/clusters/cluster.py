@@ -119,6 +119,14 @@ def spread(count: int, total: int, device: torch.device) -> Tensor:
     return places.clamp_max(max(0, total - 1))
 
 
+def probes_of(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
+    """probes (heads, clusters, head_dim) and offsets (heads, clusters), float32: the cluster of a key is the first with
+    the greatest probe . key + offset. centers, metric: as in `make_clusters`.
+    """
+    sides, bias = _sides(centers, metric)
+    return sides.transpose(1, 2).contiguous(), bias[:, 0]
+
+
 def _projected(keys: Tensor, metric: Tensor | None) -> Tensor:
     return keys if metric is None else keys @ metric.transpose(1, 2)
 

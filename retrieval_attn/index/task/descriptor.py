@@ -42,6 +42,7 @@ STEP = np.dtype(
         ("tiles_at", _WORD),  # float32 (entries, padded, head_dim): the same, padded by zeros
         ("out_at", _WORD),  # float32 (entries, queries, value_dim)
         ("lse_at", _WORD),  # float32 (entries, queries)
+        ("rest_at", _WORD),  # float32 (entries, queries): the share of out that is estimated; 0: is not written
         ("entries_at", _WORD),  # ENTRY (entries,)
         ("ranges_at", _WORD),  # RANGE (of all entries,)
         ("tasks_at", _WORD),  # TASK (tasks,)
@@ -61,6 +62,9 @@ STEP = np.dtype(
         ("rows_at", _WORD),  # int64 (top_k,)
         ("scores_at", _WORD),  # float32 (top_k,)
         ("digits_at", _WORD),  # int64 (256,)
+        ("owners_at", _WORD),  # uint8 (top_k,): clusters of attended keys
+        ("left_at", _WORD),  # float32 (clusters,): keys that were not attended to
+        ("weights_at", _WORD),  # float32 (clusters,)
         ("counts_at", _WORD),  # int64 (queries,)
         ("bars_at", _WORD),  # int64 (queries,)
         ("bounds_at", _WORD),  # float32 (padded,), or int32 (padded / 4, BOUND_WORDS)
@@ -72,7 +76,18 @@ STEP = np.dtype(
     ],
     align=True,
 )
-ENTRY = np.dtype([("lists", _WORD), ("first_range", _WORD), ("ranges", _WORD), ("tasks", _WORD)])
+ENTRY = np.dtype(
+    [
+        ("lists", _WORD),
+        ("first_range", _WORD),
+        ("ranges", _WORD),
+        ("tasks", _WORD),
+        ("clusters", _WORD),  # by which the keys that are not attended to are estimated; 0: they are left out
+        ("counts_at", _WORD),  # float32 (clusters,): keys
+        ("means_at", _WORD),  # float32 (head_dim, clusters): mean keys
+        ("sums_at", _WORD),  # float32 (clusters, value_dim): summed values
+    ]
+)
 RANGE = np.dtype(
     [
         ("search", _WORD),  # address of the search task's function
@@ -83,6 +98,7 @@ RANGE = np.dtype(
         ("first", _WORD),
         ("index_at", _WORD),  # what the search reads of an index: records of its kind
         ("kept", _WORD),  # candidates by code: how many are scored again; 0: none are by code
+        ("members_at", _WORD),  # uint8: the cluster of token 0 and of those behind it; 0: the entry has no clusters
     ]
 )
 TASK = np.dtype(

@@ -1,0 +1,242 @@
+"""Clusters of a path's keys, by which attention estimates what it did not retrieve.
+
+A read makes `KeyClusters`: probes, one per cluster and key-value head, that tell which cluster a key belongs to. A path
+keeps `PathClusters`: the number of keys, mean keys and summed values of every cluster over the tokens that retrieval
+covers now. Tokens that leave the window join their cluster when a step is planned for them. The step that uses all this
+is in `step/estimate.py`.
+
+A byte per key and head says its cluster. Forks share these bytes and the probes; the sums of a path are its own, copied
+when a fork first changes them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.cpu.segment import PathPart, Segment
+from retrieval_attn.errors import ShapeError
+from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.index.memory import mapped
+
+MAX_CLUSTERS = 256
+"""A byte names a cluster."""
+CLUSTER_COUNTS = ((1 << 14, 64), (1 << 16, 128), (1 << 62, 256))
+"""Clusters by the most tokens that they serve."""
+KEYS_PER_CLUSTER = 16
+"""At least, on average: fewer say nothing about those that are left."""
+TOKENS_AT_ONCE = 4096
+"""Tokens whose float32 numbers are held at once while they join."""
+
+Floats = npt.NDArray[np.float32]
+
+
+class ClusterSums(NamedTuple):
+    """What is known of some tokens' clusters, float32, C clusters; zeros for a cluster without keys.
+
+    counts (kv_heads, C): keys. key_sums (kv_heads, C, head_dim), value_sums (kv_heads, C, value_dim).
+    """
+
+    counts: Floats
+    key_sums: Floats
+    value_sums: Floats
+
+
+class ClusterTable(NamedTuple):
+    """What a step reads of one path, float32, C-contiguous. It keeps its place until the path's table is another.
+
+    counts (kv_heads, C). means (kv_heads, head_dim, C): mean keys, a column each. value_sums (kv_heads, C, value_dim).
+    """
+
+    counts: Floats
+    means: Floats
+    value_sums: Floats
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of a head."""
+        return int(self.counts.shape[1])
+
+
+def clusters_for(tokens: int) -> int:
+    """How many clusters the keys of so many tokens get: a power of 2, more for more tokens, at most one for 16."""
+    wanted = next(count for most, count in CLUSTER_COUNTS if tokens <= most)
+    return max(1, min(wanted, 1 << max(0, (tokens // KEYS_PER_CLUSTER).bit_length() - 1)))
+
+
+class _Members:
+    """The clusters of a segment's tokens [first, stop): ids (kv_heads, capacity) uint8."""
+
+    def __init__(self, heads: int, capacity: int) -> None:
+        self.ids = mapped(max(1, heads * capacity), "clusters of keys", False)[: heads * capacity].reshape(heads, -1)
+        self.first = self.stop = 0
+
+
+class KeyClusters:
+    """The clusters of one layer's keys, shared by all paths that continue the read which made them.
+
+    probes (kv_heads, C, head_dim) and offsets (kv_heads, C) float32: a key belongs to the cluster whose probe . key +
+    offset is largest, the first of equal ones.
+    """
+
+    def __init__(self, probes: Floats, offsets: Floats) -> None:
+        """Raises ShapeError for shapes that do not fit, or more than MAX_CLUSTERS."""
+        if probes.ndim != 3 or offsets.shape != probes.shape[:2] or not 1 <= probes.shape[1] <= MAX_CLUSTERS:
+            raise ShapeError(
+                f"probes must be (heads, 1 .. {MAX_CLUSTERS} clusters, head_dim) and offsets (heads, clusters), got "
+                f"{probes.shape} and {offsets.shape}"
+            )
+        self.probes = np.ascontiguousarray(probes, np.float32)
+        self.offsets = np.ascontiguousarray(offsets, np.float32)
+        self._members: weakref.WeakKeyDictionary[Segment, _Members] = weakref.WeakKeyDictionary()
+        self._joining = threading.Lock()
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of a head."""
+        return int(self.probes.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of probes and of the members that are known."""
+        members = sum(one.ids.shape[0] * (one.stop - one.first) for one in list(self._members.values()))
+        return self.probes.nbytes + self.offsets.nbytes + members
+
+    def assign(self, keys: Floats) -> npt.NDArray[np.uint8]:
+        """The cluster of each key (heads, n, head_dim): uint8 (heads, n)."""
+        scores = keys @ self.probes.transpose(0, 2, 1) + self.offsets[:, None]
+        found: npt.NDArray[np.uint8] = scores.argmax(axis=2).astype(np.uint8)
+        return found
+
+    def take(self, segment: Segment, first: int, members: npt.NDArray[np.uint8]) -> None:
+        """Tokens of `segment` from `first` on belong to `members` (kv_heads, n)."""
+        with self._joining:
+            held = self._of(segment)
+            held.first, held.stop = first, first + members.shape[1]
+            held.ids[:, held.first : held.stop] = members
+
+    def members(self, segment: Segment, low: int, high: int, fmt: Format) -> npt.NDArray[np.uint8]:
+        """ids (kv_heads, capacity) of a segment, right for its tokens [low, high): those without a cluster join one."""
+        with self._joining:
+            held = self._of(segment)
+            if held.first == held.stop:
+                held.first = held.stop = low
+            # a gap would be told from nothing: what lies between joins, too
+            for start, stop in ((min(low, held.first), held.first), (held.stop, max(high, held.stop))):
+                for at in range(start, stop, TOKENS_AT_ONCE):
+                    some = slice(at, min(at + TOKENS_AT_ONCE, stop))
+                    held.ids[:, some] = self.assign(to_float32(segment.keys[:, some], fmt))
+            held.first, held.stop = min(low, held.first), max(high, held.stop)
+            return held.ids
+
+    def known(self, segment: Segment) -> npt.NDArray[np.uint8]:
+        """ids (kv_heads, capacity) of a segment, right for the tokens that have joined a cluster."""
+        with self._joining:
+            return self._of(segment).ids
+
+    def forget(self, segment: Segment, length: int) -> None:
+        """Other tokens may be written to `segment` from `length` on."""
+        with self._joining:
+            held = self._members.get(segment)
+            if held is not None:
+                held.stop = max(held.first, min(held.stop, length))
+
+    def _of(self, segment: Segment) -> _Members:
+        held = self._members.get(segment)
+        if held is None:
+            held = self._members[segment] = _Members(len(segment.keys), segment.capacity)
+        return held
+
+
+class PathClusters:
+    """The clusters of the tokens [start, stop) of one path, which `cover` moves. Not for two threads at once."""
+
+    def __init__(self, shared: KeyClusters, fmt: Format, span: tuple[int, int], sums: ClusterSums) -> None:
+        """sums: over the path's tokens span[0] .. span[1], whose members `shared` knows. They are not written to."""
+        self.shared, self._fmt = shared, fmt
+        self.start, self.stop = span
+        self._sums = sums
+        self._table = _table_of(sums)
+        self._own = False  # whether sums and table are this path's alone
+
+    @classmethod
+    def empty(cls, shared: KeyClusters, fmt: Format, value_dim: int) -> PathClusters:
+        """Clusters of no tokens yet."""
+        heads, clusters, dim = shared.probes.shape
+        shapes = (heads, clusters), (heads, clusters, dim), (heads, clusters, value_dim)
+        return cls(shared, fmt, (0, 0), ClusterSums(*(np.zeros(shape, np.float32) for shape in shapes)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of sums and table, and of what is shared."""
+        return self.shared.nbytes + sum(array.nbytes for array in (*self._sums, *self._table))
+
+    def fork(self) -> PathClusters:
+        """The same clusters for a fork of the path: sums are shared until one of the two changes its own."""
+        other = object.__new__(PathClusters)
+        self._own = False
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def cover(self, start: int, stop: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> ClusterTable:
+        """The table over the tokens [start, stop) of the path. pieces: where some of its tokens lie, in order.
+
+        Few tokens more or less than before are added or taken off; from another start on, all are counted anew.
+        """
+        if (start, stop) == (self.start, self.stop):
+            return self._table
+        anew = start != self.start or self.stop - stop > stop - start
+        if anew:
+            self._sums = _zeros_like(self._sums)
+            self.start = self.stop = start
+        elif not self._own:
+            self._sums = _copied(self._sums)
+        if anew or not self._own:
+            self._table, self._own = _table_of(self._sums), True
+        sign = np.float32(1 if stop >= self.stop else -1)
+        for segment, low, high, _ in pieces(min(stop, self.stop), max(stop, self.stop)):
+            for at in range(low, high, TOKENS_AT_ONCE):
+                self._count(segment, at, min(at + TOKENS_AT_ONCE, high), sign)
+        self.stop = stop
+        _fill(self._table, self._sums)
+        return self._table
+
+    def _count(self, segment: Segment, low: int, high: int, sign: np.float32) -> None:
+        """Tokens [low, high) of a segment are counted, or, with sign -1, no longer."""
+        members = self.shared.members(segment, low, high, self._fmt)[:, low:high]
+        keys, values = (to_float32(array, self._fmt) for array in segment.read(low, high))
+        for head, own in enumerate(members):
+            # products with a row per cluster: a fixed order, and faster than adding rows one by one
+            chosen = np.where(own[None] == np.arange(self.shared.clusters)[:, None], sign, np.float32(0))
+            self._sums.counts[head] += chosen.sum(axis=1)
+            self._sums.key_sums[head] += chosen @ keys[head]
+            self._sums.value_sums[head] += chosen @ values[head]
+
+
+def _table_of(sums: ClusterSums) -> ClusterTable:
+    heads, clusters, dim = sums.key_sums.shape
+    means: Floats = np.empty((heads, dim, clusters), np.float32)
+    table = ClusterTable(np.empty_like(sums.counts), means, np.empty_like(sums.value_sums))
+    _fill(table, sums)
+    return table
+
+
+def _fill(table: ClusterTable, sums: ClusterSums) -> None:
+    """Write what `sums` say into the table, in place: a planned step reads it where it lies."""
+    table.counts[:] = sums.counts
+    np.divide(sums.key_sums.transpose(0, 2, 1), np.maximum(sums.counts, 1)[:, None], out=table.means)
+    table.value_sums[:] = sums.value_sums
+
+
+def _copied(sums: ClusterSums) -> ClusterSums:
+    return ClusterSums(*(array.copy() for array in sums))
+
+
+def _zeros_like(sums: ClusterSums) -> ClusterSums:
+    arrays: list[Any] = [np.zeros_like(array) for array in sums]
+    return ClusterSums(*arrays)

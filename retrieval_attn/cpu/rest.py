@@ -1,0 +1,61 @@
+"""The estimate of what was not retrieved as one more partial, by NumPy: where heads are not searched in steps.
+
+`step/estimate.py` says what is estimated, and does the same inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.cpu.attend import Partial
+from retrieval_attn.cpu.clusters import ClusterTable
+from retrieval_attn.index.formats import Format, to_float32
+
+
+class Attended(NamedTuple):
+    """Keys of a segment that were attended to: values (kv_heads, tokens, value_dim) as stored, members (kv_heads,
+    tokens) uint8, ids (kv_heads, n, k) int32, -1 for none.
+    """
+
+    values: npt.NDArray[Any]
+    members: npt.NDArray[np.uint8]
+    ids: npt.NDArray[np.int32]
+
+
+def rest_partial(
+    queries: npt.NDArray[np.float32],
+    table: ClusterTable,
+    attended: Iterable[Attended],
+    fmt: Format,
+    scale: float,
+    softcap: float | None,
+) -> Partial:
+    """Estimated attention of queries (kv_heads, n, head_dim) to the table's keys but for those attended to.
+
+    out (kv_heads, n, value_dim) and lse (kv_heads, n), float32; 0 and -inf where nothing is left.
+    """
+    heads, n, _ = queries.shape
+    left = np.repeat(table.counts[:, None], n, axis=1).astype(np.float64)
+    sums = np.repeat(table.value_sums[:, None], n, axis=1).astype(np.float64)
+    for values, members, ids in attended:
+        for head, query in np.ndindex(heads, n):
+            own = ids[head, query][ids[head, query] >= 0]
+            owners = members[head, own]
+            np.subtract.at(left[head, query], owners, 1)
+            np.subtract.at(sums[head, query], owners, to_float32(values[head, own], fmt))
+    scores = (queries @ table.means).astype(np.float64) * scale
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    with np.errstate(invalid="ignore", divide="ignore"):  # NaN gives NaN, as full attention does
+        scores = np.where(left > 0, scores, -np.inf)
+        top = scores.max(axis=2, keepdims=True)
+        shift = np.where(np.isneginf(top), 0.0, top)
+        weights = np.exp(scores - shift)
+        total = (weights * left).sum(axis=2, keepdims=True)
+        out = (weights[:, :, None] @ sums)[:, :, 0] / np.where(total == 0, 1.0, total)
+        lse = (shift + np.log(total))[:, :, 0]
+    return out.astype(np.float32), lse.astype(np.float32)

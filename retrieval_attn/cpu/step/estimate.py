@@ -1,0 +1,79 @@
+"""Attention to the best keys with an estimate of all the others, from clusters: compiled, for one query.
+
+Of cluster c, `left` keys were not attended to. Each counts as much as the cluster's mean key would, u = exp(score of
+the mean key), and has the mean value of those that are left: so a cluster adds u * left to the sum of weights and u *
+(sum of its values - values of its attended keys) to the weighted sum. The last difference needs no reading: an attended
+key of weight e gets the weight e - u. Everything attended to, nothing is estimated; keys that are all equal give the
+mean of all values.
+
+The idea of one weight per cluster of keys is that of Clustered Attention (Vyas et al. 2020, section 3.2), there for
+queries. Scores are soft-capped as those of keys are. Sums of weights are float64, the rest float32, in a fixed order.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from retrieval_attn.cpu.gather import AHEAD_OF_SOFTMAX, exp, exponentiate, prefetch_at, scale_scores, sum_rows, total_of
+from retrieval_attn.index.task.rows import bytes_of_row
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def score_means(query, means, scores):
+    """scores (clusters,) = means.T @ query; query (head_dim,), means (head_dim, clusters)."""
+    scores[:] = np.float32(0.0)
+    for j in range(means.shape[0]):
+        number = query[j]
+        for c in range(scores.shape[0]):
+            scores[c] += number * means[j, c]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def add_sums(weights, sums, out):
+    """out (value_dim,) += weights (clusters,) @ sums (clusters, value_dim)."""
+    for c in range(weights.shape[0]):
+        weight = weights[c]
+        if weight != 0.0:  # NaN, too
+            for j in range(out.shape[0]):
+                out[j] += weight * sums[c, j]
+
+
+@njit(nogil=True, cache=True)
+def attend_and_estimate(like, rows, scores, count, owners, scale, softcap, left, weights, sums, out):
+    """As `gather.attend_rows`, and the keys that are `left` as the module says; returns the lse and their share.
+
+    owners (at least count,) uint8: the cluster of each row. left (clusters,) float32: keys that are no rows. weights
+    (clusters,): inner products of the query and the mean keys, overwritten. sums (clusters, value_dim): of the values
+    of all keys, rows among them. The share of the weights that is estimated lies in [0, 1]; 0 where nothing is left.
+    """
+    for i in range(min(AHEAD_OF_SOFTMAX, count)):
+        prefetch_at(rows[i], bytes_of_row(like, out.shape[0]))
+    clusters = left.shape[0]
+    top = scale_scores(scores, count, scale, softcap)
+    scale_scores(weights, clusters, scale, softcap)
+    for c in range(clusters):
+        if left[c] > 0:
+            top = max(top, weights[c])
+    shift = top if top > -np.inf else np.float32(0.0)  # all -inf: -inf - -inf would be NaN
+    exponentiate(scores, count, shift)
+    estimated = 0.0
+    for c in range(clusters):
+        weights[c] = exp(weights[c] - shift) if left[c] > 0 else np.float32(0.0)
+        estimated += np.float64(weights[c]) * np.float64(left[c])
+    total = total_of(scores, count) + estimated
+    if total == 0.0:
+        out[:] = np.float32(0.0)
+        return np.float32(-np.inf), np.float32(0.0)
+    for i in range(count):
+        scores[i] -= weights[owners[i]]
+    sum_rows(like, rows, scores, count, out)
+    add_sums(weights, sums, out)
+    inverse = np.float32(1.0 / total)
+    for j in range(out.shape[0]):
+        out[j] *= inverse
+    return np.float32(np.float64(shift) + math.log(total)), np.float32(estimated / total)

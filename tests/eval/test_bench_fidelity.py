@@ -18,7 +18,7 @@ from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataErro
 from retrieval_attn.eval.bench.fidelity import command
 from retrieval_attn.eval.bench.fidelity.feed import Fed, feed_full, feed_index, feed_policies
 from retrieval_attn.eval.bench.fidelity.measure import measure, plan_of
-from retrieval_attn.eval.bench.fidelity.row import Row, mean_head_errors
+from retrieval_attn.eval.bench.fidelity.row import Row, judged, row_of
 from retrieval_attn.eval.bench.fidelity.scores import (
     Floats,
     divergence,
@@ -72,6 +72,9 @@ def test_scores_of_known_distributions() -> None:
     assert mean.value == 0.5 and mean.low is not None and mean.high is not None
     assert mean.low == pytest.approx(0.4, abs=0.03) and mean.high == pytest.approx(0.6, abs=0.03)
     assert mean_with_interval([2.0]).low is None
+    unlike = mean_with_interval([[0.0] * 50, [1.0] * 50])  # two texts: tokens drawn from both alike would be too sure
+    assert (unlike.value, unlike.low, unlike.high) == (0.5, 0.0, 1.0)
+    assert mean_with_interval([[0.0, 1.0] * 50]) == mean
     with pytest.raises(ValueError, match="one shape"):
         divergence(one, np.log([[0.2, 0.3, 0.5]]))
 
@@ -141,7 +144,7 @@ def test_published_methods_with_room_for_everything_are_full_attention(
 
 
 def head_error(fed: Fed) -> float:
-    return float(mean_head_errors(fed.head_errors)["head_error"])
+    return float(torch.cat(list(fed.head_errors)).mean())
 
 
 def test_first_layers_head_errors_are_those_of_transformers_attention(model: Any, text: FedText) -> None:
@@ -167,7 +170,7 @@ def test_head_errors_fall_with_more_keys_and_count_where_they_are_made(model: An
     few, many, everything = map(head_error, fed)
     assert few > 1.5 * many > 0.01 and everything < 1e-5
     plain = next(feed_index(model, CONFIG, text, [20], mass_heads=0))
-    assert torch.equal(plain.logits, fed[0].logits) and plain.head_errors == () and mean_head_errors(()) == {}
+    assert torch.equal(plain.logits, fed[0].logits) and plain.head_errors == ()
     with zeroed_head(model, 2):
         broken = next(feed_index(model, CONFIG, text, ["all"], mass_heads=0, head_error=True))
     assert head_error(broken) < 1e-5
@@ -231,35 +234,62 @@ def test_a_file_is_a_text_and_a_short_one_says_so(tokenizer: Any, tmp_path: Path
     file.write_text("A line about tea.\n" * 200)
     assert parse_texts(f"{file}, prose") == (str(file), "prose")
     assert len(make_text(str(file), 500, 24, tokenizer, 0).ids) == 524
+    second = make_text(str(file), 500, 24, tokenizer, 0, 1)
+    assert np.array_equal(second.ids, make_text(str(file), 1048, 0, tokenizer, 0).ids[524:])
+    with pytest.raises(InputDataError, match=r"needed after 2172 of other samples"):
+        make_text(str(file), 700, 24, tokenizer, 0, 3)
     with pytest.raises(InputDataError, match=r"5000 to read and 24 to feed are needed; give shorter --lengths"):
         make_text(str(file), 5000, 24, tokenizer, 0)
 
 
 def test_command_writes_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--lengths", "1100", "--texts", "prose,json", "--methods", "flat,device,streaming_llm,infllm"]
+    flags = ["--lengths", "1100", "--texts", "json", "--methods", "flat,device,streaming_llm,infllm"]
     flags += ["--retrieve", "5,200", "--sink", "16", "--window", "64", "--tokens", "3", "--threads", "1"]
+    flags += ["--samples", "2"]
     folder = tmp_path / "out"
     assert main(["bench", "fidelity", "--device", "cpu", *flags, "--output-dir", str(folder)]) == 0
     report = json.loads((folder / "fidelity.json").read_text())
     assert report["finished"] and 0 <= report["floor"] < 1e-10 and not report["problems"]
     assert {"commit", "machine", "versions", "command", "config", "seed"} <= set(report)
-    assert len(report["rows"]) == 2 * 4 * 2 and all(row["budget"] != "all" for row in report["rows"])
+    assert len(report["rows"]) == 4 * 2 and all(row["budget"] != "all" for row in report["rows"])
     one = report["rows"][0]
     assert np.mean(one["head_errors"]) == pytest.approx(one["head_error"]) and np.shape(one["head_errors"]) == (5, 8)
-    assert len(one["kl_per_token"]) == 3 and np.mean(one["kl_per_token"]) == pytest.approx(one["kl"])
+    assert (
+        one["texts"] == 2 and len(one["kl_per_token"]) == 6 and np.mean(one["kl_per_token"]) == pytest.approx(one["kl"])
+    )
     shown = capsys.readouterr().out
     assert shown.startswith((folder / "fidelity.md").read_text()) and "### json" in shown
+    assert "2 texts, of each 1,100 tokens read, 3 fed" in shown and " of 6 |" in shown
     assert "infllm, retrieve 5: infllm: budget=85 has no room" in shown
     assert (folder / "fidelity.png").stat().st_size > 10_000
 
 
 def test_an_option_of_config_can_vary(model: Any, tokenizer: Any, text: FedText) -> None:
     flags = ["--methods", "flat", "--retrieve", "20", "--vary", "window=8,256", "--lengths", "1500", "--threads", "1"]
-    rows = list(measure(model, tokenizer, text, plan_of(parsed(command, *usual(flags)))))
-    small, floor, large = rows
+    measured = measure(model, tokenizer, text, plan_of(parsed(command, *usual(flags))))
+    small, floor, large = (row_of([one], 0) for one in measured)
     assert (small.method, large.method) == ("flat window=8", "flat window=256") and floor.budget == "all"
     assert small.kl is not None and large.kl is not None and floor.kl is not None
     assert small.kl > large.kl > floor.kl
+
+
+def test_a_row_is_the_mean_over_its_texts(model: Any, tokenizer: Any) -> None:
+    """Two texts of one length, each measured alone; what was refused on one has no mean."""
+    texts = [make_text("json", 700, 4, tokenizer, 0, number) for number in range(2)]
+    assert not np.array_equal(texts[0].ids, texts[1].ids)
+    assert np.array_equal(texts[1].ids, make_text("json", 700, 4, tokenizer, 1).ids)
+    runs = []
+    for text in texts:
+        reference = log_probabilities(feed_full(model, text).logits)
+        fed = next(feed_index(model, CONFIG, text, [20], mass_heads=1, head_error=True))
+        runs.append(judged(text, "flat", fed, reference))
+    one, other, both = row_of(runs[:1], 0), row_of(runs[1:], 0), row_of(runs, 0)
+    assert (one.texts, both.texts, both.tokens, len(both.kl_per_token)) == (1, 2, 4, 8)
+    for name in ("kl", "same", "captured", "head_error", "entropy", "attended"):
+        assert getattr(both, name) == pytest.approx((getattr(one, name) + getattr(other, name)) / 2), name
+    assert one.kl != other.kl and np.shape(both.head_errors) == (5, 8)
+    refused = row_of([runs[0], judged(texts[1], "flat", Fed(20, torch.empty(0), refused="why"), reference)], 0)
+    assert refused.refused == "why" and refused.kl is None
 
 
 def usual(flags: list[str]) -> list[str]:
@@ -274,7 +304,7 @@ def test_wrong_logits_are_problems(tokenizer: Any) -> None:
     report: dict[str, Any] = {"dtype": "float32", "floor": None, "problems": []}
 
     def check(budget: Any, value: float) -> None:
-        command._check(Row("prose", 8192, 8192, 24, "flat", budget, 1.0, kl=value), plan, report)
+        command._check(Row("prose", 8192, 1, 8192, 24, "flat", budget, 1.0, kl=value), plan, report)
 
     check("all", 1e-12)
     check(20, 0.5)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder
 
 if TYPE_CHECKING:
+    from retrieval_attn.eval.bench.fidelity.feed import Budget
     from retrieval_attn.eval.bench.fidelity.measure import Plan
-    from retrieval_attn.eval.bench.fidelity.row import Row
+    from retrieval_attn.eval.bench.fidelity.row import Measured, Row
 
 __all__ = ["FLOOR", "add_arguments", "run"]
 
@@ -67,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-head-error", action="store_true", help="do not compare heads' outputs with exact attention, which reads "
         "all keys of every layer for each token")  # fmt: skip
     add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
+    add("--samples", type=int, default=1, metavar="N", help="texts of each kind and length that a row is the mean of: "
+        "other seeds, or the next parts of a file (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of texts and intervals (default: %(default)s)")
     add("--quick", action="store_true", help="a small subset: 2k tokens of prose, 8 fed, two budgets, three methods")
     add("--no-plot", action="store_true", help="write no PNG file")
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in {**USUAL, **(QUICK if args.quick else {})}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    check_at_least(1, args, "tokens")
+    check_at_least(1, args, "tokens", "samples")
     check_at_least(0, args, "threads", "mass_heads")
     if not args.no_plot:
         check_matplotlib()
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
+    from retrieval_attn.eval.bench.fidelity.row import row_of
     from retrieval_attn.eval.bench.fidelity.texts import make_text
     from retrieval_attn.eval.models import load_model, model_path
     from retrieval_attn.eval.runs import environment
@@ -118,13 +122,18 @@ def run(args: argparse.Namespace) -> int:
         **found,
     }
     rows: list[Row] = []
-    with tqdm(total=plan.rows, unit="row", delay=2.0, leave=False, smoothing=0) as bar:
+    with tqdm(total=plan.measurements, unit="run", delay=2.0, leave=False, smoothing=0) as bar:
         for kind in plan.texts:
             for length in plan.lengths:
-                text = make_text(kind, length, plan.tokens, tokenizer, plan.seed)
-                bar.set_description(f"{kind}, {text.context:,} tokens", refresh=False)
-                for row in measure(model, tokenizer, text, plan):
-                    bar.update()
+                runs: dict[tuple[str, Budget | None], list[Measured]] = {}
+                for number in range(plan.samples):
+                    text = make_text(kind, length, plan.tokens, tokenizer, plan.seed, number)
+                    bar.set_description(f"{kind}, {text.context:,} tokens", refresh=False)
+                    for one in measure(model, tokenizer, text, plan):
+                        bar.update()
+                        runs.setdefault((one.method, one.budget), []).append(one)
+                for same in runs.values():
+                    row = row_of(same, plan.seed)
                     _check(row, plan, report)
                     if row.budget in plan.budgets:
                         rows.append(row)

@@ -1,4 +1,4 @@
-"""What is measured, checked before anything is read, and the rows of one text."""
+"""What is measured, checked before anything is read, and what every method does on a text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.baselines.registry import POLICIES
-from retrieval_attn.eval.bench.fidelity.feed import Budget, Fed, feed_full, feed_index, feed_policies
-from retrieval_attn.eval.bench.fidelity.row import Row, judged, mean_head_errors
-from retrieval_attn.eval.bench.fidelity.scores import entropy, log_probabilities
+from retrieval_attn.eval.bench.fidelity.feed import Budget, feed_full, feed_index, feed_policies
+from retrieval_attn.eval.bench.fidelity.row import Measured, judged
+from retrieval_attn.eval.bench.fidelity.scores import log_probabilities
 from retrieval_attn.eval.bench.fidelity.texts import FedText, parse_texts
 from retrieval_attn.eval.bench.methods import index_of, parse, value_of
 from retrieval_attn.eval.bench.model import lengths_of, with_room
@@ -24,7 +24,8 @@ __all__ = ["Plan", "measure", "plan_of"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. kinds: options by label, one for every kind of index; policies: names of published methods."""
+    """What is measured. kinds: options by label, one for every kind of index; policies: names of published methods.
+    samples: texts of each kind and length."""
 
     config: Config
     texts: tuple[str, ...]
@@ -35,14 +36,15 @@ class Plan:
     tokens: int
     mass_heads: int
     head_error: bool
+    samples: int
     seed: int
 
     @property
-    def rows(self) -> int:
-        """Rows that `measure` gives for all texts."""
+    def measurements(self) -> int:
+        """Methods with a budget on a text that `measure` gives for all texts."""
         own = len(self.budgets) * (len(self.kinds) + len(self.policies))
         floor = bool(self.kinds) and "all" not in self.budgets
-        return len(self.texts) * len(self.lengths) * (own + floor)
+        return len(self.texts) * len(self.lengths) * self.samples * (own + floor)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
@@ -80,6 +82,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         tokens=args.tokens,
         mass_heads=args.mass_heads,
         head_error=not args.no_head_error,
+        samples=args.samples,
         seed=args.seed,
     )
 
@@ -95,30 +98,15 @@ def _varied(label: str, config: Config, vary: str | None) -> dict[str, Config]:
     return {f"{label} {name}={part}": config.replace(**{name: value_of(part)}) for part in parts}
 
 
-def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[Row]:
-    """Every method's rows on a text. The first kind of index has one more, with everything retrieved."""
+def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[Measured]:
+    """Every method with every budget on a text. The first kind of index has one more, with everything retrieved."""
     reference = log_probabilities(feed_full(model, text).logits)
-    sure = float(entropy(reference).mean())
-    size: dict[str, Any] = {
-        "text": text.name,
-        "length": text.length,
-        "context": text.context,
-        "tokens": len(text.forced),
-    }
-
-    def row(label: str, fed: Fed) -> Row:
-        own: dict[str, Any] = {"method": label, "budget": fed.budget, "entropy": sure, "attended": fed.attended}
-        if fed.refused:
-            return Row(**size, **own, refused=fed.refused)
-        own |= {"captured": fed.captured, **mean_head_errors(fed.head_errors)}
-        return Row(**size, **own, **judged(reference, log_probabilities(fed.logits), plan.seed))
-
     for number, (label, config) in enumerate(plan.kinds.items()):
         budgets = plan.budgets
         if number == 0 and "all" not in budgets:
             budgets = (*budgets, "all")
         for fed in feed_index(model, config, text, budgets, plan.mass_heads, plan.head_error):
-            yield row(label, fed)
+            yield judged(text, label, fed, reference)
     policies = feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets, plan.head_error)
     for name, fed in policies:
-        yield row(name, fed)
+        yield judged(text, name, fed, reference)

@@ -43,8 +43,10 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
 def _entropies(rows: Sequence[Row]) -> list[str]:
     """One line per length: what was fed, and how sure full attention is of what comes."""
     seen = {row.length: row for row in rows}
+    many = {row.length: f"{row.texts} texts, of each " if row.texts > 1 else "" for row in rows}
     return [
-        f"{row.context:,} tokens read, {row.tokens} fed; full attention's entropy {row.entropy:.3f} nats."
+        f"{many[row.length]}{row.context:,} tokens read, {row.tokens} fed; full attention's entropy {row.entropy:.3f} "
+        "nats."
         for row in seen.values()
     ]
 
@@ -61,7 +63,7 @@ def _cells(row: Row) -> list[str]:
         _number(row.kl),
         interval,
         "" if row.entropy <= 0 else _number(row.kl / row.entropy),
-        f"{round((row.same or 0) * row.tokens)} of {row.tokens}",
+        f"{round((row.same or 0) * row.tokens * row.texts)} of {row.tokens * row.texts}",
         shown(row.captured, ".3f"),
         "" if row.head_error is None else _number(row.head_error),
     ]
@@ -74,16 +76,17 @@ def _number(value: float) -> str:
 
 def _legend() -> list[str]:
     return [
-        "Every method reads the same ids, then gets the same next tokens one at a time at the same positions, whatever "
-        "it would have said itself. KL: KL(full attention || method) of the next token, mean over the fed tokens, from "
-        "logarithms of softmax in float64; full attention is transformers' own with its DynamicCache. Interval: "
-        "bootstrap over these tokens, which belong to one text and are not independent. same token: the likeliest next "
-        "one. attended: tokens per query, mean over layers and heads; published methods get sinks, window and "
-        "`retrieve` together as their budget, and some attend to everything in their first layers, as published. "
-        "captured: share of exact attention's weight that took part, over sampled heads. head error: |out - exact| / "
-        "|exact| of a head's output; exact is full attention, in float32, with the method's own query over the keys "
-        "and values that its own run stored; mean over heads, full-attention layers and fed tokens. ruler: the last "
-        "tokens of question and answer are fed. Everything decodes eagerly."
+        "Every method reads the same ids, then gets the same next tokens one at a time at the same positions, "
+        "whatever it would have said itself. KL: KL(full attention || method) of the next token, mean over the fed "
+        "tokens, from logarithms of softmax in float64; full attention is transformers' own with its DynamicCache. "
+        "Interval: bootstrap over the texts of a row and the tokens of each; those of a single text are not "
+        "independent. same token: the likeliest next one. attended: tokens per query, mean over layers and heads; "
+        "published methods get sinks, window and `retrieve` together as their budget, and some attend to "
+        "everything in their first layers, as published. captured: share of exact attention's weight that took "
+        "part, over sampled heads. head error: |out - exact| / |exact| of a head's output; exact is full "
+        "attention, in float32, with the method's own query over the keys and values that its own run stored; mean "
+        "over heads, full-attention layers and fed tokens. ruler: the last tokens of question and answer are fed. "
+        "Everything decodes eagerly."
     ]
 
 

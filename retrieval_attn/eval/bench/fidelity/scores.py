@@ -12,11 +12,12 @@ __all__ = ["Mean", "divergence", "entropy", "log_probabilities", "mean_with_inte
 Floats = NDArray[np.float64]
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+_DRAWN_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tokens and its percentile bootstrap interval; low and high are None for fewer than two tokens."""
+    """A mean and its percentile bootstrap interval; low and high are None for fewer than two tokens."""
 
     value: float
     low: float | None
@@ -60,11 +61,20 @@ def same_likeliest(reference: Floats, method: Floats) -> float:
 
 
 def mean_with_interval(values: ArrayLike, seed: int = 0) -> Mean:
-    """Mean of values (tokens,) and a 95 % interval from tokens drawn again."""
-    numbers = np.asarray(values, dtype=np.float64)
-    if len(numbers) < 2:
+    """Mean of values (tokens,) or (texts, tokens) and a 95 % interval. Drawn again are texts, then tokens of each, for
+    tokens of one text are not independent. Of a single text only tokens can be drawn.
+    """
+    numbers = np.atleast_2d(np.asarray(values, dtype=np.float64))
+    texts, tokens = numbers.shape
+    if numbers.size < 2:
         return Mean(float(numbers.mean()), None, None)
-    drawn = np.random.default_rng(seed).integers(0, len(numbers), (RESAMPLES, len(numbers)))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(numbers[drawn].mean(axis=1), [tail, 1 - tail])
+    random = np.random.default_rng(seed)
+    means = np.empty(RESAMPLES)
+    for at in range(0, RESAMPLES, _DRAWN_AT_ONCE):
+        count = len(means[at : at + _DRAWN_AT_ONCE])
+        text = random.integers(0, texts, (count, texts, 1)) if texts > 1 else np.zeros((count, 1, 1), np.int64)
+        drawn = numbers[text, random.integers(0, tokens, (count, texts, tokens))]
+        means[at : at + count] = drawn.mean(axis=(1, 2))
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [outside, 1 - outside])
     return Mean(float(numbers.mean()), float(low), float(high))

@@ -51,28 +51,31 @@ def parse_texts(text: str) -> tuple[str, ...]:
     return names
 
 
-def make_text(name: str, length: int, tokens: int, tokenizer: Any, seed: int) -> FedText:
+def make_text(name: str, length: int, tokens: int, tokenizer: Any, seed: int, number: int = 0) -> FedText:
     """A text of `length` tokens to read and `tokens` to feed, the same for the same arguments.
 
+    number: of several texts; what is made by a seed has its own seed, of a file it is the part after the one before.
     ruler: the prompt has about `length` tokens (a row of the task); what is fed are the last `tokens` of question and
     answer. Raises InputDataError for a text that is too short.
     """
     if name == "ruler":
-        ids = _ids(tokenizer, _ruler(length, tokenizer, seed))
+        ids = _ids(tokenizer, _ruler(length, tokenizer, seed + number))
         if len(ids) <= tokens:
             raise InputDataError(f"the ruler prompt has {len(ids)} tokens, {tokens} are to be fed; give fewer --tokens")
         return FedText(name, length, ids, len(ids) - tokens)
     source = TEXTS.get(name)
-    needed, chars = length + tokens, (length + tokens) * _FIRST_CHARS_PER_TOKEN
+    start = number * (length + tokens) if source is None else 0
+    needed, chars = start + length + tokens, (start + length + tokens) * _FIRST_CHARS_PER_TOKEN
     while True:
-        text = _file(name, chars) if source is None else source(chars, seed)
+        text = _file(name, chars) if source is None else source(chars, seed + number)
         ids = _ids(tokenizer, text)
         if len(ids) >= needed:
-            return FedText(name, length, ids[:needed], length)
+            return FedText(name, length, ids[start:needed], length)
         if len(text) < chars:
+            more = f" after {start} of other samples" if start else ""
             raise InputDataError(
-                f"text {name} has {len(ids)} tokens, {length} to read and {tokens} to feed are needed; give shorter "
-                "--lengths or another text"
+                f"text {name} has {len(ids)} tokens, {length} to read and {tokens} to feed are needed{more}; give "
+                "shorter --lengths or another text"
             )
         chars *= 2
 

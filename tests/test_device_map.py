@@ -217,6 +217,9 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     )  # builds the model again
     monkeypatch.setattr("retrieval_attn.offload.copy.to_host", to_host)
     monkeypatch.setattr("retrieval_attn.cache.held.to_device", to_device)
+    monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.fetch", lambda build, ready: None)
+    monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.place", lambda build: None)
+    monkeypatch.setattr("retrieval_attn.cache.reading.Reading._moved", lambda reading, *given: None)
 
     def host_queries(part: Any, one: Any) -> Any:
         _, heads, new, dim = part._query.shape

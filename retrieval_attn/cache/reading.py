@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 FEW_TOKENS = 256
 """So many are nothing to warn of, and layers that read in chunks take them as they are."""
 METRIC_QUERIES = 256
-"""Queries of each head by which clusters are made, where no index asks for a sample."""
+"""Queries of each head in whose metric clusters are made."""
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -32,7 +32,7 @@ class ReadingMark(NamedTuple):
     """How far a reading was."""
 
     done: tuple[int, Tensor | None]
-    sampled: int
+    sampled: tuple[int, ...]
 
 
 class Reading:
@@ -43,19 +43,21 @@ class Reading:
 
         spec: the index that the keys will get.
         """
-        self._held, self._estimates = held, config.estimates
+        self._held = held
         self._first = held.columns == 0
         self.done = ExactPass(total, held.past())
-        self._trains = spec.trains
-        count = spec.training_queries(total, config.train_queries) if spec.trains else METRIC_QUERIES
-        self._sample = TrainingQueries(total, count) if spec.trains or self._estimates else None
+        count = spec.training_queries(total, config.train_queries)
+        self._sample = TrainingQueries(total, count) if spec.trains else None
+        # of its own: clusters are the same whatever the index trains on
+        self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates else None
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
     ) -> Partial:
         """See `ExactPass.step`; keeps the sampled queries of the chunk."""
-        if self._sample is not None:
-            self._sample.take(query, self.done.filled)
+        for sample in (self._sample, self._metric_sample):
+            if sample is not None:
+                sample.take(query, self.done.filled)
         return self.done.step(query, key, value, valid, scale, softcap)
 
     def host_work(self) -> HostWork:
@@ -81,29 +83,33 @@ class Reading:
                 work.extend(host, stop)
                 work.clusters.extend(host, (start, stop))
                 continue
-            queries, keys_of = self._training_queries(model, module, row), functools.partial(done.keys_of, row)
-            if self._estimates:
-                span = slice(start, stop)
-                work.clusters.add(host, (start, stop), (keys_of()[:, span], done.values_of(row)[:, span]), queries)
-            work.index(host, (start, stop), queries if self._trains else None, keys_of)
+            where = model, module, row
+            if self._metric_sample is not None:
+                kv = done.keys_of(row)[:, start:stop], done.values_of(row)[:, start:stop]
+                work.clusters.add(host, (start, stop), kv, self._moved(self._metric_sample, *where))
+            work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(done.keys_of, row))
         work.start_build()
 
-    def _training_queries(self, model: nn.Module | None, module: nn.Module | None, row: int) -> Tensor | None:
-        """The sample of one row where decoding will happen, see `TrainingQueries.on_device`; None without a sample."""
-        if self._sample is None or module is None:
+    def _moved(
+        self, sample: TrainingQueries | None, model: nn.Module | None, module: nn.Module | None, row: int
+    ) -> Tensor | None:
+        """A sample of one row where decoding will happen, see `TrainingQueries.on_device`; None without a sample."""
+        if sample is None or module is None:
             return None
         valid = self.done.valid
-        return self._sample.on_device(model, module, row, None if valid is None else valid[row])
+        return sample.on_device(model, module, row, None if valid is None else valid[row])
 
     def mark(self) -> ReadingMark:
         """What `restore` needs to forget the chunks that follow."""
-        return ReadingMark(self.done.mark(), 0 if self._sample is None else self._sample.mark())
+        samples = tuple(0 if one is None else one.mark() for one in (self._sample, self._metric_sample))
+        return ReadingMark(self.done.mark(), samples)
 
     def restore(self, mark: ReadingMark) -> None:
         """As it was when `mark` was made."""
         self.done.restore(mark.done)
-        if self._sample is not None:
-            self._sample.restore(mark.sampled)
+        for sample, sampled in zip((self._sample, self._metric_sample), mark.sampled, strict=True):
+            if sample is not None:
+                sample.restore(sampled)
 
 
 def warn_of_whole_prompts(model: nn.Module | None, tokens: int, chunk: int) -> None:

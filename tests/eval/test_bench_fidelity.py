@@ -33,7 +33,7 @@ from tests.eval.shared import parsed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = ra.Config(sink=16, window=64, index="flat", threads=1)
+CONFIG = ra.Config(sink=16, window=64, index="flat", threads=1, tail=False)
 TOKENS = 6
 
 

@@ -93,6 +93,8 @@ def _judge_layer(
     start, stop = span
     q_heads, steps, dim = queries.shape
     group = q_heads // path.num_kv_heads
+    path = path.fork()
+    path.clusters = None  # what is judged is what was found, not the estimate of the others
     # one step at a time: heads of a group look at keys together, and tokens of an answer do not
     ids, outs, scanned = [], [], 0
     for step in range(steps):

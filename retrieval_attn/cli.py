@@ -25,6 +25,7 @@ COMMANDS = {
         "retrieval_attn.eval.infinitebench.command",
         "the 12 InfiniteBench tasks, from its files or generated",
     ),
+    "extract": ("retrieval_attn.eval.extract.command", "many facts of a long text at once, as JSON"),
     "reproduce": ("retrieval_attn.eval.reproduce.command", "a table or figure of the paper, ours beside its numbers"),
     "lm-eval": ("retrieval_attn.eval.lm_eval.command", "lm-evaluation-harness with retrieval attention"),
     "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),

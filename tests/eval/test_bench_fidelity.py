@@ -229,6 +229,17 @@ def test_texts_are_exact_and_the_same_again(tokenizer: Any, name: str) -> None:
         assert answer.count("-") == 4 and answer in tokenizer.decode(made.ids[: made.context])
 
 
+def test_an_extraction_feeds_its_true_json(tokenizer: Any) -> None:
+    made, other = (make_text("extract", 4096, 40, tokenizer, 0, number) for number in range(2))
+    read, fed = tokenizer.decode(made.ids[: made.context]), tokenizer.decode(made.forced)
+    assert len(made.forced) == 40 and read.endswith("Answer: [") and fed.startswith('{"parcel": "')
+    name, city = fed.split('"')[3], fed.split('"')[7]
+    assert any(name in line and city in line for line in read.splitlines()[1:-2])
+    assert not np.array_equal(made.ids, other.ids)
+    with pytest.raises(InputDataError, match="give fewer --tokens"):
+        make_text("extract", 4096, 4000, tokenizer, 0)
+
+
 def test_a_file_is_a_text_and_a_short_one_says_so(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "own.txt"
     file.write_text("A line about tea.\n" * 200)
@@ -317,7 +328,7 @@ def test_wrong_logits_are_problems(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
-        (["--texts", "poetry"], ConfigError, "choose from prose, code, json, uuid, ruler"),
+        (["--texts", "poetry"], ConfigError, "choose from prose, code, json, uuid, ruler, extract"),
         (["--methods", "flat,magic"], ConfigError, "or a method: streaming_llm"),
         (["--retrieve", "many"], ConfigError, "write 100, a share"),
         (["--retrieve", "0"], ConfigError, "retrieve"),

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--texts",
         metavar="NAME,NAME",
-        help=f"some of prose,code,json,uuid,ruler, or paths of text files (default: {USUAL['texts']})",
+        help=f"some of prose,code,json,uuid,ruler,extract, or paths of text files (default: {USUAL['texts']})",
     )
     add(
         "--methods",

@@ -1,4 +1,5 @@
-"""Texts that are read and then fed token by token: prose, code, JSON, UUIDs, a RULER needle task, or a file."""
+"""Texts that are read and then fed token by token: prose, code, JSON, UUIDs, a RULER needle task, an
+extraction, or a file."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ __all__ = ["TEXTS", "FedText", "make_text", "parse_texts"]
 
 RULER_TASK = "niah_multikey_3"
 """UUIDs among UUIDs: the hardest needle task that the bundled model answers."""
+EXTRACT_TASK = "extract_16"
+"""Sixteen of the text's records as JSON."""
 _FIRST_CHARS_PER_TOKEN = 3
 
 
@@ -56,8 +59,11 @@ def make_text(name: str, length: int, tokens: int, tokenizer: Any, seed: int, nu
 
     number: of several texts; what is made by a seed has its own seed, of a file it is the part after the one before.
     ruler: the prompt has about `length` tokens (a row of the task); what is fed are the last `tokens` of question and
-    answer. Raises InputDataError for a text that is too short.
+    answer. extract: prompt and whole answer have about `length` tokens, and the first `tokens` of the answer are fed.
+    Raises InputDataError for a text that is too short.
     """
+    if name == "extract":
+        return _extract(length, tokens, tokenizer, seed + number)
     if name == "ruler":
         ids = _ids(tokenizer, _ruler(length, tokenizer, seed + number))
         if len(ids) <= tokens:
@@ -161,6 +167,20 @@ def _ruler(length: int, tokenizer: Any, seed: int) -> str:
     return f"{row.prompt} {', '.join(row.answers)}"
 
 
+def _extract(length: int, tokens: int, tokenizer: Any, seed: int) -> FedText:
+    """A row of EXTRACT_TASK: read is all up to the answer's first bracket, fed is the true JSON."""
+    from retrieval_attn.eval.extract.suite import ExtractSuite
+
+    row = next(iter(ExtractSuite().rows(EXTRACT_TASK, length, [0], tokenizer, seed)))
+    prompt, answer = _ids(tokenizer, row.prompt), row.meta["completion"]
+    forced = np.array(tokenizer(answer, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    if len(forced) < tokens:
+        raise InputDataError(
+            f"the JSON of {EXTRACT_TASK} has {len(forced)} tokens, {tokens} are to be fed; give fewer --tokens"
+        )
+    return FedText("extract", length, np.concatenate([prompt, forced[:tokens]]), len(prompt))
+
+
 def _file(name: str, chars: int) -> str:
     from retrieval_attn.eval.text.haystack import read_haystack
 
@@ -173,5 +193,6 @@ TEXTS: dict[str, Callable[[int, int], str] | None] = {
     "json": _json,
     "uuid": _uuid,
     "ruler": None,
+    "extract": None,
 }
-"""(characters, seed) -> so many characters, or fewer where there are no more; ruler is made from a row."""
+"""(characters, seed) -> so many characters, or fewer where there are no more; ruler and extract are made from a row."""

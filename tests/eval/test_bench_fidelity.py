@@ -193,6 +193,21 @@ def test_published_methods_have_head_errors(model: Any, tokenizer: Any, text: Fe
     assert torch.equal(plain.logits, quest.logits)
 
 
+@pytest.mark.parametrize("kind", ["flat", "sketch", "device"])
+def test_a_tail_is_nearer_and_one_reading_serves_both(model: Any, text: FedText, reference: Floats, kind: str) -> None:
+    """Without a tail a fork of a reading with clusters is what a reading without them gives, to the bit."""
+    config = CONFIG.replace(index=kind)
+    fed = list(feed_index(model, config, text, [20, "all"], 2, head_error=True, tails=(False, True)))
+    assert [(one.budget, one.tail) for one in fed] == [(20, False), ("all", False), (20, True)]
+    plain, _, tail = fed
+    assert 3 * kl(reference, tail) < kl(reference, plain) and 1.5 * head_error(tail) < head_error(plain)
+    assert plain.captured is not None and tail.captured is None and plain.attended == tail.attended
+    alone = next(feed_index(model, config, text, [20], mass_heads=0))
+    assert not alone.tail and torch.equal(alone.logits, plain.logits)
+    own = next(feed_index(model, config.replace(tail=True), text, [20], mass_heads=0))
+    assert own.tail and torch.equal(own.logits, tail.logits)
+
+
 def test_every_method_gets_the_same_ids_at_the_same_positions(model: Any, tokenizer: Any, text: FedText) -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
@@ -262,7 +277,8 @@ def test_command_writes_table_json_and_plot(tmp_path: Path, capsys: pytest.Captu
     report = json.loads((folder / "fidelity.json").read_text())
     assert report["finished"] and 0 <= report["floor"] < 1e-10 and not report["problems"]
     assert {"commit", "machine", "versions", "command", "config", "seed"} <= set(report)
-    assert len(report["rows"]) == 4 * 2 and all(row["budget"] != "all" for row in report["rows"])
+    assert len(report["rows"]) == (4 + 2) * 2 and all(row["budget"] != "all" for row in report["rows"])
+    assert {"flat", "flat + tail", "device + tail"} <= {row["method"] for row in report["rows"]}
     one = report["rows"][0]
     assert np.mean(one["head_errors"]) == pytest.approx(one["head_error"]) and np.shape(one["head_errors"]) == (5, 8)
     assert (
@@ -277,6 +293,7 @@ def test_command_writes_table_json_and_plot(tmp_path: Path, capsys: pytest.Captu
 
 def test_an_option_of_config_can_vary(model: Any, tokenizer: Any, text: FedText) -> None:
     flags = ["--methods", "flat", "--retrieve", "20", "--vary", "window=8,256", "--lengths", "1500", "--threads", "1"]
+    flags += ["--tail", "without"]
     measured = measure(model, tokenizer, text, plan_of(parsed(command, *usual(flags))))
     small, floor, large = (row_of([one], 0) for one in measured)
     assert (small.method, large.method) == ("flat window=8", "flat window=256") and floor.budget == "all"

@@ -20,7 +20,9 @@ _PANELS_ABREAST = 4
 
 @dataclass(frozen=True)
 class Plot:
-    """One panel. lines: name -> points (x, y), joined in order of x; not-a-number points are left out."""
+    """One panel. lines: name -> points (x, y), joined in order of x; not-a-number points are left out. dashed: name ->
+    the line whose colour and marker it shares.
+    """
 
     title: str
     x: str
@@ -30,6 +32,7 @@ class Plot:
     log_y: bool = False
     y_range: tuple[float, float] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
+    dashed: Mapping[str, str] = field(default_factory=dict)
 
 
 def shown(value: float | None, form: str, unit: float = 1) -> str:
@@ -61,18 +64,19 @@ def save_plot(panels: Sequence[Plot], path: Path) -> None:
     down = -(-len(panels) // across)
     figure = Figure(figsize=(5.2 * across, 4.2 * down), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    names = list(dict.fromkeys(panel.dashed.get(name, name) for panel in panels for name in panel.lines))
     for place, panel in enumerate(panels):
         axes = figure.add_subplot(down, across, place + 1)
         for name, points in panel.lines.items():
             known = sorted((x, y) for x, y in points if x == x and y == y)
-            style = names.index(name)
+            style = names.index(panel.dashed.get(name, name))
             axes.plot(
                 [x for x, _ in known],
                 [y for _, y in known],
                 label=name,
                 color=_COLOURS[style % len(_COLOURS)],
                 marker=_MARKERS[style % len(_MARKERS)],
+                linestyle="--" if name in panel.dashed else "-",
                 markersize=4.5,
                 linewidth=1.4,
             )

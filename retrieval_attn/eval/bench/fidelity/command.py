@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=V,V",
         help="an option of Config, such as window=256,512: every kind of index once with each value",
     )
+    add(
+        "--tail",
+        default="both",
+        choices=["both", "with", "without"],
+        help="whether kinds of index estimate what they do not retrieve (default: %(default)s, in rows of their own)",
+    )
     add("--sink", type=as_tokens, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
     add("--window", type=as_tokens, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.cache.instruments import measure_mass
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.prefill import finish_prefill
@@ -35,7 +36,8 @@ Budget = int | float | str
 
 @dataclass(frozen=True)
 class Fed:
-    """What came out. logits: (tokens, vocabulary) float32 on the CPU, row i after forced token i.
+    """What came out. logits: (tokens, vocabulary) float32 on the CPU, row i after forced token i. tail: whether what
+    was not retrieved was estimated.
 
     attended: tokens that a query attended to, mean over tokens, layers and key-value heads; None: not counted.
     captured: share of exact attention's weight that took part; None: not measured. head_errors: per layer, (q_heads,
@@ -44,6 +46,7 @@ class Fed:
 
     budget: Budget | None
     logits: Tensor
+    tail: bool = False
     attended: float | None = None
     captured: float | None = None
     head_errors: Sequence[Tensor] = ()
@@ -58,46 +61,67 @@ def feed_full(model: Any, text: FedText) -> Fed:
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     forward_at(model, cache, text.ids[: text.context].tolist(), 0)
     rows = [forward_at(model, cache, [token], text.context + at) for at, token in enumerate(text.forced.tolist())]
-    return Fed(None, torch.cat(rows).cpu(), text.context + (len(rows) + 1) / 2)
+    return Fed(None, torch.cat(rows).cpu(), attended=text.context + (len(rows) + 1) / 2)
 
 
 def feed_index(
-    model: Any, config: Config, text: FedText, budgets: Sequence[Budget], mass_heads: int, head_error: bool = False
+    model: Any,
+    config: Config,
+    text: FedText,
+    budgets: Sequence[Budget],
+    mass_heads: int,
+    *,
+    head_error: bool = False,
+    tails: Sequence[bool] | None = None,
 ) -> Iterator[Fed]:
     """This package, with `config`'s index: one reading for all budgets, each on a fork of it.
 
     mass_heads: query heads per layer whose captured weight is measured, in turn; 0: none. head_error: whether heads'
-    outputs are compared with exact attention.
+    outputs are compared with exact attention. tails: every budget once with each of these; None: with `config.tail`.
+    Where everything is retrieved nothing is estimated: once, and without.
     """
+    tails = (bool(config.tail),) if tails is None else tails
     ids = torch.from_numpy(text.ids[None, : text.context].copy()).to(model.device)
-    held, _ = read(model, config, ids)
+    held, _ = read(model, config.replace(tail=any(tails)), ids)
     finish_prefill(held)
-    for budget in budgets:
-        yield _feed_fork(model, held, text, budget, mass_heads, HeadErrors() if head_error else None)
+    runs = [(budget, tail and budget != "all") for tail in tails for budget in budgets]
+    for budget, tail in dict.fromkeys(runs):
+        errors = HeadErrors() if head_error else None
+        # a lse with an estimate in it does not tell what share of the weight was attended to
+        fork = _fork(held, budget, tail, 0 if tail else mass_heads)
+        yield replace(_feed_fork(model, fork, text, errors), budget=budget, tail=tail)
+
+
+def _fork(held: RetrievalCache, budget: Budget, tail: bool, mass_heads: int) -> RetrievalCache:
+    """A continuation of its own with these options; without a tail it forgets the clusters that it shares."""
+    cache = held.fork()
+    for layer in _layers(cache):
+        layer.config = layer.config.replace(retrieve=budget, tail=tail)
+        for host in layer.hosts if not tail else ():
+            host.clusters = None
+    measure_mass(cache, mass_heads)
+    return cache
+
+
+def _layers(cache: RetrievalCache) -> list[RetrievalLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
 
 
 @torch.no_grad()
-def _feed_fork(
-    model: Any, held: RetrievalCache, text: FedText, budget: Budget, mass_heads: int, errors: HeadErrors | None
-) -> Fed:
-    cache = held.fork()
-    layers: list[Any] = [layer for layer in cache.layers if hasattr(layer, "config")]
-    for layer in layers:
-        layer.config = layer.config.replace(retrieve=budget)
-    measure_mass(cache, mass_heads)
+def _feed_fork(model: Any, cache: RetrievalCache, text: FedText, errors: HeadErrors | None) -> Fed:
     rows, attended = [], []
     watched = nullcontext() if errors is None else errors.watching(cache, text.context)
     with using_retrieval(model, cache.config.prefill_chunk), watched:
         for at, token in enumerate(text.forced.tolist()):
             rows.append(forward_at(model, cache, [token], text.context + at))
-            attended += [seen for layer in layers if (seen := attended_tokens(layer, 1)) is not None]
+            attended += [seen for layer in _layers(cache) if (seen := attended_tokens(layer, 1)) is not None]
     done = cache.stats()
     return Fed(
-        budget,
+        None,
         torch.cat(rows).cpu(),
-        sum(attended) / len(attended) if attended else None,
-        done.mass / done.mass_count if done.mass_count else None,
-        () if errors is None else errors.result(),
+        attended=sum(attended) / len(attended) if attended else None,
+        captured=done.mass / done.mass_count if done.mass_count else None,
+        head_errors=() if errors is None else errors.result(),
     )
 
 
@@ -129,7 +153,8 @@ def feed_policies(
         watch = None if errors is None else errors.watching
         logits, stats = method.forced(text.ids[: text.context], text.forced.tolist(), watch)
         attended = stats["tokens_attended_per_step"]
-        yield name, Fed(budget, logits.cpu(), attended, head_errors=() if errors is None else errors.result())
+        found = () if errors is None else errors.result()
+        yield name, Fed(budget, logits.cpu(), attended=attended, head_errors=found)
         if method.reads_alone:
             method.release()
 

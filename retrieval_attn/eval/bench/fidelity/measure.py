@@ -19,13 +19,18 @@ from retrieval_attn.eval.bench.model import lengths_of, with_room
 from retrieval_attn.eval.bench.room import model_config
 from retrieval_attn.eval.flags import parse_retrieve
 
-__all__ = ["Plan", "measure", "plan_of"]
+__all__ = ["TAIL", "TAILS", "Plan", "measure", "plan_of"]
+
+TAIL = " + tail"
+"""Behind the name of a kind of index, for rows with an estimate of what was not retrieved."""
+TAILS = {"both": (False, True), "with": (True,), "without": (False,)}
+"""The values of `--tail`."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured. kinds: options by label, one for every kind of index; policies: names of published methods.
-    samples: texts of each kind and length."""
+    samples: texts of each kind and length. tails: every kind once with each of these."""
 
     config: Config
     texts: tuple[str, ...]
@@ -33,6 +38,7 @@ class Plan:
     budgets: tuple[Budget, ...]
     kinds: dict[str, Config]
     policies: tuple[str, ...]
+    tails: tuple[bool, ...]
     tokens: int
     mass_heads: int
     head_error: bool
@@ -42,8 +48,10 @@ class Plan:
     @property
     def measurements(self) -> int:
         """Methods with a budget on a text that `measure` gives for all texts."""
-        own = len(self.budgets) * (len(self.kinds) + len(self.policies))
-        floor = bool(self.kinds) and "all" not in self.budgets
+        everything = "all" in self.budgets  # where nothing is estimated
+        per_kind = len(self.tails) * (len(self.budgets) - everything) + everything
+        own = per_kind * len(self.kinds) + len(self.budgets) * len(self.policies)
+        floor = bool(self.kinds) and not everything
         return len(self.texts) * len(self.lengths) * self.samples * (own + floor)
 
 
@@ -79,6 +87,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         budgets=budgets,
         kinds=kinds,
         policies=tuple(dict.fromkeys(spec.name for spec in specs if spec.name in POLICIES)),
+        tails=TAILS[args.tail],
         tokens=args.tokens,
         mass_heads=args.mass_heads,
         head_error=not args.no_head_error,
@@ -93,8 +102,10 @@ def _varied(label: str, config: Config, vary: str | None) -> dict[str, Config]:
         return {label: config}
     name, sign, values = vary.partition("=")
     parts = [part.strip() for part in values.split(",") if part.strip()]
-    if not sign or not parts or name in ("index", "index_options", "retrieve", "threads"):
-        raise ConfigError(f"--vary {vary!r}: needed an option of Config and its values; write window=256,512")
+    if not sign or not parts or name in ("tail", "index", "index_options", "retrieve", "threads"):
+        raise ConfigError(
+            f"--vary {vary!r}: needed an option of Config and its values; write window=256,512 (--tail is a flag)"
+        )
     return {f"{label} {name}={part}": config.replace(**{name: value_of(part)}) for part in parts}
 
 
@@ -102,11 +113,10 @@ def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[M
     """Every method with every budget on a text. The first kind of index has one more, with everything retrieved."""
     reference = log_probabilities(feed_full(model, text).logits)
     for number, (label, config) in enumerate(plan.kinds.items()):
-        budgets = plan.budgets
-        if number == 0 and "all" not in budgets:
-            budgets = (*budgets, "all")
-        for fed in feed_index(model, config, text, budgets, plan.mass_heads, plan.head_error):
-            yield judged(text, label, fed, reference)
+        budgets = plan.budgets if number or "all" in plan.budgets else (*plan.budgets, "all")
+        fed = feed_index(model, config, text, budgets, plan.mass_heads, head_error=plan.head_error, tails=plan.tails)
+        for one in fed:
+            yield judged(text, label + TAIL if one.tail else label, one, reference)
     policies = feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets, plan.head_error)
-    for name, fed in policies:
-        yield judged(text, name, fed, reference)
+    for name, one in policies:
+        yield judged(text, name, one, reference)

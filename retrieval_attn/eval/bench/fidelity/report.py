@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from retrieval_attn.eval.bench.fidelity.measure import TAIL
 from retrieval_attn.eval.bench.fidelity.row import Row
 from retrieval_attn.eval.bench.plots import Plot, shown, table
 
@@ -85,8 +86,9 @@ def _legend() -> list[str]:
         "everything in their first layers, as published. captured: share of exact attention's weight that took "
         "part, over sampled heads. head error: |out - exact| / |exact| of a head's output; exact is full "
         "attention, in float32, with the method's own query over the keys and values that its own run stored; mean "
-        "over heads, full-attention layers and fed tokens. ruler: the last tokens of question and answer are fed. "
-        "Everything decodes eagerly."
+        "over heads, full-attention layers and fed tokens. + tail: what was not retrieved is estimated from "
+        "clusters (`captured` is left empty). ruler: the last tokens of "
+        "question and answer are fed; extract: the first tokens of the true JSON. Everything decodes eagerly."
     ]
 
 
@@ -96,8 +98,8 @@ def _refusals(rows: Sequence[Row]) -> list[str]:
 
 
 def plots(rows: Sequence[Row]) -> list[Plot]:
-    """KL against keys retrieved, a panel per text and length; both axes logarithmic. Budgets that are no number of keys
-    are left out."""
+    """KL against keys retrieved, a panel per text and length; both axes logarithmic; dashed with a tail. Budgets that
+    are no number of keys are left out."""
     panels = []
     for text, length in dict.fromkeys((row.text, row.length) for row in rows):
         own = [row for row in rows if (row.text, row.length) == (text, length)]
@@ -107,5 +109,7 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
                 lines.setdefault(row.method, []).append((float(row.budget), row.kl))
         if lines:
             title = f"{text}, {own[0].context:,} tokens"
-            panels.append(Plot(title, "keys retrieved per head", "KL to full attention, nats", lines, True, True))
+            dashed = {name: name.removesuffix(TAIL) for name in lines if name.endswith(TAIL)}
+            words = "keys retrieved per head", "KL to full attention, nats"
+            panels.append(Plot(title, *words, lines, log_x=True, log_y=True, dashed=dashed))
     return panels

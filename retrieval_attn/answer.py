@@ -76,6 +76,15 @@ def _is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True)
+class HeadShare:
+    """A query head of a layer, and its share of something, 0 .. 1."""
+
+    layer: int
+    head: int
+    share: float
+
+
+@dataclass(frozen=True)
 class Stats:
     """Cost of one answer, summed over layers. Seconds are wall clock.
 
@@ -85,6 +94,10 @@ class Stats:
     host_bytes, device_bytes: memory held by the cache.
     captured_mass: share of exact attention's weight that took part (sinks, window and retrieved keys), mean over the
     heads and tokens measured; None unless `cache.instruments.measure_mass` asked for it.
+    tail_share: share of attention's weight over keys that was estimated from clusters (`Config.tail`), mean over heads,
+    layers and tokens, those of a question among them that went through retrieval; 1 - tail_share estimates
+    `captured_mass`. Of eager steps; None where there were none, or nothing is estimated. tail_share_most: the head
+    whose mean is largest.
     indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
@@ -103,6 +116,8 @@ class Stats:
     search_seconds: float = 0.0
     attend_seconds: float = 0.0
     captured_mass: float | None = None
+    tail_share: float | None = None
+    tail_share_most: HeadShare | None = None
     indexes: Mapping[str, int] = field(default_factory=dict)
     decoded: str = "eager"
 

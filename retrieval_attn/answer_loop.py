@@ -23,9 +23,11 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from retrieval_attn.answer import Answer, Sampling, Stats
+from retrieval_attn.answer import Answer, HeadShare, Sampling, Stats
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.instruments import tail_shares
 from retrieval_attn.cache.sequence import ids_tensor
+from retrieval_attn.cache.tail_share import largest_share, mean_share
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
@@ -261,7 +263,8 @@ def _before(text: str, stop: tuple[str, ...]) -> str:
 
 
 def _stats(result: Generated, cache: RetrievalCache) -> Stats:
-    work = cache.stats()
+    work, tails = cache.stats(), tail_shares(cache)
+    largest = largest_share(tails)
     return Stats(
         context_tokens=0,
         new_tokens=result.new_tokens,
@@ -277,6 +280,8 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         attend_seconds=work.attend_seconds,
         captured_mass=work.mass / work.mass_count if work.mass_count else None,
         indexes=cache.index_kinds(),
+        tail_share=mean_share(tails),
+        tail_share_most=None if largest is None else HeadShare(*largest),
         decoded=result.how,
     )
 

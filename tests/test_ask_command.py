@@ -37,6 +37,7 @@ def test_a_question_about_a_file(document: str, capsys: pytest.CaptureFixture[st
     assert "7391846" in printed.out and printed.out.endswith("\n")
     said = printed.err.splitlines()
     assert any("bundled" in line and "on cpu" in line for line in said)
+    assert re.search(r"[\d.]+ % of attention was estimated from .*, most in layer \d+, head \d+: [\d.]+ %", said[-2])
     assert re.search(  # a bar that was cleared may stand before it
         r"read [\d,]+ tokens in [\d.]+ s; first token after [\d.]+ s, [\d.]+ ms per token for \d+ tokens; "
         r"[\d.]+ MiB of keys and values on the host, [\d.]+ \w+ on the device$",

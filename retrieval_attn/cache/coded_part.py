@@ -114,7 +114,13 @@ class QuestionShape(NamedTuple):
 
 
 class CodedPart:
-    """Attention of queries (q_heads, positions, head_dim) on a device over a `CodedRange`: `begin`, then `finish`."""
+    """Attention of queries (q_heads, positions, head_dim) on a device over a `CodedRange`: `begin`, then `finish`.
+
+    rest: after `finish`, the share of the weights that is estimated, (q_heads, positions) float32 on the device; None
+    where the path has no clusters.
+    """
+
+    rest: Tensor | None = None
 
     def __init__(self, over: CodedRange, queries: Tensor, *, scale: float, softcap: float | None) -> None:
         path = over.path
@@ -142,7 +148,8 @@ class CodedPart:
         self.begin()
         shape, device = self._queries.shape[:2], self._queries.device
         out = torch.empty(*shape, self._shape.value_dim, dtype=torch.float32, device=device)
-        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        lse, rest = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        self.rest = None if self._over.table is None else rest
         if self._desk is None:
             return Partial(out, lse), total_cost([])
         costs, desk = [], self._desk
@@ -151,7 +158,7 @@ class CodedPart:
                 self._send(number + 1)
             slot = desk.slots[number % 2]
             costs.append(self._run(slot, part.stop - part.start))
-            slot.results(out[:, part], lse[:, part])
+            slot.results(out[:, part], lse[:, part], rest[:, part])
         self._desk = None
         desk.give_back()  # not after an error: the device may still read or write there
         return Partial(out, lse), total_cost(costs)
@@ -186,14 +193,15 @@ class _Slot:
         self._shape = shape
         count = shape.q_heads * shape.most
         cuda = shape.device.type == "cuda"
-        self._queries, self._out, self._lse = (
+        self._queries, self._out, self._lse, self._rest = (
             _numbers(size, cuda).view(torch.float32)
-            for size in (count * shape.head_dim, count * shape.value_dim, count)
+            for size in (count * shape.head_dim, count * shape.value_dim, count, count)
         )
         self._ids = _numbers(count * shape.codes.room, cuda).view(torch.int32).view(count, shape.codes.room)
         meters, descriptor = np.zeros(pool.workers * METER_WORDS, np.int64), np.zeros(WORDS, np.int64)
         results = self._out.numpy(), self._lse.numpy(), meters, descriptor
-        self.step = LayerStep(pool, shape.fmt, buffers=StepBuffers(self._queries.numpy(), *results, self._ids.numpy()))
+        named = self._ids.numpy(), self._rest.numpy()
+        self.step = LayerStep(pool, shape.fmt, buffers=StepBuffers(self._queries.numpy(), *results, *named))
         self._sent = torch.cuda.Event() if cuda else None
         self._taken = torch.cuda.Event() if cuda else None
 
@@ -210,11 +218,12 @@ class _Slot:
             if event is not None:
                 event.synchronize()
 
-    def results(self, out: Tensor, lse: Tensor) -> None:
-        """Copy the step's results to out (q_heads, positions, value_dim) and lse, without waiting."""
+    def results(self, out: Tensor, lse: Tensor, rest: Tensor) -> None:
+        """Copy the step's results to out (q_heads, positions, value_dim), lse and rest, without waiting."""
         with on_device(out.device):
             out.copy_(self._out[: out.numel()].view(out.shape), non_blocking=True)
             lse.copy_(self._lse[: lse.numel()].view(lse.shape), non_blocking=True)
+            rest.copy_(self._rest[: rest.numel()].view(rest.shape), non_blocking=True)
             if self._taken is not None:
                 self._taken.record()
 

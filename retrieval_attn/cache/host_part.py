@@ -9,6 +9,7 @@ Where the device has codes of the keys, queries take the way of `coded_part.py`,
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,7 +51,13 @@ class _Shared:
 
 
 class HostPart:
-    """Retrieved attention of query (batch, q_heads, new, head_dim) over the middle of every row: `begin`, `attend`."""
+    """Retrieved attention of query (batch, q_heads, new, head_dim) over the middle of every row: `begin`, `attend`.
+
+    rest: the share of its weights that is estimated, (batch, q_heads, new) float32 on the query's device, 0 for a row
+    with no middle; None before `attend`, and where a row's keys that are not retrieved are left out.
+    """
+
+    rest: Tensor | None = None
 
     def __init__(
         self, held: HeldTokens, query: Tensor, scoring: Scoring, spec: IndexSpec, uploads: LayerUploads
@@ -96,15 +103,19 @@ class HostPart:
         if not self._coded and not self._apart:
             self.begin(config)
         if len(self._coded) == 1 and len(self._coded[0][0].rows) == self._shape[0]:  # nothing to put together
-            found = self._finish(self._coded[0][1], stats)
+            part = self._coded[0][1]
+            found = self._finish(part, stats)
+            self.rest = None if part.rest is None else unstacked(part.rest, self._shape[0])
             stats.host_seconds += time.perf_counter() - began
-            return Partial(*(unstacked(part, self._shape[0]) for part in found))
+            return Partial(*(unstacked(one, self._shape[0]) for one in found))
         out = torch.zeros(*self._shape, value_dim, dtype=torch.float32, device=self._device)
         lse = torch.full(self._shape, -torch.inf, dtype=torch.float32, device=self._device)
+        self.rest = torch.zeros_like(lse)
         for number, (one, part) in enumerate(self._coded):
             for _, after in self._coded[number + 1 : number + 2]:
                 after.begin()
             self._place(one, self._finish(part, stats), (out, lse))
+            self._place_rest(one, part.rest)
         for k, group in self._apart.items():
             answers = attend_paths(
                 [one.host for one in group],
@@ -116,6 +127,7 @@ class HostPart:
             )
             for one, answer in zip(group, answers, strict=True):
                 self._place(one, Partial(*map(torch.from_numpy, (answer.out, answer.lse))), (out, lse))
+                self._place_rest(one, None if answer.rest is None else torch.from_numpy(answer.rest))
                 stats.keys_scanned += answer.keys_scanned
                 stats.bytes_read += answer.bytes_read
                 stats.search_seconds += answer.search_seconds
@@ -134,8 +146,11 @@ class HostPart:
     def measure_mass(self, heads: int, static: Tensor, retrieved: Tensor, stats: LayerStats) -> None:
         """Add the share of exact attention's weight that sinks, window and retrieved keys have, for some heads.
 
-        heads: how many per call; they take turns. static, retrieved: lse (batch, q_heads, new).
+        heads: how many per call; they take turns. static, retrieved: lse (batch, q_heads, new), of which `rest` is
+        estimated.
         """
+        if self.rest is not None:
+            retrieved = retrieved + torch.log1p(-self.rest)
         static, retrieved = static.cpu(), retrieved.cpu()
         first = stats.mass_count
         chosen = [(first + i) % self._q_heads for i in range(min(heads, self._q_heads))]
@@ -157,7 +172,13 @@ class HostPart:
         """The queries of the rows that share a path, float32: (q_heads, rows * new, head_dim)."""
         return stacked(self._host_query, one.rows).contiguous().numpy()
 
-    def _place(self, one: _Shared, found: Partial, into: tuple[Tensor, Tensor]) -> None:
+    def _place_rest(self, one: _Shared, rest: Tensor | None) -> None:
+        if rest is None or self.rest is None:
+            self.rest = None
+        else:
+            self._place(one, (rest,), (self.rest,))
+
+    def _place(self, one: _Shared, found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Write answers (q_heads, rows * new, ...) to the rows that they belong to."""
         for part, target in zip(found, into, strict=True):
             rows = unstacked(part, len(one.rows)).to(target.device)

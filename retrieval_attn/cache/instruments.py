@@ -1,4 +1,4 @@
-"""What benchmarks and recorders do to a cache: measure in its layers, or put others in their place."""
+"""What measures in the layers of a cache, and what benchmarks and recorders put in their place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import distinct
+from retrieval_attn.cache.tail_share import TailShare
 
 
 def measure_mass(cache: RetrievalCache, heads: int) -> None:
@@ -17,6 +18,11 @@ def measure_mass(cache: RetrievalCache, heads: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer):
             layer.mass_heads = heads
+
+
+def tail_shares(cache: RetrievalCache) -> dict[int, TailShare]:
+    """By number of the layer, what was estimated in those that retrieve since the cache (or its fork) was made."""
+    return {layer.number: layer.tail for layer in cache.layers if isinstance(layer, RetrievalLayer)}
 
 
 def replace_layer(cache: RetrievalCache, number: int, layer: CacheLayer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from copy import copy as shallow_copy
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from retrieval_attn.cache.handle import HandleLayer
 from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.tail_share import TailShare
 from retrieval_attn.config import Config
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache
@@ -62,13 +64,14 @@ class AttentionWatch(Protocol):
 class CacheLayer(HandleLayer):
     """One layer of a `RetrievalCache`. graph: set while a captured step decodes with this cache.
 
-    watch: told of every `attend` that is not part of a captured step, or None. Forks get it, too.
+    watch: told of every `attend` that is not part of a captured step, or None. Forks get it, too. stats, tail: what was
+    done, and which share of attention was estimated, since the layer or its fork was made.
     """
 
     def __init__(self, config: Config, batch: Batch | None = None) -> None:
         super().__init__(batch)
         self.config = config
-        self.stats = LayerStats()
+        self.stats, self.tail = LayerStats(), TailShare()
         self.graph: GraphHook | None = None
         self.watch: AttentionWatch | None = None
         self._announced: int | None = None
@@ -143,7 +146,7 @@ class CacheLayer(HandleLayer):
         """The layer's attributes, to be put back as they are; what changes in place is copied."""
         copy = self.fork(self.batch)
         copy.stats.add(self.stats)
-        return vars(copy)
+        return {**vars(copy), "tail": shallow_copy(self.tail)}
 
     def fork(self, batch: Batch) -> Self:
         """This layer for a fork of its batch."""

@@ -18,6 +18,7 @@ from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.tail_share import TailShare
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
@@ -132,7 +133,10 @@ class RetrievalLayer(CacheLayer):
                 host.measure_mass(self.mass_heads, static.lse, retrieved.lse, self.stats)
         if held.window.room == 0:  # it is full, or has grown for many tokens
             held.spill()
-        return merge(parts)
+        found = merge(parts)
+        if host.rest is not None:
+            self.tail.add(host.rest, parts[-1].lse, found.lse)
+        return found
 
     def _expected_offset(self) -> int:
         return self.columns + (self._reading.done.filled if self._reading is not None else 0)
@@ -209,7 +213,7 @@ class RetrievalLayer(CacheLayer):
         other = RetrievalLayer(self.config, self.index)
         other.__dict__.update(self.__dict__)
         other.graph = None
-        other.batch, other.stats = batch, LayerStats()
+        other.batch, other.stats, other.tail = batch, LayerStats(), TailShare()
         other.held = None if self.held is None else self.held.fork(batch, other.stats)
         return other
 

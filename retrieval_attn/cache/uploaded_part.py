@@ -70,7 +70,10 @@ class UploadedPart:
     """As `CodedPart`: attention of queries (q_heads, positions, head_dim) over a `CodedRange`; `begin`, then `finish`.
 
     For what `serves` says. A question with a query that is not finite takes the host's way, which looks at all keys.
+    rest: None, for nothing is estimated here; on the host's way as there.
     """
+
+    rest: Tensor | None = None
 
     def __init__(
         self, over: CodedRange, queries: Tensor, uploads: LayerUploads, *, scale: float, softcap: float | None
@@ -107,7 +110,10 @@ class UploadedPart:
             lost, named = torch.stack([(ids[:, self._needed - 1] < 0).sum(), (ids >= 0).sum()]).tolist()
             if lost:
                 self._uploads.clear()
-                return CodedPart(self._over, self._queries, scale=self._scale, softcap=self._softcap).finish()
+                part_of_host = CodedPart(self._over, self._queries, scale=self._scale, softcap=self._softcap)
+                found = part_of_host.finish()
+                self.rest = part_of_host.rest
+                return found
             searched = time.perf_counter()
             with on_device(ids.device):
                 self._attend(part, ids, number == len(self._turns) - 1, Partial(out, lse))

@@ -6,11 +6,14 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.config import QUANTIZATIONS, Config, Retrieve
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.memory.units import parse_tokens, show_bytes
+
+if TYPE_CHECKING:
+    from retrieval_attn.answer import Stats
 
 BUNDLED = Path(__file__).parents[1] / "eval" / "needle_model"
 
@@ -102,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     print(flush=True)
     if stream.answer is not None:
         stats = stream.answer.stats
+        _say_tail(stats)
         print(
             f"read {context.num_tokens:,} tokens in {read_seconds:.1f} s; first token after "
             f"{stats.prefill_seconds:.2f} s, {1000 * stats.seconds_per_token:.1f} ms per token for "
@@ -110,6 +114,18 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _say_tail(stats: Stats) -> None:
+    """How much of attention was estimated, where that is known."""
+    if stats.tail_share is None or stats.tail_share_most is None:
+        return
+    most = stats.tail_share_most
+    print(
+        f"{100 * stats.tail_share:.1f} % of attention was estimated from clusters of keys, most in layer {most.layer}, "
+        f"head {most.head}: {100 * most.share:.1f} %",
+        file=sys.stderr,
+    )
 
 
 def _text(file: str) -> str:

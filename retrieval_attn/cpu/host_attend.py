@@ -33,7 +33,9 @@ class HostPartial(NamedTuple):
 
     out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores the search
     computed, or all of them without a search. bytes_read: bytes of keys and values read from the store; a key that is
-    scanned for several queries at once counts once. search_seconds, attend_seconds: wall clock by phase.
+    scanned for several queries at once counts once. search_seconds, attend_seconds: wall clock by phase. rest
+    (q_heads, n) float32: the share of the weights that stands for keys which were not attended to; None where those are
+    left out.
     """
 
     out: npt.NDArray[np.float32]
@@ -42,6 +44,7 @@ class HostPartial(NamedTuple):
     bytes_read: int
     search_seconds: float = 0.0
     attend_seconds: float = 0.0
+    rest: npt.NDArray[np.float32] | None = None
 
 
 def attend_path(
@@ -119,7 +122,7 @@ def _step_paths(
     if not n or not at_once:
         return None
     out = np.empty((len(paths), q_heads, n, first.value_dim), np.float32)
-    lse = np.empty((len(paths), q_heads, n), np.float32)
+    lse, rest = (np.empty((len(paths), q_heads, n), np.float32) for _ in range(2))
     costs = []
     for start in range(0, n, at_once):
         part = slice(start, min(start + at_once, n))
@@ -129,11 +132,14 @@ def _step_paths(
         for row, own in enumerate(queries):
             step.queries[row] = own[:, part]
         costs.append(step.run())
-        out[:, :, part], lse[:, :, part] = step.out, step.lse
+        out[:, :, part], lse[:, :, part], rest[:, :, part] = step.out, step.lse, step.rest
     share, cost = len(paths), total_cost(costs)
     work = cost.keys_scanned // share, cost.bytes_read // share
     seconds = cost.search_seconds / share, cost.attend_seconds / share
-    return [HostPartial(out[row], lse[row], *work, *seconds) for row in range(share)]
+    return [
+        HostPartial(out[row], lse[row], *work, *seconds, None if path.clusters is None else rest[row])
+        for row, path in enumerate(paths)
+    ]
 
 
 def plan_paths(
@@ -211,7 +217,7 @@ def attend_apart(
     shape = queries.shape[:2]
     if not parts or not grouped.size:
         out = np.zeros((*shape, path.value_dim), np.float32)
-        return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0)
+        return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0, rest=np.zeros(shape, np.float32))
     began = time.perf_counter()
     searched = began
     with kernel_threads(path.threads if threads is None else threads):
@@ -223,6 +229,7 @@ def attend_apart(
                     for segment, low, high, _ in parts
                 ]
             )
+            rest: npt.NDArray[np.float32] | None = np.zeros(shape, np.float32)
             scanned = (stop - start) * shape[0] * shape[1]
             bytes_read = (stop - start) * path.token_bytes
         else:
@@ -231,10 +238,14 @@ def attend_apart(
             ]
             searched = time.perf_counter()
             table = cluster_table(path, start, stop)
-            partial, scanned, bytes_read = _attend_best(path, grouped, found, top_k, table, (scale, softcap))
+            partial, rest, scanned, bytes_read = _attend_best(path, grouped, found, top_k, table, (scale, softcap))
     out, lse = partial
-    out, lse = out.reshape(*shape, path.value_dim), lse.reshape(shape)
-    return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched)
+    out, lse, rest = (
+        out.reshape(*shape, path.value_dim),
+        lse.reshape(shape),
+        None if rest is None else rest.reshape(shape),
+    )
+    return HostPartial(out, lse, scanned, bytes_read, searched - began, time.perf_counter() - searched, rest)
 
 
 def _attend_best(
@@ -244,8 +255,11 @@ def _attend_best(
     top_k: int,
     table: ClusterTable | None,
     scoring: tuple[float, float | None],
-) -> tuple[Partial, int, int]:
-    """Keep the top_k best of what was found, attend to them piece by piece; estimate the others by `table`."""
+) -> tuple[Partial, npt.NDArray[np.float32] | None, int, int]:
+    """Keep the top_k best of what was found, attend to them piece by piece; estimate the others by `table`.
+
+    Returns the partial, the share of its weights that is estimated (None without a table), keys scanned, bytes read.
+    """
     fmt, (scale, softcap) = path.fmt, scoring
     chosen = _best_of_all([hit.ids for _, hit in found], [hit.scores for _, hit in found], top_k)
     parts = []
@@ -261,9 +275,16 @@ def _attend_best(
             for (segment, _), ids in zip(found, chosen, strict=True)
         ]
         parts.append(rest_partial(queries, table, attended, fmt, scale, softcap))
+    partial = merge_partials(parts)
+    rest = None if table is None else _share(parts[-1][1], partial[1])
     row_bytes = sum(array.shape[2] for array in (found[0][0].keys, found[0][0].values)) * fmt.bytes
     bytes_read = sum(hit.bytes_read for _, hit in found) + gathered * row_bytes
-    return merge_partials(parts), sum(hit.keys_scanned for _, hit in found), bytes_read
+    return partial, rest, sum(hit.keys_scanned for _, hit in found), bytes_read
+
+
+def _share(lse: npt.NDArray[np.float32], of: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The share that a part with `lse` has of the weights of all parts; 0 where there are none."""
+    return np.exp(lse - np.where(np.isneginf(of), np.float32(0), of), dtype=np.float32)
 
 
 def _best_of_all(

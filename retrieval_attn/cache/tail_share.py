@@ -1,0 +1,57 @@
+"""The share of a head's attention that is estimated and not attended to, summed while a layer decodes.
+
+A step of the host says which share of its partial's weights stands for keys that it did not attend to
+(`cpu/step/estimate.py`). Sinks and window weigh against that partial by their lse, so the share of the whole is known
+for every head and token, without reading a key more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class TailShare:
+    """Of one layer. count: rows times tokens that were added."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, rest: Tensor, host_lse: Tensor, lse: Tensor) -> None:
+        """Some tokens of some rows more. All (batch, q_heads, new) float32 on one device.
+
+        rest: the share of the host's weights that is estimated; host_lse: of the host's partial; lse: of all keys.
+        """
+        shares = torch.exp(host_lse - lse).mul_(rest).sum(dim=(0, 2), dtype=torch.float64)
+        self._sums = shares if self._sums is None else self._sums + shares
+        self.count += rest.shape[0] * rest.shape[2]
+
+    def means(self) -> npt.NDArray[np.float64]:
+        """(q_heads,): the mean over what was added, of each head; of no head if nothing was."""
+        if self._sums is None or not self.count:
+            return np.empty(0)
+        means: npt.NDArray[np.float64] = self._sums.cpu().numpy() / self.count
+        return means
+
+
+def mean_share(layers: Mapping[int, TailShare]) -> float | None:
+    """Mean over the heads of all layers and what was added to each; None if nothing was. layers: by their numbers."""
+    sums = [(tail.means().sum() * tail.count, len(tail.means()) * tail.count) for tail in layers.values()]
+    count = sum(number for _, number in sums)
+    return float(sum(total for total, _ in sums) / count) if count else None
+
+
+def largest_share(layers: Mapping[int, TailShare]) -> tuple[int, int, float] | None:
+    """Layer, query head and mean of the head whose mean is largest, the first of equals; None if nothing was added."""
+    found = [
+        (number, int(means.argmax()), float(means.max()))
+        for number, tail in layers.items()
+        if len(means := tail.means())
+    ]
+    return max(found, key=lambda one: one[2], default=None)

@@ -65,8 +65,9 @@ class CodeShape(NamedTuple):
 class Scratch:
     """What the kernels of one layer leave for the next of them; layers take turns.
 
-    scores (queries, max_keys) float32; best (queries, max_keys / group) float32, of every group; groups (queries,
-    picked) and hits (queries, room) int32.
+    Rows are those of one turn. scores (queries, max_keys) float32, -inf for the keys that were named; least (queries,)
+    float32, of those; best (queries, max_keys / group) float32, of every group; groups (queries, picked) and hits
+    (queries, room) int32.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Scratch:
             self.group //= 2
         rows = queries if has_memory else 0
         self.scores = torch.empty(rows, max_keys, dtype=torch.float32, device=device)
+        self.least = torch.empty(rows, dtype=torch.float32, device=device)
         self.best = torch.empty(rows, max_keys // self.group, dtype=torch.float32, device=device)
         self.groups = torch.empty(rows, self.picked, dtype=torch.int32, device=device)
         self.hits = torch.empty(rows, room, dtype=torch.int32, device=device)
@@ -124,8 +126,7 @@ class CodeSearch:
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
     planes (queries, 4, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
-    units, bases, variances (queries,) float32: q . k is near unit * score + base, of a score that kernels left in
-    `Scratch`, and differs from it by this variance.
+    units (queries,) float32: what a score of 1 counts that kernels left in `Scratch`, see `code_scores`.
     block: queries that a program scores at a time.
     """
 
@@ -148,8 +149,7 @@ class CodeSearch:
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
-        numbers = torch.ones(4, batch * q_heads, dtype=torch.float32, device=device)
-        self.factors, self.units, self.bases, self.variances = numbers
+        self.factors, self.units = torch.ones(2, batch * q_heads, dtype=torch.float32, device=device)
 
     def bind(self, entries: Sequence[CodeRange | None]) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""
@@ -179,17 +179,24 @@ class CodeSearch:
         return max((entry[1] for entry in self.entries if entry is not None), default=0)
 
     def run(
-        self, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch, opaque: Callable[..., None]
+        self,
+        query: Tensor,
+        ids: Tensor,
+        places: Tensor | None,
+        scratch: Scratch,
+        opaque: Callable[..., None],
+        after: Callable[[Scratch, Turn], None] | None = None,
     ) -> None:
         """Name keys for query (batch, q_heads, 1, head_dim) in ids (batch * q_heads, room) int32; -1: no more.
 
         Fewer q_heads than it was made for will do, if they are a multiple of kv_heads.
         places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
-        function that finds its arguments anew at every replay.
+        function that finds its arguments anew at every replay. after: called behind the kernels of each turn, while
+        `scratch` has what they left; not where plain PyTorch names the keys.
         """
         kernels = kernels_for(query, "codes.search_triton") if scratch.suits_kernels else None
         if kernels is not None:
-            kernels.search(self, query, ids, places, scratch)
+            kernels.search(self, query, ids, places, scratch, after)
         else:
             opaque(self._run_plainly, query, ids, places)
 

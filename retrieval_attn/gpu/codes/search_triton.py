@@ -9,12 +9,13 @@ a replay names the same ones at every run. A query keeps 16 bits by two planes o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.search import TABLE_WORDS, CodeSearch, Scratch
+from retrieval_attn.gpu.codes.search import TABLE_WORDS, CodeSearch, Scratch, Turn
 
 BLOCK_KEYS = 128
 """Keys that a program scores at a time."""
@@ -31,14 +32,14 @@ TILE_BYTES = 48 << 10
 
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members"])
 def _project_kernel(
-    query, table, planes, factors, units, bases, variances, query_b, query_h, q_heads, members, dim, rank,
+    query, table, planes, factors, units, query_b, query_h, q_heads, members, dim, rank,
     WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     FINE: tl.constexpr,
 ):  # fmt: skip
     """query_projection . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
 
     planes[i] (4, K): planes of what meets bytes or their lower halves, then of what meets their upper halves.
-    factors[i]: 1, or NaN for a query that is not finite. units[i], bases[i], variances[i]: see `CodeSearch`.
+    factors[i]: 1, or NaN for a query that is not finite. units[i]: what a score of 1 counts.
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
@@ -47,21 +48,11 @@ def _project_kernel(
     used = tl.load(words + 2) > 0
     # an address out of the table: the graph was captured for no cache in particular
     projection = tl.load(words + 1).to(tl.pointer_type(tl.float32))
-    estimate = tl.load(words + 3).to(tl.pointer_type(tl.float32))
-    inside = (number < dim)[:, None] & (column < dim)[None, :] & used
-    stored = number < rank
-    # below the rows that make numbers those of what is not stored
-    matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside & stored[:, None], other=0.0)
-    unseen = estimate + (2 + number - rank)[:, None] * dim + column[None, :]
-    matrix += tl.load(unseen, mask=inside & (number >= rank)[:, None], other=0.0)
-    offset = tl.load(estimate + column, mask=(column < dim) & used, other=0.0)
-    noise = tl.load(estimate + dim + number, mask=stored & used, other=1.0)
+    inside = (number < rank)[:, None] & (column < dim)[None, :] & used
+    matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
     own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
-    own = own.to(tl.float32)
     # one vector fills no tile of a matrix instruction: float32 additions
-    result = tl.sum(matrix * own[None, :], axis=1)
-    variance = tl.sum(result * result * noise, axis=0)
-    result = tl.where(stored, result, 0.0)
+    result = tl.sum(matrix * own.to(tl.float32)[None, :], axis=1)
     finite = tl.sum(tl.where(result - result == 0, 0, 1), axis=0) == 0
     largest = tl.max(tl.abs(tl.where(finite, result, 0.0)), axis=0)
     # to name keys it is not undone: scores are only compared with those of the same query
@@ -74,8 +65,6 @@ def _project_kernel(
     tl.store(at + K, fine.to(tl.int8), mask=number < rank)
     tl.store(factors + i, tl.where(finite, 1.0, float("nan")))
     tl.store(units + i, largest / (127.0 * FINE))
-    tl.store(bases + i, tl.sum(offset * own, axis=0))
-    tl.store(variances + i, variance)
 
 
 @triton.jit
@@ -165,7 +154,7 @@ def _threshold(values, inside, k, enough, ROUNDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _pick_kernel(
-    table, scores, best, groups, hits, places, ids, k, enough_groups, enough, room,
+    table, scores, least, best, groups, hits, places, ids, k, enough_groups, enough, room,
     members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
     HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr,
@@ -198,7 +187,9 @@ def _pick_kernel(
     key = group * GROUP + number % GROUP
     values = tl.load(scores + at * max_keys + key, mask=inside, other=-float("inf"))
     inside = inside & (values > -float("inf"))
-    chosen = inside & (values >= _threshold(values, inside, k, enough, ROUNDS))
+    threshold = _threshold(values, inside, k, enough, ROUNDS)
+    tl.store(least + at, threshold)
+    chosen = inside & (values >= threshold)
     place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
     tl.store(hits + at * room + place, key, mask=chosen & (place < room))
@@ -207,20 +198,29 @@ def _pick_kernel(
     slot = tl.arange(0, ROOM)
     line = tl.load(hits + at * room + slot, mask=slot < named, other=-1)
     tl.store(ids + row * room + slot, line, mask=slot < room)
+    # whoever sums up the others finds the named ones gone, and need not read what went to the host
+    tl.store(scores + at * max_keys + line, -float("inf"), mask=slot < named)
 
 
-def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scratch: Scratch) -> None:
+def search(
+    search: CodeSearch,
+    query: Tensor,
+    ids: Tensor,
+    places: Tensor | None,
+    scratch: Scratch,
+    after: Callable[[Scratch, Turn], None] | None,
+) -> None:
     """See `CodeSearch.run`."""
     batch, q_heads, _, dim = query.shape
     shape, group, width = search.shape, scratch.group, search.planes.shape[2]
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
     rank, enough = shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
-    side = triton.next_power_of_2(dim)
+    matrix = triton.next_power_of_2(dim) * triton.next_power_of_2(rank)
     _project_kernel[(batch * q_heads,)](
-        query, search.table, search.planes, search.factors, search.units, search.bases, search.variances,
+        query, search.table, search.planes, search.factors, search.units,
         query.stride(0), query.stride(1), q_heads, members, dim, rank,
-        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=side, R=side, FINE=FINE,
-        num_warps=min(32, max(8, side * side // 2048)),
+        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
+        R=triton.next_power_of_2(rank), FINE=FINE, num_warps=min(32, max(8, matrix // 2048)),
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
         blocks = triton.cdiv(turn.members, search.block)
@@ -233,13 +233,15 @@ def search(search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None
             num_warps=4, num_stages=max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))),
         )  # fmt: skip
         _pick_kernel[(turn.entries * turn.members,)](
-            search.table, scratch.scores, scratch.best, scratch.groups, scratch.hits,
+            search.table, scratch.scores, scratch.least, scratch.best, scratch.groups, scratch.hits,
             scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
             shape.room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
             WORDS=TABLE_WORDS, GROUP=group, GROUPS=scratch.max_keys // group, PICKED=scratch.picked,
             ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
             num_warps=_warps(max(scratch.max_keys // group, scratch.picked * group)),
         )  # fmt: skip
+        if after is not None:
+            after(scratch, turn)
 
 
 def _warps(numbers: int) -> int:

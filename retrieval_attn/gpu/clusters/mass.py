@@ -1,0 +1,189 @@
+"""Attention to the keys of a layer that were not named to the host, estimated by clusters: one more part of the merge.
+
+A scan of the codes (`gpu/codes/search.py`) has scored all keys. Of those that it did not name, the exponentials are
+summed per cluster, and a cluster's mean value stands for the values of its keys:
+
+    W_c = sum of exp(scale * q . k) over its keys;   out = sum W_c mean_value_c / sum W_c;   lse = log sum W_c
+
+What codes lack of q . k is spread about 0, so that the mean of the exponential is larger by half its variance, of its
+logarithm. Three kernels (`mass_triton.py`), which a step records: they run while the device would wait for the host.
+Masses are sums of two bfloat16 numbers per key, good to 2^-16, added in float32 and in one order.
+
+Where Triton does not run, plain PyTorch does the same from the codes: what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
+from retrieval_attn.gpu.codes.search import CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.decode.kernels import kernels_for
+
+TABLE_WORDS = 2
+"""Words of a row of the table: address of the members, address of the mean values; 0: no clusters."""
+MIN_CLUSTERS, MAX_CLUSTERS = 16, 256
+MOST_VARIANCE = 2.0
+"""Of a logit, what codes lack of it: where it is larger, few keys make the sum, and its mean tells nothing of it."""
+
+
+class ClusterEntry(NamedTuple):
+    """Clusters of a head's keys: members (at least as many as there are codes,) uint8, the cluster of each key; mean
+    values (clusters, value_dim) of a floating dtype, contiguous, finite also where a cluster is empty.
+    """
+
+    members: Tensor
+    mean_values: Tensor
+
+
+class Scoring(NamedTuple):
+    """How a query's products become logits."""
+
+    scale: float
+    softcap: float | None = None
+
+
+class RestPart(NamedTuple):
+    """Attention to what was not named: out (queries, value_dim) and lse (queries,), float32; nothing: 0 and -inf."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class ClusterMass:
+    """The estimate of one layer: `bind` says which clusters, `run` is recorded, or called outside a capture."""
+
+    def __init__(self, entries: int, clusters: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """entries: key-value heads of all rows. clusters: a power of 2, 16 to 256. dtype: of the mean values.
+
+        Raises BackendError for other numbers of clusters.
+        """
+        if clusters & (clusters - 1) or not MIN_CLUSTERS <= clusters <= MAX_CLUSTERS:
+            raise BackendError(
+                f"clusters={clusters} must be a power of 2 from {MIN_CLUSTERS} to {MAX_CLUSTERS}: kernels are made "
+                "for these; give one of them"
+            )
+        self.clusters, self.value_dim, self.dtype = clusters, value_dim, dtype
+        self.entries: list[ClusterEntry | None] = [None] * entries
+        self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
+
+    def bind(self, entries: Sequence[ClusterEntry | None]) -> None:
+        """Clusters of key-value head h of row b, at b * kv_heads + h; None: there is no estimate for its queries."""
+        for entry in entries:
+            if entry is not None and (
+                entry.mean_values.shape != (self.clusters, self.value_dim)
+                or entry.mean_values.dtype != self.dtype
+                or entry.members.dtype != torch.uint8
+                or not (entry.members.is_contiguous() and entry.mean_values.is_contiguous())
+            ):
+                raise BackendError(
+                    f"a head's clusters need contiguous members in uint8 and mean values ({self.clusters}, "
+                    f"{self.value_dim}) in {self.dtype}, got {entry.members.dtype} and "
+                    f"{tuple(entry.mean_values.shape)} in {entry.mean_values.dtype}"
+                )
+        self.entries = list(entries)
+        rows = [
+            [0, 0] if entry is None else [entry.members.data_ptr(), entry.mean_values.data_ptr()] for entry in entries
+        ]
+        self.table.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, TABLE_WORDS))
+
+    def forget(self) -> None:
+        """Let the clusters go; `bind` names others before the next `run`."""
+        self.entries = [None] * len(self.entries)
+
+    def room(self, queries: int) -> RestPart:
+        """Memory for the estimates of so many queries, any contents."""
+        out = torch.empty(queries, self.value_dim, dtype=torch.float32, device=self.table.device)
+        return RestPart(out, torch.empty(queries, dtype=torch.float32, device=self.table.device))
+
+    def run(
+        self,
+        search: CodeSearch,
+        query: Tensor,
+        ids: Tensor,
+        places: Tensor | None,
+        scratch: Scratch,
+        scoring: Scoring,
+        opaque: Callable[..., None],
+    ) -> RestPart:
+        """Estimate query (batch, q_heads, 1, head_dim), row b * q_heads + h being query head h of row b.
+
+        After `search.run` with the same query, ids, places and scratch, in which no other search may have been since.
+        Raises BackendError where scratch has no room for all queries at once: `after` is for those.
+        """
+        batch, q_heads = query.shape[:2]
+        into = self.room(batch * q_heads)
+        if kernels_for(query, "clusters.mass_triton") is None or not scratch.suits_kernels:
+            opaque(self.run_plainly, search, query, ids, places, scoring, into)
+            return into
+        turns = list(scratch.turns(batch * search.kv_heads, q_heads // search.kv_heads))
+        if len(turns) != 1:
+            raise BackendError(
+                f"the scores of {batch * q_heads} queries were not kept: scratch memory has room for "
+                f"{scratch.queries}; estimate each turn in `after`"
+            )
+        self.after(search, query, scoring, into)(scratch, turns[0])
+        return into
+
+    def after(
+        self, search: CodeSearch, query: Tensor, scoring: Scoring, into: RestPart
+    ) -> Callable[[Scratch, Turn], None]:
+        """What `search.run` should call after each turn, to write the estimates of its queries to `into`.
+
+        Where it names keys plainly it calls nothing: `run_plainly` is for that.
+        """
+
+        def estimate(scratch: Scratch, turn: Turn) -> None:
+            kernels = kernels_for(self.table, "clusters.mass_triton")
+            kernels.estimate(self, search, query, scoring, scratch, turn, into)
+
+        return estimate
+
+    def run_plainly(
+        self, search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scoring: Scoring, into: RestPart
+    ) -> None:
+        """The same in plain PyTorch, of queries whose keys were named in `ids`."""
+        group, dim = query.shape[1] // search.kv_heads, query.shape[3]
+        into.out.zero_()
+        into.lse.fill_(-torch.inf)
+        named = ids if places is None else ids[places]
+        flat = query.reshape(-1, group, dim).float()
+        for number, (codes, clusters) in enumerate(zip(search.entries, self.entries, strict=True)):
+            if codes is None or clusters is None or not codes[1]:
+                continue
+            here = slice(number * group, (number + 1) * group)
+            logits = _logits(codes, flat[number], named[here], scoring)
+            top = logits.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+            weights = torch.where(logits > -torch.inf, torch.exp(logits - top), 0)
+            chosen = clusters.members[: codes[1]].long().expand(group, -1)
+            masses = weights.new_zeros(group, self.clusters).scatter_add_(1, chosen, weights)
+            total = masses.sum(dim=1, keepdim=True)
+            into.out[here] = masses / torch.where(total > 0, total, 1) @ clusters.mean_values.float()
+            into.lse[here] = (top + torch.log(total))[:, 0]
+
+
+def _logits(codes: tuple[DeviceCodes, int], queries: Tensor, named: Tensor, scoring: Scoring) -> Tensor:
+    """float32 (m, n): what codes say of scaled products, with half the variance of what they lack; -inf if named."""
+    stored, stop = codes
+    scores = torch.cat(
+        [code_scores(stored.space, some, queries) for some in stored.codes[:stop].split(ROWS_AT_ONCE)], 1
+    )
+    bases, variances = estimated(stored.space, queries)
+    logits = (scores + bases[:, None]) * scoring.scale
+    lacking = (variances * scoring.scale**2).clamp_max(MOST_VARIANCE)[:, None] / 2
+    if scoring.softcap is None:
+        logits = logits + lacking
+    else:
+        # to second order: E exp(f(x + e)) = exp(f(x)) (1 + variance / 2 (f'^2 + f''))
+        bent = torch.tanh(logits / scoring.softcap)
+        slope = 1 - bent * bent
+        logits = bent * scoring.softcap + lacking * slope * (slope - 2 * bent / scoring.softcap)
+    padded = torch.cat([logits, logits.new_zeros(len(logits), 1)], dim=1)
+    padded.scatter_(1, torch.where(named >= 0, named, stop).long(), -torch.inf)
+    logits = padded[:, :stop]
+    return torch.where(logits.isfinite(), logits, -torch.inf)

@@ -1,0 +1,234 @@
+"""The Triton kernels behind `mass.py`, which says what they compute. Imported only where there is Triton.
+
+Exponentials meet their clusters in a product with a one-hot matrix, made four bytes at a time in registers: no addition
+is atomic, and sums are the same at every run. Exponentials are relative to the least score that was named, which hardly
+one of the others exceeds; keys so far below it that they vanish are as nothing beside the named ones.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, Scoring
+from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
+from retrieval_attn.gpu.codes.search import CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS, FINE
+
+PROGRAMS = 528
+"""Programs that sum exponentials, of all heads together: four for each multiprocessor of an H100."""
+TILE = BLOCK_KEYS
+"""Keys that a program looks at at a time: scores are written so far behind the last key, and need no mask."""
+LOW_CLUSTERS = 16
+"""Values of a cluster's lower digit."""
+GROUP = 8
+"""Queries of a head that a program serves at most."""
+MOST_LOGIT = 60.0
+"""Above the least score that was named: no exponential overflows, whatever was named."""
+TERMS = 4
+"""Numbers of a query that `_prepare_kernel` leaves."""
+UNSEEN_ROWS = 16
+"""Of what codes do not store, rows that are multiplied at once."""
+LOG2_E = 1.4426950408889634
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+VALUE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _tanh(x):
+    return 1 - 2 / (tl.exp(2 * x) + 1)  # the exponential may overflow to inf, which gives 1
+
+
+@triton.jit(do_not_specialize=["query_b", "q_heads", "members", "first_entry", "first_member", "count"])
+def _prepare_kernel(
+    query, planes, units, factors, least, code_table, terms,
+    query_b, query_h, q_heads, members, first_entry, first_member, count, dim, rank, scale, softcap,
+    CODE_WORDS: tl.constexpr, TERMS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr, MOST_VARIANCE: tl.constexpr,
+):  # fmt: skip
+    """terms[i] of query i: logit = unit * score + base; half the variance of what that lacks; and the logit of the
+    least score that was named, to which exponentials are relative; NaN: there is no estimate.
+    """
+    i = tl.program_id(0)
+    entry = first_entry + i // count
+    number = entry * members + first_member + i % count
+    words = code_table + entry.to(tl.int64) * CODE_WORDS
+    used = tl.load(words + 2) > 0
+    estimate = tl.load(words + 3).to(tl.pointer_type(tl.float32))
+    column, place = tl.arange(0, D), tl.arange(0, R)
+    inside = (column < dim) & used
+    row = (number // q_heads).to(tl.int64)
+    own = tl.load(query + row * query_b + number % q_heads * query_h + column, mask=inside, other=0.0).to(tl.float32)
+    base = tl.sum(tl.load(estimate + column, mask=inside, other=0.0) * own, axis=0)
+    # what is stored, as the search rounded it
+    unit = tl.load(units + number)
+    stored = (place < rank) & used
+    at = planes + number.to(tl.int64) * 4 * K + tl.where(place >= NUM_8BIT + HALF, 2 * K + place - HALF, place)
+    coarse, fine = tl.load(at, mask=stored, other=0), tl.load(at + K, mask=stored, other=0)
+    projected = (coarse.to(tl.float32) * FINE + fine.to(tl.float32)) * unit
+    noise = tl.load(estimate + dim + place, mask=stored, other=0.0)
+    variance = tl.sum(projected * projected * noise, axis=0)
+    for first in range(0, dim - rank, ROWS):
+        unseen = first + tl.arange(0, ROWS)
+        at = estimate + (2 + unseen)[:, None] * dim + column[None, :]
+        matrix = tl.load(at, mask=(unseen < dim - rank)[:, None] & inside[None, :], other=0.0)
+        part = tl.sum(matrix * own[None, :], axis=1)
+        variance += tl.sum(part * part, axis=0)
+    # never 0, which times the -inf of a named key would be NaN
+    unit, base = tl.maximum(unit * scale, 1e-30), base * scale
+    start = tl.load(least + i) * unit + base
+    if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
+        start = softcap * _tanh(start / softcap)
+    known = tl.abs(start * tl.load(factors + number)) < float("inf")  # a query that is not finite has no factor
+    tl.store(terms + i * TERMS, unit)
+    tl.store(terms + i * TERMS + 1, base)
+    tl.store(terms + i * TERMS + 2, tl.minimum(variance * scale * scale, MOST_VARIANCE) * 0.5)
+    tl.store(terms + i * TERMS + 3, tl.where(known, start, float("nan")))
+
+
+@triton.jit
+def _one_hot(number, own, FAST: tl.constexpr):
+    """2^-7 where number is own, both float16, else 0: bfloat16, or float32 where not FAST."""
+    if FAST:
+        # two comparisons at once; the bits of a float16 1 are a bfloat16 2^-7
+        return tl.inline_asm_elementwise(
+            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [number, own], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.where(number == own, 0.0078125, 0.0)
+
+
+@triton.jit
+def _kept(values, keep, FAST: tl.constexpr):
+    """values where keep, int16, is -1, 0 where it is 0: bfloat16, or float32 where not FAST."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [values, keep], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.where(keep != 0, values, 0.0)
+
+
+@triton.jit(do_not_specialize=["first_entry", "count"])
+def _mass_kernel(
+    scores, terms, code_table, table, sums, first_entry, count, max_keys, softcap,
+    CODE_WORDS: tl.constexpr, WORDS: tl.constexpr, TERMS: tl.constexpr, MOST_LOGIT: tl.constexpr, LOG2_E: tl.constexpr,
+    H: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """sums[i, program] (H * L,): the exponentials of every programs-th N keys of an entry, of G of its `count` queries.
+
+    A cluster is two digits: a key's exponentials stand in the rows of the upper, its one-hot vector has the lower one.
+    """
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    entry, member = (first_entry + tl.program_id(0)).to(tl.int64), tl.program_id(2) * G + tl.arange(0, G)
+    address = tl.load(table + entry * WORDS)
+    length = tl.where(address == 0, 0, tl.load(code_table + entry * CODE_WORDS + 2))
+    clusters = address.to(tl.pointer_type(tl.uint8))
+    in_group = member < count
+    # a row of scores to read there is for all; behind the last query, one that is not stored
+    here = tl.program_id(0).to(tl.int64) * count + tl.minimum(member, count - 1)
+    unit, base = tl.load(terms + here * TERMS)[:, None], tl.load(terms + here * TERMS + 1)[:, None]
+    lacking, start = tl.load(terms + here * TERMS + 2)[:, None], tl.load(terms + here * TERMS + 3)[:, None]
+    upper, lower = tl.arange(0, H).to(tl.int16), tl.arange(0, L).to(tl.float16)
+    rows = scores + here[:, None] * max_keys
+    total = tl.zeros((H * 2 * G, L), tl.float32)
+    # the grid is captured, the length is not: so many programs share whatever keys there are now
+    for first in range(program * N, length, programs * N):
+        key = first + tl.arange(0, N)
+        own = tl.load(clusters + key, mask=key < length, other=0).to(tl.int16)
+        score = tl.load(rows + key[None, :])
+        logit = score * unit + base
+        if softcap > 0:
+            bent = _tanh(logit / softcap)
+            slope = 1 - bent * bent
+            logit = softcap * bent + lacking * slope * (slope - 2 * bent / softcap)
+            logit = tl.where(score > -float("inf"), logit, score)
+        else:
+            logit += lacking
+        weight = tl.exp2(tl.minimum((logit - start) * LOG2_E, MOST_LOGIT))
+        high = weight.to(tl.bfloat16)
+        low = (weight - high.to(tl.float32)).to(tl.bfloat16)
+        both = tl.permute(tl.join(high, low), (0, 2, 1))  # (G, 2, N)
+        if not FAST:  # the interpreter multiplies no bfloat16
+            both = both.to(tl.float32)
+        if H > 1:
+            keep = tl.where((own // L)[None, :] == upper[:, None], -1, 0).to(tl.int16)
+            both = _kept(both[None], keep[:, None, None, :], FAST)
+        one_hot = _one_hot(lower[None, :], (own % L).to(tl.float16)[:, None], FAST)
+        total = tl.dot(tl.reshape(both, (H * 2 * G, N)), one_hot, total)
+    masses = tl.sum(tl.reshape(total, (H, G, 2, L)), axis=2) * 128
+    at = sums + ((here * programs + program) * (H * L))[None, :, None]
+    at += tl.arange(0, H)[:, None, None] * L + tl.arange(0, L)[None, None, :]
+    tl.store(at, masses, mask=in_group[None, :, None])
+
+
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "programs"])
+def _join_kernel(
+    sums, terms, table, out, lse, members, first_entry, first_member, count, programs, dim,
+    WORDS: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, B: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    VALUE: tl.constexpr,
+):  # fmt: skip
+    """out (D of the columns) and lse of query i: what all programs summed, B clusters at a time."""
+    i = tl.program_id(0)
+    entry = (first_entry + i // count).to(tl.int64)
+    query = entry * members + first_member + i % count
+    address = tl.load(table + entry * WORDS + 1)
+    values = address.to(tl.pointer_type(VALUE))
+    part, number, column = tl.arange(0, P), tl.arange(0, B), tl.program_id(1) * D + tl.arange(0, D)
+    mixed, total = tl.zeros((D,), tl.float32), 0.0
+    for first in range(0, C, B):
+        masses = tl.zeros((P, B), tl.float32)
+        for some in range(0, programs, P):
+            at = sums + (i.to(tl.int64) * programs + some + part)[:, None] * C + first + number[None, :]
+            masses += tl.load(at, mask=(some + part < programs)[:, None], other=0.0)
+        mass = tl.sum(masses, axis=0)
+        total += tl.sum(mass, axis=0)
+        at = values + (first + number)[:, None] * dim + column[None, :]
+        mean = tl.load(at, mask=(column < dim)[None, :] & (address != 0), other=0.0).to(tl.float32)
+        mixed += tl.sum(mean * mass[:, None], axis=0)
+    start = tl.load(terms + i * TERMS + 3)
+    empty = (total == 0) | (start != start)
+    total = tl.where(empty, 1.0, total)
+    tl.store(out + query * dim + column, tl.where(empty, 0.0, mixed / total), mask=column < dim)
+    tl.store(lse + query, tl.where(empty, -float("inf"), start + tl.log(total)), mask=tl.program_id(1) == 0)
+
+
+def estimate(
+    mass: ClusterMass, search: CodeSearch, query: Tensor, scoring: Scoring, scratch: Scratch, turn: Turn, into: RestPart
+) -> None:
+    """Write the rows of `into` of a turn's queries, out of query (batch, q_heads, 1, head_dim)."""
+    q_heads, dim, shape = query.shape[1], query.shape[3], search.shape
+    members, rank = q_heads // search.kv_heads, shape.num_8bit + shape.num_4bit
+    group = min(GROUP, max(4, triton.next_power_of_2(turn.members)))
+    blocks, clusters = triton.cdiv(turn.members, group), mass.clusters
+    programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // TILE))
+    queries, softcap = turn.entries * turn.members, float(scoring.softcap or 0.0)
+    terms = torch.empty(queries, TERMS, dtype=torch.float32, device=into.out.device)
+    sums = torch.empty(queries, programs, clusters, dtype=torch.float32, device=into.out.device)
+    _prepare_kernel[(queries,)](
+        query, search.planes, search.units, search.factors, scratch.least, search.table, terms,
+        query.stride(0), query.stride(1), q_heads, members, turn.first_entry, turn.first_member, turn.members,
+        dim, rank, float(scoring.scale), softcap,
+        CODE_WORDS=CODE_WORDS, TERMS=TERMS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2,
+        K=search.planes.shape[2], D=triton.next_power_of_2(dim), R=triton.next_power_of_2(rank), ROWS=UNSEEN_ROWS,
+        FINE=FINE, MOST_VARIANCE=MOST_VARIANCE, num_warps=4,
+    )  # fmt: skip
+    _mass_kernel[(turn.entries, programs, blocks)](
+        scratch.scores, terms, search.table, mass.table, sums,
+        turn.first_entry, turn.members, scratch.max_keys, softcap,
+        CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_LOGIT=MOST_LOGIT, LOG2_E=LOG2_E,
+        H=clusters // LOW_CLUSTERS, L=LOW_CLUSTERS, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
+    )  # fmt: skip
+    columns = min(64, triton.next_power_of_2(mass.value_dim))
+    _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](
+        sums, terms, mass.table, into.out, into.lse,
+        members, turn.first_entry, turn.first_member, turn.members, programs, mass.value_dim,
+        WORDS=TABLE_WORDS, TERMS=TERMS, C=clusters, B=min(32, clusters), P=32, D=columns,
+        VALUE=VALUE_TYPES[mass.dtype], num_warps=4,
+    )  # fmt: skip

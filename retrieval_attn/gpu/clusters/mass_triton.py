@@ -76,8 +76,8 @@ def _prepare_kernel(
     variance = tl.sum(projected * projected * noise, axis=0)
     for first in range(0, dim - rank, ROWS):
         unseen = first + tl.arange(0, ROWS)
-        at = estimate + (2 + unseen)[:, None] * dim + column[None, :]
-        matrix = tl.load(at, mask=(unseen < dim - rank)[:, None] & inside[None, :], other=0.0)
+        lines = estimate + (2 + unseen)[:, None] * dim + column[None, :]
+        matrix = tl.load(lines, mask=(unseen < dim - rank)[:, None] & inside[None, :], other=0.0)
         part = tl.sum(matrix * own[None, :], axis=1)
         variance += tl.sum(part * part, axis=0)
     # never 0, which times the -inf of a named key would be NaN

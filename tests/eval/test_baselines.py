@@ -76,7 +76,7 @@ def generous(name: str) -> dict[str, Any]:
 
 def test_names_and_options() -> None:
     """The names that the documentation and the results folders use."""
-    assert list(METHODS) == ["full", *POLICIES, "flat", "ivf", "hnsw", "retrieval"]
+    assert list(METHODS) == ["full", *POLICIES, "flat", "ivf", "hnsw", "retrieval", "retrieval_tail"]
     for name in METHODS:
         assert option_names(name)
 
@@ -94,7 +94,7 @@ def test_every_method_with_room_answers_as_full_attention(name: str) -> None:
         assert set(reply.seconds) == {"prefill", "index", "decode"}
         # the last token is generated, not fed; a trained index is asked for the prompt's last token too
         fed = NEW_TOKENS - 1
-        if name == "retrieval":
+        if name in ("retrieval", "retrieval_tail"):
             fed += 1
         if reply is replies["after"] and name != "full":
             fed = NEW_TOKENS - 1 + len(asked.question_ids)
@@ -103,7 +103,7 @@ def test_every_method_with_room_answers_as_full_attention(name: str) -> None:
     assert random_model().config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", (*POLICIES, "flat", "retrieval"))
+@pytest.mark.parametrize("name", (*POLICIES, "flat", "retrieval", "retrieval_tail"))
 def test_equal_budgets_are_measured(name: str) -> None:
     """A budget sets each method's parameters so that one query attends to that many tokens; what remains is what
     the method's units leave: half a page, half a block, generated tokens that nobody evicts; magicpig samples as
@@ -332,9 +332,23 @@ def test_published_defaults() -> None:
     )
     assert {"bits": 10, "tables": 150, "sink": 4, "window": 64, "tokens": None}.items() <= made["magicpig"].items()
     assert made["infinigen"]["partial"] == 0.2 and made["infinigen"]["alpha"] == 4.0
-    for name, index in (("flat", "flat"), ("ivf", "ivf"), ("hnsw", "hnsw"), ("retrieval", "roargraph")):
+    for name, index in (
+        ("flat", "flat"), ("ivf", "ivf"), ("hnsw", "hnsw"), ("retrieval", "roargraph"), ("retrieval_tail", "roargraph"),
+    ):  # fmt: skip
+        assert made[name]["tail"] is (name == "retrieval_tail")  # the papers leave out what is not retrieved
         assert (made[name]["sink"], made[name]["window"], made[name]["retrieve"]) == (128, 512, 100)
         assert made[name]["index"] == index
+
+
+def test_a_tail_changes_what_a_small_budget_answers_with() -> None:
+    """Beside the paper's way, which leaves out what is not retrieved; the option says the same by hand."""
+    small: dict[str, Any] = {"sink": 4, "window": 16, "retrieve": 4, "index": "flat"}
+    made = {
+        name: make_method(name, random_model(), bundled_tokenizer(), **small, **more)
+        for name, more in (("retrieval", {}), ("retrieval_tail", {}), ("flat", {"tail": True}))
+    }
+    ids = {name: method.answers(prompt(), ("after",), NEW_TOKENS)["after"].ids for name, method in made.items()}
+    assert ids["retrieval"] != ids["retrieval_tail"] == ids["flat"]
 
 
 def test_registry_is_light() -> None:

@@ -215,6 +215,23 @@ def test_lengths_beside_table_3_with_its_slip(tmp_path: Path) -> None:
     assert "retrieval, Avg.: the paper prints another number than its row's mean, 84.65" in text
 
 
+def test_table_3_has_a_row_with_a_tail_beside_the_papers(tmp_path: Path) -> None:
+    """Ours alone, with the same budget; timed steps of the paper's tables have none."""
+    (step,) = EXPERIMENTS["table3"].steps(Size(True))
+    assert "retrieval,retrieval_tail" in step.words[step.words.index("--methods") + 1]
+    for name in ("retrieval", "retrieval_tail"):
+        assert {f"{name}.{option}" for option in ("sink=128", "window=512", "retrieve=100")} <= set(step.words)
+    curves = [
+        {"method": name, "length": 4096, "score": score, "error_of_score": None, "position": "inside"}
+        for name, score in (("retrieval", 0.9), ("retrieval_tail", 0.95))
+    ]
+    write(tmp_path / "run", "summary.json", {"cells": [], "curves": curves})
+    text = compare.comparison("table3", EXPERIMENTS["table3"], tmp_path, [step], "Llama-3-8B")
+    assert "| retrieval_tail | - | 95.0 (-) |" in text and "| retrieval | 640+100 | 90.0 (92.64) |" in text
+    (decode,) = EXPERIMENTS["table4"].steps(Size(True))
+    assert decode.words[decode.words.index("--tail") + 1] == "off"
+
+
 def test_stand_ins_are_not_put_beside_the_papers_questions(tmp_path: Path) -> None:
     """Built-in questions have a column of their own; Q1 stays empty."""
     cells = [cell("full", "niah_single_1", 1.0), cell("full", "qa_synth_1", 0.5), cell("full", "cwe", 0.25)]

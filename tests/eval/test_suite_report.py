@@ -79,6 +79,15 @@ def test_differences_and_the_parts_of_the_gap(rows: list[dict[str, Any]], tmp_pa
     assert whole["p_value"] == pytest.approx(0.25)
 
 
+def test_retrieval_with_a_tail_is_compared_with_retrieval() -> None:
+    """Paired, on the same samples."""
+    scores = {"retrieval": (0.5, 1.0, 0.0), "retrieval_tail": (1.0, 1.0, 0.5)}
+    made = [row(name, "a", index, score) for name, own in scores.items() for index, score in enumerate(own)]
+    (found,) = tables.comparisons(made, list(scores))
+    assert (found["first"], found["second"]) == ("retrieval", "retrieval_tail")
+    assert found["mean"] == pytest.approx(1 / 3)
+
+
 def test_markdown_has_the_published_shape(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     """Tasks side by side with the average and its gap; lengths side by side with the effective length."""
     more = [row("full", task, i, 0.8, 8192) for task in ToySuite().tasks() for i in range(2)]

@@ -258,6 +258,9 @@ def test_method_options() -> None:
     given = parse("--retrieve", "0.01", "--sink", "4", "--index", "flat", "--method-option", "quest.page=32")
     found = arguments.Options.of(given, ToySuite()).method_options
     assert found == {"all": {"sink": 4, "retrieve": 0.01}, "retrieval": {"index": "flat"}, "quest": {"page": 32}}
+    for names in ("full, retrieval_tail", "all"):
+        found = arguments.Options.of(parse("--index", "flat", "--methods", names), ToySuite()).method_options
+        assert found["retrieval_tail"] == {"index": "flat"}
 
 
 def test_dry_run_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,15 @@ __all__ = [
 POLICIES: dict[str, type[Options]] = {
     kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen, MagicPIG)
 }
-_INDEXES = {"flat": "flat", "ivf": "ivf", "hnsw": "hnsw", "retrieval": "roargraph"}
+_AS_PUBLISHED = {name: {"index": name, "tail": False} for name in ("flat", "ivf", "hnsw")}
+_INDEXES: dict[str, dict[str, Any]] = {
+    **_AS_PUBLISHED,
+    "retrieval": {"index": "roargraph", "tail": False},
+    "retrieval_tail": {"index": "roargraph", "tail": True},
+}
+"""Options that a name stands for. What the paper compares drops the keys that it does not retrieve, as published;
+retrieval_tail estimates them.
+"""
 _OF_RETRIEVAL = ("append", "inside", "beta")
 _COPY_BELOW_BYTES = 1 << 30
 
@@ -126,7 +134,7 @@ def settle_options(name: str, options: Mapping[str, Any]) -> tuple[Config | Opti
         given = {**budget_options(name, budget, given), **given}
     if name in _INDEXES:
         own = {key: given.pop(key) for key in _OF_RETRIEVAL if key in given}
-        return Config.from_dict({"index": _INDEXES[name], **given}), own
+        return Config.from_dict({**_INDEXES[name], **given}), own
     if name in POLICIES:
         checked: Options = POLICIES[name].of(given)
         return checked, {}
@@ -193,8 +201,8 @@ def build_methods(
     threads: of the methods that search on the host; None: all cores.
 
     Methods that read with full attention and attend by their own rule (streaming_llm, snapkv, pyramidkv, quest,
-    infinigen, magicpig) share one reading of each context.  flat, ivf, hnsw and retrieval each keep their
-    own, since its host memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
+    infinigen, magicpig) share one reading of each context.  flat, ivf, hnsw, retrieval and retrieval_tail
+    each keep their own, since its host memory and index belong together; infllm reads in its own way; full keeps transformers' cache.
     A small model on the CPU is copied for `full`, so that nothing ever touches the baseline's.
     """
     from retrieval_attn.model.loading import launched_processes

@@ -39,6 +39,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
         metavar="K",
         help="keys retrieved: a number, a share, or all (default: %(default)s)",
     )
+    add("--tail", default="auto", choices=["auto", "off"], help="estimate what is not retrieved, or leave it out as the "
+        "paper does (default: %(default)s)")  # fmt: skip
     add("--train", type=int, default=2048, metavar="N", help="training queries per query head (default: %(default)s)")
     add("--chunk", type=as_tokens, default=8192, metavar="N", help="tokens of a prefill chunk (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
@@ -90,6 +92,7 @@ class Bench:
             sink=args.sink,
             window=args.window,
             retrieve=parse_retrieve(args.retrieve),
+            tail=False if args.tail == "off" else "auto",
             prefill_chunk=args.chunk,
             train_queries=args.train,
             host_dtype=args.host_dtype,

@@ -332,6 +332,8 @@ def _method_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:
         found["retrieval"] = {"index": args.index}
+        if {"all", "retrieval_tail"} & {name.strip() for name in args.methods.split(",")}:
+            found["retrieval_tail"] = {"index": args.index}
     for name, own in parse_method_options(args.method_option or ()).items():
         found.setdefault(name, {}).update(own)
     return {name: options for name, options in found.items() if options}

@@ -15,6 +15,7 @@ __all__ = ["agreement", "cells", "comparisons", "curves", "length_label", "order
 Prediction = Mapping[str, Any]
 # Of two methods that differ in one thing only: the index takes Flat's place at the same number of keys.
 INDEXES = ("ivf", "hnsw", "roargraph", "retrieval")
+TAIL_PAIR = ("retrieval", "retrieval_tail")
 
 
 def good(rows: Iterable[Prediction]) -> list[Prediction]:
@@ -166,7 +167,8 @@ def _is_full(row: Prediction) -> bool:
 
 def _pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [("full", method) for method in methods if method != "full"] if "full" in methods else []
-    return pairs + [("flat", method) for method in methods if method in INDEXES and "flat" in methods]
+    pairs += [("flat", method) for method in methods if method in INDEXES and "flat" in methods]
+    return pairs + ([TAIL_PAIR] if set(TAIL_PAIR) <= set(methods) else [])
 
 
 def summarise(rows: Sequence[Prediction], tasks: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:

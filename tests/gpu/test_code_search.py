@@ -88,7 +88,7 @@ def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int
     scores = code_scores(codes.space, codes.codes[:4000], rows)
     bases, variances = estimated(codes.space, rows)
     best = scores.topk(100, dim=1).indices
-    if device == "cuda" or INTERPRETED:
+    if code_search.kernels_for(rows, "codes.search_triton") is not None:
         search = CodeSearch(1, 32, 1, CodeShape(space.wide, space.narrow, 10), torch.device(device))
         search.bind([(codes, 4000)])
         scratch = Scratch(32, size_class(4000), search.shape.room, torch.device(device))

@@ -25,8 +25,8 @@ PROGRAMS = 528
 """Programs that sum exponentials, of all heads together: four for each multiprocessor of an H100."""
 TILE = BLOCK_KEYS
 """Keys that a program looks at at a time: scores are written so far behind the last key, and need no mask."""
-LOW_CLUSTERS = 16
-"""Values of a cluster's lower digit."""
+FEW_CLUSTERS = 64
+"""Up to which the lower digit of a cluster has 16 values, and 32 above: least numbers to make for a key."""
 GROUP = 8
 """Queries of a head that a program serves at most."""
 MOST_LOGIT = 60.0
@@ -207,6 +207,7 @@ def estimate(
     members, rank = q_heads // search.kv_heads, shape.num_8bit + shape.num_4bit
     group = min(GROUP, max(4, triton.next_power_of_2(turn.members)))
     blocks, clusters = triton.cdiv(turn.members, group), mass.clusters
+    low = 16 if clusters <= FEW_CLUSTERS else 32
     programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // TILE))
     queries, softcap = turn.entries * turn.members, float(scoring.softcap or 0.0)
     terms = torch.empty(queries, TERMS, dtype=torch.float32, device=into.out.device)
@@ -223,7 +224,7 @@ def estimate(
         scratch.scores, terms, search.table, mass.table, sums,
         turn.first_entry, turn.members, scratch.max_keys, softcap,
         CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_LOGIT=MOST_LOGIT, LOG2_E=LOG2_E,
-        H=clusters // LOW_CLUSTERS, L=LOW_CLUSTERS, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
+        H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
     )  # fmt: skip
     columns = min(64, triton.next_power_of_2(mass.value_dim))
     _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](

@@ -151,7 +151,8 @@ class ClusterMass:
         group, dim = query.shape[1] // search.kv_heads, query.shape[3]
         into.out.zero_()
         into.lse.fill_(-torch.inf)
-        named = ids if places is None else ids[places]
+        named = ids.to(query.device)  # they may be named in the host's memory
+        named = named if places is None else named[places]
         flat = query.reshape(-1, group, dim).float()
         for number, (codes, clusters) in enumerate(zip(search.entries, self.entries, strict=True)):
             if codes is None or clusters is None or not codes[1]:

@@ -201,7 +201,9 @@ def test_a_tail_is_nearer_and_one_reading_serves_both(model: Any, text: FedText,
     assert [(one.budget, one.tail) for one in fed] == [(20, False), ("all", False), (20, True)]
     plain, _, tail = fed
     assert 3 * kl(reference, tail) < kl(reference, plain) and 1.5 * head_error(tail) < head_error(plain)
-    assert plain.captured is not None and tail.captured is None and plain.attended == tail.attended
+    assert plain.captured is not None and tail.captured is not None and plain.attended == tail.attended
+    assert tail.captured == pytest.approx(plain.captured, abs=0.02) and plain.estimated is None
+    assert tail.estimated is not None and abs(1 - tail.estimated - tail.captured) < 0.05  # all heads, and some of them
     alone = next(feed_index(model, config, text, [20], mass_heads=0))
     assert not alone.tail and torch.equal(alone.logits, plain.logits)
     own = next(feed_index(model, config.replace(tail=True), text, [20], mass_heads=0))
@@ -309,11 +311,11 @@ def test_a_row_is_the_mean_over_its_texts(model: Any, tokenizer: Any) -> None:
     runs = []
     for text in texts:
         reference = log_probabilities(feed_full(model, text).logits)
-        fed = next(feed_index(model, CONFIG, text, [20], mass_heads=1, head_error=True))
+        fed = next(feed_index(model, CONFIG, text, [20], mass_heads=1, head_error=True, tails=[True]))
         runs.append(judged(text, "flat", fed, reference))
     one, other, both = row_of(runs[:1], 0), row_of(runs[1:], 0), row_of(runs, 0)
     assert (one.texts, both.texts, both.tokens, len(both.kl_per_token)) == (1, 2, 4, 8)
-    for name in ("kl", "same", "captured", "head_error", "entropy", "attended"):
+    for name in ("kl", "same", "captured", "estimated", "head_error", "entropy", "attended"):
         assert getattr(both, name) == pytest.approx((getattr(one, name) + getattr(other, name)) / 2), name
     assert one.kl != other.kl and np.shape(both.head_errors) == (5, 8)
     refused = row_of([runs[0], judged(texts[1], "flat", Fed(20, torch.empty(0), refused="why"), reference)], 0)

@@ -39,8 +39,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
         metavar="K",
         help="keys retrieved: a number, a share, or all (default: %(default)s)",
     )
-    add("--tail", default="auto", choices=["auto", "off"], help="estimate what is not retrieved, or leave it out as the "
-        "paper does (default: %(default)s)")  # fmt: skip
+    add(
+        "--tail",
+        default="auto",
+        choices=["auto", "off"],
+        help="estimate what is not retrieved, or leave it out as the paper does (default: %(default)s)",
+    )
     add("--train", type=int, default=2048, metavar="N", help="training queries per query head (default: %(default)s)")
     add("--chunk", type=as_tokens, default=8192, metavar="N", help="tokens of a prefill chunk (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")

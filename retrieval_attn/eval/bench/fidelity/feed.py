@@ -11,11 +11,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn import RetrievalCache
-from retrieval_attn.cache.instruments import measure_mass
+from retrieval_attn.cache.instruments import measure_mass, tail_shares
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import using_retrieval
@@ -40,7 +41,8 @@ class Fed:
     was not retrieved was estimated.
 
     attended: tokens that a query attended to, mean over tokens, layers and key-value heads; None: not counted.
-    captured: share of exact attention's weight that took part; None: not measured. head_errors: per layer, (q_heads,
+    captured: share of exact attention's weight that was attended to; None: not measured. estimated: share of the run's
+    own weight that was estimated, mean over heads and layers; None: nothing was. head_errors: per layer, (q_heads,
     tokens), relative errors of heads' outputs (`head_error.py`); empty: not measured. refused: why there are no logits.
     """
 
@@ -49,6 +51,7 @@ class Fed:
     tail: bool = False
     attended: float | None = None
     captured: float | None = None
+    estimated: float | None = None
     head_errors: Sequence[Tensor] = ()
     refused: str = ""
 
@@ -87,8 +90,7 @@ def feed_index(
     runs = [(budget, tail and budget != "all") for tail in tails for budget in budgets]
     for budget, tail in dict.fromkeys(runs):
         errors = HeadErrors() if head_error else None
-        # a lse with an estimate in it does not tell what share of the weight was attended to
-        fork = _fork(held, budget, tail, 0 if tail else mass_heads)
+        fork = _fork(held, budget, tail, mass_heads)
         yield replace(_feed_fork(model, fork, text, errors), budget=budget, tail=tail)
 
 
@@ -115,12 +117,13 @@ def _feed_fork(model: Any, cache: RetrievalCache, text: FedText, errors: HeadErr
         for at, token in enumerate(text.forced.tolist()):
             rows.append(forward_at(model, cache, [token], text.context + at))
             attended += [seen for layer in _layers(cache) if (seen := attended_tokens(layer, 1)) is not None]
-    done = cache.stats()
+    done, shares = cache.stats(), [layer.means() for layer in tail_shares(cache).values()]
     return Fed(
         None,
         torch.cat(rows).cpu(),
         attended=sum(attended) / len(attended) if attended else None,
         captured=done.mass / done.mass_count if done.mass_count else None,
+        estimated=float(np.concatenate(shares).mean()) if any(map(len, shares)) else None,
         head_errors=() if errors is None else errors.result(),
     )
 

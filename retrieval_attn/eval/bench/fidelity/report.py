@@ -13,7 +13,7 @@ __all__ = ["markdown", "plots"]
 
 _COLUMNS = (
     "context", "method", "retrieve", "attended", "KL, nats", "95 % interval", "KL / entropy", "same token", "captured",
-    "head error",
+    "estimated", "head error",
 )  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.entropy <= 0 else _number(row.kl / row.entropy),
         f"{round((row.same or 0) * row.tokens * row.texts)} of {row.tokens * row.texts}",
         shown(row.captured, ".3f"),
+        shown(row.estimated, ".3f"),
         "" if row.head_error is None else _number(row.head_error),
     ]
 
@@ -83,12 +84,12 @@ def _legend() -> list[str]:
         "Interval: bootstrap over the texts of a row and the tokens of each; those of a single text are not "
         "independent. same token: the likeliest next one. attended: tokens per query, mean over layers and heads; "
         "published methods get sinks, window and `retrieve` together as their budget, and some attend to "
-        "everything in their first layers, as published. captured: share of exact attention's weight that took "
-        "part, over sampled heads. head error: |out - exact| / |exact| of a head's output; exact is full "
+        "everything in their first layers, as published. captured: share of exact attention's weight that was "
+        "attended to, over sampled heads. head error: |out - exact| / |exact| of a head's output; exact is full "
         "attention, in float32, with the method's own query over the keys and values that its own run stored; mean "
         "over heads, full-attention layers and fed tokens. + tail: what was not retrieved is estimated from "
-        "clusters (`captured` is left empty). ruler: the last tokens of "
-        "question and answer are fed; extract: the first tokens of the true JSON. Everything decodes eagerly."
+        "clusters, which `estimated` of the weight is. ruler: the last tokens of question and answer are fed; "
+        "extract: the first tokens of the true JSON. Everything decodes eagerly."
     ]
 
 

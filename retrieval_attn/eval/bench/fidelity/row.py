@@ -36,6 +36,7 @@ class Measured:
     same: float = 0.0
     attended: float | None = None
     captured: float | None = None
+    estimated: float | None = None
     head_errors: Sequence[Floats] = ()
     refused: str = ""
 
@@ -55,6 +56,7 @@ def judged(text: FedText, label: str, fed: Fed, reference: Floats) -> Measured:
         same_likeliest(reference, own),
         fed.attended,
         fed.captured,
+        fed.estimated,
         tuple(layer.double().mean(dim=1).numpy() for layer in fed.head_errors),
     )
 
@@ -66,8 +68,9 @@ class Row:
 
     What follows are means over all texts. kl: KL(full || method) in nats, low and high its 95 % interval; entropy: full
     attention's in nats. same: share of tokens with the same likeliest one. attended: tokens per query; captured: share
-    of exact attention's weight that took part. head_error: relative error of a head's output over layers, heads and
-    tokens; head_errors: per layer and head. kl_per_token: in order, text after text. refused: why nothing was measured.
+    of exact attention's weight that was attended to; estimated: share of the run's own weight that was estimated.
+    head_error: relative error of a head's output over layers, heads and tokens; head_errors: per layer and head.
+    kl_per_token: in order, text after text. refused: why nothing was measured.
     """
 
     text: str
@@ -84,6 +87,7 @@ class Row:
     same: float | None = None
     attended: float | None = None
     captured: float | None = None
+    estimated: float | None = None
     head_error: float | None = None
     head_errors: Sequence[Sequence[float]] = field(default_factory=tuple)
     refused: str = ""
@@ -117,6 +121,7 @@ def row_of(measured: Sequence[Measured], seed: int) -> Row:
         same=sum(one.same for one in measured) / len(measured),
         attended=_mean([one.attended for one in measured]),
         captured=_mean([one.captured for one in measured]),
+        estimated=_mean([one.estimated for one in measured]),
         head_error=float(np.concatenate(heads).mean()) if heads else None,
         head_errors=tuple(tuple(layer.tolist()) for layer in heads),
         kl_per_token=tuple(each.ravel().tolist()),

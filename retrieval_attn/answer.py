@@ -85,6 +85,19 @@ class HeadShare:
 
 
 @dataclass(frozen=True)
+class Audit:
+    """Relative error of heads' outputs, sinks and window merged, against exact attention. One above 1 counts as 1.
+
+    samples: heads that were compared, drawn evenly for every eager step's tokens. mean_error: theirs. upper_bound: what
+    the mean over all heads of all layers and tokens exceeds with a probability of 5 % at most.
+    """
+
+    samples: int
+    mean_error: float
+    upper_bound: float
+
+
+@dataclass(frozen=True)
 class Stats:
     """Cost of one answer, summed over layers. Seconds are wall clock.
 
@@ -98,6 +111,7 @@ class Stats:
     layers and tokens, those of a question among them that went through retrieval; 1 - tail_share estimates
     `captured_mass`. Of eager steps; None where there were none, or nothing is estimated. tail_share_most: the head
     whose mean is largest.
+    audit: error of heads' outputs against exact attention; None unless `cache.instruments.audit` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
@@ -118,6 +132,7 @@ class Stats:
     captured_mass: float | None = None
     tail_share: float | None = None
     tail_share_most: HeadShare | None = None
+    audit: Audit | None = None
     indexes: Mapping[str, int] = field(default_factory=dict)
     decoded: str = "eager"
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from retrieval_attn.answer import Answer, HeadShare, Sampling, Stats
+from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.instruments import tail_shares
+from retrieval_attn.cache.instruments import audits, tail_shares
 from retrieval_attn.cache.sequence import ids_tensor
 from retrieval_attn.cache.tail_share import largest_share, mean_share
 from retrieval_attn.engine.attention import using_retrieval
@@ -264,7 +264,7 @@ def _before(text: str, stop: tuple[str, ...]) -> str:
 
 def _stats(result: Generated, cache: RetrievalCache) -> Stats:
     work, tails = cache.stats(), tail_shares(cache)
-    largest = largest_share(tails)
+    largest, found = largest_share(tails), audits(cache)
     return Stats(
         context_tokens=0,
         new_tokens=result.new_tokens,
@@ -282,6 +282,7 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         indexes=cache.index_kinds(),
         tail_share=mean_share(tails),
         tail_share_most=None if largest is None else HeadShare(*largest),
+        audit=None if found is None else Audit(*astuple(found)),
         decoded=result.how,
     )
 

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cache import uploaded_part
+from retrieval_attn.cache.audit import MAX_ERROR, HeadAudit
 from retrieval_attn.cache.coded_part import CodedPart, CodedRange, coded_range
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
 from retrieval_attn.cache.uploaded_part import UploadedPart
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.host_attend import attend_paths, exact_lse
+from retrieval_attn.cpu.host_attend import attend_paths, exact_head, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries
@@ -163,6 +164,35 @@ class HostPart:
             share = torch.logaddexp(near, retrieved[one.rows][:, chosen]) - torch.logaddexp(near, middle)
             stats.mass += float(share.exp().sum())
             stats.mass_count += share.numel()
+
+    def audit(self, audit: HeadAudit, place: tuple[int, int], static: Partial, given: Tensor) -> None:
+        """Compare `given` (batch, q_heads, new, value_dim) with exact attention, for heads that `audit` draws.
+
+        place: of the draws, the layer and the position of the first new token. static: sinks and window, which `given`
+        holds too. The error of a draw is the mean over the rows, which it is made for together.
+        """
+        (layer, first), new = place, self._new
+        draws = np.array([audit.draw(layer, first + token, self._q_heads) for token in range(new)])  # (new, draws)
+        errors = np.zeros((self._shape[0], *draws.shape))
+        for head in np.unique(draws).tolist():
+            tokens = np.flatnonzero((draws == head).any(axis=1))
+            # rows with nothing between sinks and window have all of it in these
+            exact = Partial(*(part[:, head, tokens].cpu() for part in static))
+            for one in self._shared:
+                queries = unstacked(torch.from_numpy(self._host_queries(one)), len(one.rows))[:, :, tokens]
+                asked = stacked(queries, list(range(len(one.rows)))).contiguous().numpy()
+                found = exact_head(one.host, asked, one.start, one.stop, head, **vars(self._scoring))
+                middle = Partial(*(torch.from_numpy(part).unflatten(0, (len(one.rows), -1)) for part in found))
+                both = merge(
+                    [Partial(*(part[one.rows, None] for part in exact)), Partial(*(p[:, None] for p in middle))]
+                )
+                exact.out[one.rows] = both.out[:, 0]
+            apart = torch.linalg.vector_norm(given[:, head, tokens].cpu().double() - exact.out, dim=2)
+            error = apart / torch.linalg.vector_norm(exact.out.double(), dim=2)
+            error = torch.where(apart == 0, 0.0, error).nan_to_num(nan=MAX_ERROR).numpy()
+            rows, number = np.nonzero(draws[tokens] == head)
+            errors[:, tokens[rows], number] = error[:, rows]
+        audit.add(np.minimum(errors, MAX_ERROR).mean(axis=0))
 
     @cached_property
     def _host_query(self) -> Tensor:

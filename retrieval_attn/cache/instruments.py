@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from retrieval_attn.cache.audit import AuditResult, HeadAudit, audited
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer
@@ -18,6 +19,20 @@ def measure_mass(cache: RetrievalCache, heads: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer):
             layer.mass_heads = heads
+
+
+def audit(cache: RetrievalCache, heads: int = 1) -> None:
+    """From now on every eager decode step compares the outputs of so many query heads of each layer, drawn for each
+    token, with exact attention (`Stats.audit`). Slow: each reads all keys and values of its head. 0 compares none.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, RetrievalLayer):
+            layer.audit = HeadAudit(heads) if heads else None
+
+
+def audits(cache: RetrievalCache) -> AuditResult | None:
+    """What audits have found since the cache (or its fork) was made; None if no head was compared."""
+    return audited(layer.audit for layer in cache.layers if isinstance(layer, RetrievalLayer))
 
 
 def tail_shares(cache: RetrievalCache) -> dict[int, TailShare]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from retrieval_attn.cache.audit import HeadAudit
 from retrieval_attn.cache.handle import HandleLayer
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.tail_share import TailShare
@@ -65,13 +66,15 @@ class CacheLayer(HandleLayer):
     """One layer of a `RetrievalCache`. graph: set while a captured step decodes with this cache.
 
     watch: told of every `attend` that is not part of a captured step, or None. Forks get it, too. stats, tail: what was
-    done, and which share of attention was estimated, since the layer or its fork was made.
+    done, and which share of attention was estimated, since the layer or its fork was made. audit: of heads' outputs in
+    eager steps since then, or None.
     """
 
     def __init__(self, config: Config, batch: Batch | None = None) -> None:
         super().__init__(batch)
         self.config = config
         self.stats, self.tail = LayerStats(), TailShare()
+        self.audit: HeadAudit | None = None
         self.graph: GraphHook | None = None
         self.watch: AttentionWatch | None = None
         self._announced: int | None = None
@@ -146,7 +149,7 @@ class CacheLayer(HandleLayer):
         """The layer's attributes, to be put back as they are; what changes in place is copied."""
         copy = self.fork(self.batch)
         copy.stats.add(self.stats)
-        return {**vars(copy), "tail": shallow_copy(self.tail)}
+        return {**vars(copy), "tail": shallow_copy(self.tail), "audit": shallow_copy(self.audit)}
 
     def fork(self, batch: Batch) -> Self:
         """This layer for a fork of its batch."""

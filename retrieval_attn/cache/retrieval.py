@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from retrieval_attn.cache.audit import HeadAudit
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import HostPart, Scoring
 from retrieval_attn.cache.layer import CacheLayer
@@ -136,6 +137,8 @@ class RetrievalLayer(CacheLayer):
         found = merge(parts)
         if host.rest is not None:
             self.tail.add(host.rest, parts[-1].lse, found.lse)
+        if self.audit is not None:
+            host.audit(self.audit, (self.number, self.columns - new), static, found.out)
         return found
 
     def _expected_offset(self) -> int:
@@ -214,6 +217,7 @@ class RetrievalLayer(CacheLayer):
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.batch, other.stats, other.tail = batch, LayerStats(), TailShare()
+        other.audit = None if self.audit is None else HeadAudit(self.audit.heads)
         other.held = None if self.held is None else self.held.fork(batch, other.stats)
         return other
 

@@ -18,6 +18,7 @@ from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataErro
 from retrieval_attn.eval.bench.fidelity import command
 from retrieval_attn.eval.bench.fidelity.feed import Fed, feed_full, feed_index, feed_policies
 from retrieval_attn.eval.bench.fidelity.measure import measure, plan_of
+from retrieval_attn.eval.bench.fidelity.report import plots
 from retrieval_attn.eval.bench.fidelity.row import Row, judged, row_of
 from retrieval_attn.eval.bench.fidelity.scores import (
     Floats,
@@ -320,6 +321,19 @@ def test_a_row_is_the_mean_over_its_texts(model: Any, tokenizer: Any) -> None:
     assert one.kl != other.kl and np.shape(both.head_errors) == (5, 8)
     refused = row_of([runs[0], judged(texts[1], "flat", Fed(20, torch.empty(0), refused="why"), reference)], 0)
     assert refused.refused == "why" and refused.kl is None
+
+
+def test_a_plot_pairs_a_kind_with_and_without_a_tail() -> None:
+    """A panel per text and length, a line per method; a share is no number of keys."""
+    rows = [
+        Row("code", 8192, 1, 8192, 24, name, budget, 1.0, kl=kl)
+        for name, kl in (("flat", 0.2), ("flat + tail", 0.01), ("quest", 0.1))
+        for budget in (20, 100, 0.5)
+    ]
+    panel, other = plots([*rows, Row("json", 8192, 1, 8192, 24, "flat", 20, 1.0, kl=0.3)])
+    assert panel.title == "code, 8,192 tokens" and panel.log_x and panel.log_y and other.title.startswith("json")
+    assert panel.lines["flat + tail"] == [(20, 0.01), (100, 0.01)] and set(panel.lines) > {"flat", "quest"}
+    assert panel.dashed == {"flat + tail": "flat"} and not other.dashed
 
 
 def usual(flags: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ _COLOURS = (
 )  # fmt: skip
 _MARKERS = "os^Dv<>PX*"
 _PANELS_ABREAST = 4
+_MAX_TICKS = 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ def save_plot(panels: Sequence[Plot], path: Path) -> None:
                 linewidth=1.4,
             )
         axes.set_xscale("log" if panel.log_x else "linear")
+        values = sorted({x for points in panel.lines.values() for x, _ in points if x == x})
+        if panel.log_x and 0 < len(values) <= _MAX_TICKS and all(value % 1 == 0 for value in values):
+            axes.set_xticks(values, [f"{value:,.0f}" for value in values])  # a decade's own labels overlap
+            axes.set_xticks([], minor=True)
         axes.set_yscale("log" if panel.log_y else "linear")
         if panel.y_range is not None:
             axes.set_ylim(*panel.y_range)

@@ -109,8 +109,8 @@ class Stats:
     heads and tokens measured; None unless `cache.instruments.measure_mass` asked for it.
     tail_share: share of attention's weight over keys that was estimated from clusters (`Config.tail`), mean over heads,
     layers and tokens, those of a question among them that went through retrieval; 1 - tail_share estimates
-    `captured_mass`. Of eager steps; None where there were none, or nothing is estimated. tail_share_most: the head
-    whose mean is largest.
+    `captured_mass`. Captured steps that went ahead and were taken back count, too. None where nothing is estimated.
+    tail_share_most: the head whose mean is largest.
     audit: error of heads' outputs against exact attention; None unless `cache.instruments.audit` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why

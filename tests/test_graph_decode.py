@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
+from retrieval_attn.cache.instruments import tail_shares
+from retrieval_attn.cache.tail_share import mean_share
 from retrieval_attn.engine.decode import Steps, forward
 from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.engine.graph import slot as graph_slot
@@ -49,6 +51,23 @@ def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
     mine, others = graphed.cache.stats(), eager.cache.stats()
     assert (mine.keys_scanned, mine.bytes_read) == (others.keys_scanned, others.bytes_read)
     assert name == "mistral_sliding" or mine.host_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt_oss", {}), ("llama", {"repeats": 3}), ("llama", {"config": CONFIG.replace(tail=False)})]
+)
+def test_replays_tally_what_eager_decoding_estimates(name: str, options: dict[str, Any]) -> None:
+    """Learned sinks; rows on one path, then apart. A capture's trials do not count; a cache that left keeps its own."""
+    model = enabled(name)
+    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
+    found = tail_shares(graphed.cache)
+    for again in (found, tail_shares(graphed.cache)):
+        for number, tail in tail_shares(eager.cache).items():
+            assert again[number].count == tail.count == (0 if "config" in options else NEW * options.get("repeats", 1))
+            torch.testing.assert_close(again[number].means(), tail.means(), rtol=0, atol=1e-5)
+    Decoded(model, True, **options)  # another cache takes the decoder
+    share = mean_share(tail_shares(graphed.cache))
+    assert share == mean_share(found) and (share is None) == ("config" in options)
 
 
 @pytest.mark.parametrize(("batch", "turns"), [(1, 1), (2, 2), (3, 2)])

@@ -37,7 +37,11 @@ def audits(cache: RetrievalCache) -> AuditResult | None:
 
 def tail_shares(cache: RetrievalCache) -> dict[int, TailShare]:
     """By number of the layer, what was estimated in those that retrieve since the cache (or its fork) was made."""
-    return {layer.number: layer.tail for layer in cache.layers if isinstance(layer, RetrievalLayer)}
+    layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
+    for layer in layers:
+        if layer.graph is not None:
+            layer.graph.add_tail()
+    return {layer.number: layer.tail for layer in layers}
 
 
 def replace_layer(cache: RetrievalCache, number: int, layer: CacheLayer) -> None:

@@ -40,6 +40,9 @@ class GraphHook(Protocol):
     def sync(self) -> None:
         """Tell the cache's windows of the tokens that replays have appended behind their backs."""
 
+    def add_tail(self) -> None:
+        """Add to the layer's `tail` what was estimated in replays since the last call. Waits for the device."""
+
     def invalidate(self) -> None:
         """`sync`, and look at the cache anew before the next replay: something else is about to change it."""
 

@@ -32,6 +32,14 @@ class TailShare:
         self._sums = shares if self._sums is None else self._sums + shares
         self.count += rest.shape[0] * rest.shape[2]
 
+    @torch.no_grad()
+    def add_sums(self, sums: Tensor, count: int) -> None:
+        """What was summed elsewhere: (q_heads,) sums of the shares of `count` rows times tokens."""
+        if count:
+            sums = sums.double().cpu()
+            self._sums = sums if self._sums is None else self._sums + sums.to(self._sums.device)
+            self.count += count
+
     def means(self) -> npt.NDArray[np.float64]:
         """(q_heads,): the mean over what was added, of each head; of no head if nothing was."""
         if self._sums is None or not self.count:

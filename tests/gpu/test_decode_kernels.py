@@ -211,6 +211,35 @@ def test_merged_parts_equal_the_merge_of_partials(device: str, with_host: str, w
     close(got.float(), wanted, 2**-7 if INTERPRETED else 2**-8)  # the interpreter truncates
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_the_share_that_is_estimated_is_tallied(device: str, by_rows: bool) -> None:
+    """The host's share of all keys' weights, without learned sinks; added to what was there, 0 where it is empty."""
+    batch, q_heads, splits, value_dim = 2, 6, 5, 24
+    count, generator = batch * q_heads, torch.Generator().manual_seed(1)
+    parts = Parts(
+        torch.randn(batch, q_heads, splits, value_dim, generator=generator),
+        torch.randn(batch, q_heads, splits, generator=generator),
+    )
+    parts.lse[1, 5] = -torch.inf
+    rows = torch.randperm(count, generator=generator) if by_rows else torch.arange(count)
+    host_lse, share, tally = (torch.rand(*shape, generator=generator) for shape in ((count,), (count,), (count, 2)))
+    host_lse[rows[-1]] = -torch.inf
+    order = rows.to(device) if by_rows else None
+    counted = tally.clone().to(device)
+    estimated = share.to(device), counted
+    host = HostPart(torch.zeros(count, value_dim, device=device), host_lse.to(device), order, estimated)
+    given = Parts(*(part.to(device) for part in parts))
+    sinks = torch.ones(q_heads, device=device)
+    plain = merge_parts(given, host._replace(estimated=None), sinks, torch.float32)
+    for _ in range(2):
+        assert torch.equal(merge_parts(given, host, sinks, torch.float32), plain)
+    own = host_lse[rows].double().exp()
+    whole = own + parts.lse.double().exp().sum(dim=2).flatten()
+    expected = torch.where(whole > 0, share[rows] * own / torch.where(whole > 0, whole, 1), 0)
+    close(counted[:, 0], tally[:, 0] + 2 * expected, 1e-5)
+    close(counted[:, 1], tally[:, 1] + 2, 1e-5)
+
+
 def test_nothing_but_empty_parts_is_zero_not_nan(device: str) -> None:
     out = torch.zeros(1, 2, 3, 16, device=device)
     empty = Parts(out, torch.full((1, 2, 3), -torch.inf, device=device))

@@ -72,7 +72,8 @@ class LayerLaunches:
         for rows in self._rows:
             count, places = rows * self._q_heads, self._places(rows)
             stage_queries(query[:rows], self._zeros(count, self._dim), places)
-            host = HostPart(self._zeros(count, value_dim), self._zeros(count), places)
+            estimated = self._zeros(count), self._zeros(count, 2)
+            host = HostPart(self._zeros(count, value_dim), self._zeros(count), places, estimated)
             merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype)
 
     def search_step(self) -> None:

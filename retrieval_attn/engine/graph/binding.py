@@ -241,8 +241,21 @@ class GraphLayer:
             merged.append(merge_parts(own, host.part, sinks, query.dtype))
         return merged[0] if len(merged) == 1 else torch.cat(merged)
 
+    def add_tail(self) -> None:
+        """Add to the layer what replays have estimated since the last call, those among them that were taken back."""
+        found = [host.take_tail() for host in self.slot.hosts]
+        if isinstance(self.layer, RetrievalLayer) and all(host.clusters is not None for host in self.layer.hosts):
+            for sums, count in found:
+                self.layer.tail.add_sums(sums, count)
+
+    def drop_tail(self) -> None:
+        """Forget what was estimated since `add_tail`."""
+        for host in self.slot.hosts:
+            host.take_tail()
+
     def unbind(self) -> None:
         """Let the layer go, with a window of its own."""
+        self.add_tail()
         self.layer.graph = None
         if self.layer.window is not None and self.layer.window.buffers[0] is self.slot.key:
             self.layer.window.own()

@@ -41,6 +41,8 @@ def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
         outputs[0].copy_(logits)
         memory.finish_step(outputs[0])
 
+    for bound in binding.layers:
+        bound.add_tail()
     with _recording(binding):
         try:
             seen = []
@@ -63,6 +65,8 @@ def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
         finally:
             runtime.synchronize()
             restart()
+            for bound in binding.layers:  # trials have not happened
+                bound.drop_tail()
 
 
 def _try_shifted(binding: Binding, shift: int, record: Callable[[], None]) -> None:

@@ -86,17 +86,25 @@ class HostRows:
         batch, runtime = rows.stop - rows.start, resources.runtime
         count = batch * self._q_heads
         lse_at = -(-count * value_dim // 16) * 16  # on a cache line
+        rest_at = lse_at + -(-count // 16) * 16
         codes = code_shape(layer, dim)
         room = 0 if codes is None else codes.room
-        queries, results = runtime.queries(count * (dim + room)), runtime.results(lse_at + count)
+        queries, results = runtime.queries(count * (dim + room)), runtime.results(rest_at + count)
         places = None if batch == 1 else torch.arange(count, device=device)
+        own = results.device
+        self._tally = torch.zeros(count, 2, device=device)
         self.part = HostPart(
-            results.device[: count * value_dim].view(count, value_dim), results.device[lse_at:], places
+            own[: count * value_dim].view(count, value_dim),
+            own[lse_at : lse_at + count],
+            places,
+            (own[rest_at:], self._tally),
         )
-        out, lse = results.host[: count * value_dim].numpy(), results.host[lse_at:].numpy()
+        spans = slice(count * value_dim), slice(lse_at, lse_at + count), slice(rest_at, None)
+        out, lse, rest = (results.host[span].numpy() for span in spans)
         staged = queries.host.numpy()
         candidates = None if codes is None else staged[count * dim :].view(np.int32).reshape(count, room)
-        self._buffers = StepBuffers(staged[: count * dim], out, lse, *memory, candidates)
+        self._buffers = StepBuffers(staged[: count * dim], out, lse, *memory, candidates, rest)
+        self._rest = rest
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
@@ -131,6 +139,7 @@ class HostRows:
     def _answer_nothing(self) -> None:
         self._step.forget()
         self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
+        self._rest[:] = 0
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
 
@@ -150,6 +159,15 @@ class HostRows:
     def raise_error(self) -> None:
         """Raise what the last replay left as the step's status; BackendError names the layer."""
         self._step.raise_error()
+
+    def take_tail(self) -> tuple[Tensor, int]:
+        """What was estimated in replays since the last call: of each query head the sum of its shares, float32
+        (q_heads,), and rows times tokens. Waits for the device.
+        """
+        self._resources.runtime.synchronize()
+        sums = self._tally.view(-1, self._q_heads, 2).sum(dim=0)
+        self._tally.zero_()
+        return sums[:, 0], round(float(sums[0, 1]))
 
     def forget(self) -> None:
         """Drop what the step and the search hold of a cache."""

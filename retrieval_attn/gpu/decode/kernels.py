@@ -48,11 +48,14 @@ class HostPart(NamedTuple):
     """The host's partial as it comes back: out (batch * q_heads, value_dim) and lse (batch * q_heads,), float32.
 
     rows: int64 (batch * q_heads,), which of them belongs to query head h of row b, at b * q_heads + h; None: that one.
+    estimated: beside lse, the share of the part's weights that is estimated, and where it is counted: a tally, float32
+    (batch * q_heads, 2), at b * q_heads + h the sum of what it is of all keys' weights, and how often it was added.
     """
 
     out: Tensor
     lse: Tensor
     rows: Tensor | None = None
+    estimated: tuple[Tensor, Tensor] | None = None
 
 
 class Parts(NamedTuple):
@@ -132,7 +135,8 @@ def window_partials(
 def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Attention over the union of all parts, (batch, q_heads, 1, value_dim) in `dtype`, rounded once, at the end.
 
-    sink_logits: (q_heads,), a part with weight exp(logit) and value 0 (GPT-OSS). Parts may be empty (lse -inf).
+    sink_logits: (q_heads,), a part with weight exp(logit) and value 0 (GPT-OSS). Parts may be empty (lse -inf). Adds to
+    the host's tally, where there is one.
     """
     kernels = _triton(parts.out)
     if kernels is not None:
@@ -150,6 +154,11 @@ def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None,
     top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
     weights = torch.exp(lse - top)
     total = weights.sum(dim=2, keepdim=True)
+    if host is not None and host.estimated is not None:
+        share, tally = host.estimated
+        own = (share if host.rows is None else share[host.rows]).view(batch, q_heads)
+        tally[:, 0] += (own * weights[:, :, -1] / torch.where(total == 0, 1, total)[:, :, 0]).flatten()
+        tally[:, 1] += 1
     if sink_logits is not None:
         total = total + torch.exp(sink_logits.float().view(1, -1, 1) - top)
     total = torch.where(total == 0, torch.ones_like(total), total)

@@ -130,8 +130,9 @@ def _window_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out, lse, host_out, host_lse, rows, sinks, target, q_heads, splits, value_dim,
-    HAS_HOST: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    out, lse, host_out, host_lse, rows, sinks, shares, tally, target, q_heads, splits, value_dim,
+    HAS_HOST: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TALLY: tl.constexpr,
+    S: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     at = i.to(tl.int64)
@@ -144,6 +145,8 @@ def _merge_kernel(
         row = tl.load(rows + i).to(tl.int64)
     if HAS_HOST:
         host_score = tl.load(host_lse + row)
+        if HAS_TALLY:  # asked for first, so that nothing waits for them at the end
+            share, summed, count = tl.load(shares + row), tl.load(tally + 2 * at), tl.load(tally + 2 * at + 1)
         top = tl.maximum(top, host_score)
     if HAS_SINKS:
         sink_score = tl.load(sinks + i % q_heads).to(tl.float32)
@@ -161,6 +164,9 @@ def _merge_kernel(
         weight = tl.exp(host_score - top)
         total += weight
         mixed += weight * tl.load(host_out + row * value_dim + column, mask=in_value, other=0.0)
+        if HAS_TALLY:
+            tl.store(tally + 2 * at, summed + share * weight / tl.where(total > 0, total, 1.0))
+            tl.store(tally + 2 * at + 1, count + 1.0)
     if HAS_SINKS:
         total += tl.exp(sink_score - top)
     mixed = mixed / tl.where(total > 0, total, 1.0)
@@ -214,12 +220,14 @@ def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None,
     """See `kernels.merge_parts`."""
     batch, q_heads, splits, value_dim = parts.out.shape
     target = torch.empty(batch, q_heads, 1, value_dim, dtype=dtype, device=parts.out.device)
-    rows = None if host is None else host.rows
+    rows, estimated = (None, None) if host is None else (host.rows, host.estimated)
+    share, tally = (parts.lse, parts.lse) if estimated is None else estimated
     _merge_kernel[(batch * q_heads,)](
         parts.out, parts.lse, parts.out if host is None else host.out, parts.lse if host is None else host.lse,
-        parts.lse if rows is None else rows, parts.lse if sink_logits is None else sink_logits.contiguous(), target,
-        q_heads, splits, value_dim,
+        parts.lse if rows is None else rows, parts.lse if sink_logits is None else sink_logits.contiguous(), share,
+        tally, target, q_heads, splits, value_dim,
         HAS_HOST=host is not None, HAS_ROWS=rows is not None, HAS_SINKS=sink_logits is not None,
+        HAS_TALLY=estimated is not None,
         S=triton.next_power_of_2(splits), V=triton.next_power_of_2(value_dim), num_warps=4,
     )  # fmt: skip
     return target

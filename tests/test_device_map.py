@@ -22,6 +22,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.model import placement
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.rotation import Rotation
+from retrieval_attn.offload.queries import _drawn_on
 from tests.test_tensor_parallel import BUNDLED, TINY, check_logits, make_cases, run_both
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
@@ -227,6 +228,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("retrieval_attn.cache.host_part.HostPart._host_queries", host_queries)
     config = ra.Config(**{**TINY, "index": "flat"})
+    _drawn_on.cache_clear()  # its tensors are real, or another test's fakes
     with FakeTensorMode(), torch.no_grad():
         model = spread_over_fakes(name)
         assert placement.devices(model) == (torch.device("cpu", 0), torch.device("cpu", 1))
@@ -242,6 +244,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
         rotation = Rotation.of(model, model.model.layers[1].self_attn)
         cosines, _ = rotation._tables(torch.arange(3, device="cpu:1"))
         assert cosines.device == torch.device("cpu", 1)
+    _drawn_on.cache_clear()
 
 
 # -- two GPUs -----------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_both_ways_are_rehearsed(loaded: Loaded) -> None:
     context = ra.Context(*loaded, config).read(needle_text(8000), progress=False)
     layer: Any = next(layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer))
     start, stop = layer.held.ranges[0]
-    found = coded_range(layer.hosts[0], start, stop, 24, layer.index.spec)
+    found = coded_range(layer.hosts[0], start, stop, 24, layer.index.spec, True)
     assert found is not None
     assert question_lengths(layer, layer.held) == [2, least_positions(found, layer.q_heads)]
 

@@ -242,10 +242,9 @@ def test_a_model_answers_through_codes_as_through_a_scan(n: int) -> None:
     """The same best keys, so the same logits: of the question's last token, and of those after it."""
     model, ids = build_model("llama"), random_ids(2, 1500 + n)
     found = []
+    sizes: dict[str, Any] = {"sink": 4, "window": 32, "spill": 8, "retrieve": 16, "tail": False}
     for index, options in (("flat", {}), ("device", {"rescore": 8})):
-        config = ra.Config(
-            sink=4, window=32, spill=8, retrieve=16, exact_append=False, index=index, index_options=options
-        )
+        config = ra.Config(**sizes, exact_append=False, index=index, index_options=options)
         ra.enable(model, config)
         cache = ra.RetrievalCache(model, config)
         with torch.no_grad():

@@ -8,7 +8,6 @@ nothing is compiled for a number of queries.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.clusters import ClusterTable
-from retrieval_attn.cpu.host_attend import step_pieces
+from retrieval_attn.cache.coded_clusters import CodedPieces, new_mass, take_apart
 from retrieval_attn.cpu.pool import Pool, default_pool
-from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers, StepCost, total_cost
+from retrieval_attn.cpu.step.plan import LayerStep, Rest, StepBuffers, StepCost, total_cost
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.store import SequenceKV, cluster_table
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.gpu.clusters.mass import ClusterMass, RestPart, Scoring, name_with_mass
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch, question_search
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
@@ -42,46 +41,40 @@ MOST_CANDIDATES = 16 << 20
 class CodedRange:
     """Tokens [start, stop) of a path, of which those of one piece are coded on the device.
 
-    pieces: of the path, as a step takes them. codes: of each key-value head. k: keys that each query attends to.
-    table: the clusters by which what it does not attend to is estimated, or None.
+    shape: what its codes are searched by. k: keys that each query attends to; where `estimated`, beside all that are
+    named.
     """
 
     path: SequenceKV
-    pieces: list[SearchRange]
-    codes: list[CodeRange | None]
+    parts: CodedPieces
     shape: CodeShape
     k: int
-    table: ClusterTable | None = None
+    estimated: bool
+
+    @property
+    def pieces(self) -> list[SearchRange]:
+        """Of the path, as a step takes them."""
+        return self.parts.pieces
+
+    @property
+    def codes(self) -> list[CodeRange | None]:
+        """Of each key-value head."""
+        return self.parts.codes
 
 
-def coded_range(path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec) -> CodedRange | None:
+def coded_range(
+    path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec, estimated: bool = False
+) -> CodedRange | None:
     """What the codes on the device say of tokens [start, stop); None where they do not serve a search for the best k.
 
-    Not where a path has codes of several segments, either. spec: of the path's indexes.
+    Not where a path has codes of several segments, either. spec: of the path's indexes. estimated: whether what is not
+    attended to is.
     """
-    shape = spec.code_shape(path.head_dim, k)
+    shape = spec.code_shape(path.head_dim, k, estimated)
     if shape is None:
         return None
-    pieces = step_pieces(path, start, stop)
-    coded = coded_pieces(pieces)
-    codes = head_codes(coded[0], k) if len(coded) == 1 else []
-    if not any(codes):
-        return None
-    return CodedRange(path, pieces, codes, CodeShape(*shape), k, cluster_table(path, start, stop))
-
-
-def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
-    """The pieces whose keys may be coded on a device."""
-    return [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
-
-
-def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
-    """The codes of each key-value head of a piece; None: its search for the best k needs none."""
-    stop = piece.high - piece.index_first
-    if piece.low != piece.index_first:
-        return [None for _ in piece.indexes or ()]
-    found = [index.device_codes(k, stop) for index in piece.indexes or ()]
-    return [None if codes is None else (codes, stop) for codes in found]
+    parts = take_apart(path, start, stop, k)
+    return CodedRange(path, parts, CodeShape(*shape), k, estimated) if any(parts.codes) else None
 
 
 class QuestionShape(NamedTuple):
@@ -129,6 +122,8 @@ class CodedPart:
         self._over, self._queries, self._scale, self._softcap = over, queries.float(), scale, softcap
         self._pool = default_pool() if path.pool is None else path.pool
         self._shape = shape
+        self._scoring = Scoring(scale, softcap)
+        self._rests: list[RestPart] = []  # of the chunks so far
         self._desk: _Desk | None = None
         size = shape.chunk(queries.shape[1])
         self._chunks = [slice(at, min(at + size, queries.shape[1])) for at in range(0, queries.shape[1], size)]
@@ -137,7 +132,7 @@ class CodedPart:
         """Let the device search for the first queries; at most once, before `finish`."""
         if self._desk is None and self._chunks:
             self._desk = _Desk.take(self._shape, self._pool)
-            self._desk.search.bind(self._over.codes)
+            self._desk.bind(self._over)
             self._send(0)
 
     def finish(self) -> tuple[Partial, StepCost]:
@@ -149,7 +144,7 @@ class CodedPart:
         shape, device = self._queries.shape[:2], self._queries.device
         out = torch.empty(*shape, self._shape.value_dim, dtype=torch.float32, device=device)
         lse, rest = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        self.rest = None if self._over.table is None else rest
+        self.rest = rest if self._over.estimated else None
         if self._desk is None:
             return Partial(out, lse), total_cost([])
         costs, desk = [], self._desk
@@ -161,22 +156,30 @@ class CodedPart:
             slot.results(out[:, part], lse[:, part], rest[:, part])
         self._desk = None
         desk.give_back()  # not after an error: the device may still read or write there
-        return Partial(out, lse), total_cost(costs)
+        found = Partial(out, lse)
+        if self._rests:
+            others = joined(self._rests, len(out))
+            found = merged(Partial(out, lse), others)
+            # of what the host answered a share is estimated, of what the device did all
+            rest.mul_(torch.exp(lse - found.lse)).add_(torch.exp(others.lse - found.lse)).nan_to_num_()
+        return found, total_cost(costs)
 
     def _send(self, number: int) -> None:
         """Let the device search for a chunk, and send what the host needs of it."""
         assert self._desk is not None
         queries = self._queries[:, self._chunks[number]].contiguous()
         with on_device(queries.device):
-            ids = self._desk.name(queries)
+            ids, rest = self._desk.name(queries, self._scoring)
             self._desk.slots[number % 2].receive(queries, ids)
+        if rest is not None:
+            self._rests.append(rest)
 
     def _run(self, slot: _Slot, positions: int) -> StepCost:
         """The host's part of a chunk whose queries and candidates are on their way to `slot`."""
         over, step = self._over, slot.step
         step.layer = over.path.layer
         options: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "threads": over.path.threads}
-        options["clusters"] = [over.table]
+        options["rest"] = Rest([over.parts.table], over.shape.k if over.estimated else 0)
         if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
             raise BackendError(
                 f"layer {over.path.layer}: a question cannot be searched: an index beside the codes has no compiled "
@@ -249,6 +252,7 @@ class _Desk:
             self.slots = [_Slot(shape, pool) for _ in range(2)]
             members = shape.group * shape.most
             self.search: QuestionSearch = question_search(shape.kv_heads, members, shape.codes, shape.device)
+            self.mass = new_mass(shape.kv_heads, shape.value_dim, shape.device)
 
     @classmethod
     def take(cls, shape: QuestionShape, pool: Pool) -> _Desk:
@@ -261,20 +265,51 @@ class _Desk:
                 return idle.pop()
         return cls(shape, pool)
 
+    def bind(self, over: CodedRange) -> None:
+        """Search, and estimate by, what this range has on the device."""
+        self.search.bind(over.codes)
+        if over.parts.entries is not None:
+            self.mass.bind(over.parts.entries)
+
     def give_back(self) -> None:
-        """Let go of keys and codes; the next question may take the desk."""
+        """Let go of keys, codes and clusters; the next question may take the desk."""
         self.search.forget()
+        self.mass.forget()
         for slot in self.slots:
             slot.step.forget()
         with self._lock:
             self._idle.setdefault(self._key, []).append(self)
 
-    def name(self, queries: Tensor) -> Tensor:
-        """Keys for queries (q_heads, positions, head_dim), on the device: (q_heads * positions, room) int32."""
-        flat, room = queries.flatten(0, 1), self._shape.codes.room
-        ids = torch.empty(len(flat), room, dtype=torch.int32, device=queries.device)
-        self.search.name(flat, ids)
-        return ids
+    def name(self, queries: Tensor, scoring: Scoring) -> tuple[Tensor, RestPart | None]:
+        """Keys for queries (q_heads, positions, head_dim), on the device: (q_heads * positions, room) int32.
+
+        And the estimate of the others, where clusters are bound.
+        """
+        return name_and_estimate(self.search, self.mass, queries.flatten(0, 1), scoring)
+
+
+def name_and_estimate(
+    search: QuestionSearch, mass: ClusterMass, queries: Tensor, scoring: Scoring
+) -> tuple[Tensor, RestPart | None]:
+    """Keys for queries (m, head_dim) of a bound search, (m, room) int32, and the estimate of the others, if any."""
+    ids = torch.empty(len(queries), search.shape.room, dtype=torch.int32, device=queries.device)
+    if not any(mass.entries):
+        search.name(queries, ids)
+        return ids, None
+    return ids, name_with_mass(search, mass, queries, ids, scoring)
+
+
+def joined(rests: list[RestPart], q_heads: int) -> Partial:
+    """Estimates of chunks, each (q_heads * its positions), as (q_heads, positions)."""
+    outs = [rest.out.view(q_heads, -1, rest.out.shape[1]) for rest in rests]
+    lses = [rest.lse.view(q_heads, -1) for rest in rests]
+    return Partial(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+
+
+def merged(*parts: Partial) -> Partial:
+    """Partials (q_heads, positions, ...) of disjoint keys, as one."""
+    whole = merge([Partial(one.out[None], one.lse[None]) for one in parts])
+    return Partial(whole.out[0], whole.lse[0])
 
 
 def on_device(device: torch.device) -> Any:

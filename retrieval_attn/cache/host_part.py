@@ -76,7 +76,8 @@ class HostPart:
         """Let the device search where it has codes: what follows until `attend` runs at the same time."""
         for one in self._shared:
             k = config.retrieve_count(one.stop - one.start)
-            over = None if k is None else coded_range(one.host, one.start, one.stop, k, self._spec)
+            span = one.start, one.stop
+            over = None if k is None else coded_range(one.host, *span, k, self._spec, config.estimates)
             if over is None:
                 # a share of the keys is another number for another length: one call per number
                 self._apart.setdefault(k, []).append(one)

@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.coded_part import MOST_CANDIDATES, CodedPart, CodedRange, on_device
+from retrieval_attn.cache.coded_clusters import new_mass
+from retrieval_attn.cache.coded_part import (
+    MOST_CANDIDATES,
+    CodedPart,
+    CodedRange,
+    joined,
+    merged,
+    name_and_estimate,
+    on_device,
+)
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cpu.step.plan import StepCost, total_cost
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.clusters.mass import RestPart, Scoring
+from retrieval_attn.gpu.codes.late import LateClusters, attend_late
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.search import question_search
 from retrieval_attn.offload.upload import Stretch
@@ -34,7 +46,7 @@ def least_positions(over: CodedRange, q_heads: int) -> int:
     """Tokens of a question from which on it is answered here."""
     path = over.path
     row_bytes = path.fmt.row_bytes(path.head_dim), path.fmt.row_bytes(path.value_dim)
-    gathered = q_heads * (over.shape.k * row_bytes[0] + over.k * row_bytes[1])
+    gathered = q_heads * (over.shape.k * row_bytes[0] + (over.shape.k if over.estimated else over.k) * row_bytes[1])
     return max(1, -int(-GATHERED_PER_UPLOADED * _stop(over) * path.token_bytes // gathered))
 
 
@@ -51,7 +63,7 @@ def serves(over: CodedRange, queries: Tensor, uploads: LayerUploads) -> bool:
         and over.pieces[0].indexes is not None  # codes come first
         and not any(piece.indexes for piece in over.pieces[1:])
         and _stop(over) - _scanned_from(over) <= MAX_SCANNED
-        and slots_for(over.shape.room, over.k) <= MAX_SLOTS
+        and slots_for(over.shape.room, over.shape.room if over.estimated else over.k) <= MAX_SLOTS
         and uploads.reserve(Stretch.by_heads(over.path, _stop(over)))
     )
 
@@ -80,6 +92,7 @@ class UploadedPart:
     ) -> None:
         self._over, self._queries, self._uploads = over, queries.float().contiguous(), uploads
         self._scale, self._softcap = scale, softcap
+        self._rest: RestPart | None = None  # of the turn whose keys were named
         q_heads, positions, _ = queries.shape
         at_once = max(1, MOST_CANDIDATES // (q_heads * over.shape.room))
         turns = -(-positions // at_once)
@@ -132,20 +145,23 @@ class UploadedPart:
         """Ids (q_heads * positions, room) int32 for queries of some positions."""
         queries, path = self._queries[:, part].flatten(0, 1), self._over.path
         search = question_search(path.num_kv_heads, len(queries) // path.num_kv_heads, self._over.shape, queries.device)
-        ids = torch.empty(len(queries), self._over.shape.room, dtype=torch.int32, device=queries.device)
-        with on_device(ids.device):
+        mass = new_mass(path.num_kv_heads, path.value_dim, queries.device)
+        with on_device(queries.device):
             search.bind(self._over.codes)
-            search.name(queries, ids)
+            if self._over.parts.entries is not None:
+                mass.bind(self._over.parts.entries)
+            ids, self._rest = name_and_estimate(search, mass, queries, Scoring(self._scale, self._softcap))
         return ids
 
     def _attend(self, part: slice, ids: Tensor, last: bool, into: Partial) -> None:
         """Queries of some positions over all heads, as these come."""
-        path, codes, stop = self._over.path, self._over.pieces[0], _stop(self._over)
+        path, stop = self._over.path, _stop(self._over)
         group = len(self._queries) // path.num_kv_heads
         queries = self._queries[:, part].contiguous()
         positions = queries.shape[1]
         members = group * positions
         ids = ids.view(path.num_kv_heads, members, -1)
+        rest = None if self._rest is None else joined([self._rest], len(self._queries))
 
         def cut(host: SequenceKV) -> Stretch:
             return Stretch.by_heads(host, min(stop, len(host)))
@@ -154,11 +170,35 @@ class UploadedPart:
         for _, key, value in self._uploads.walk([cut(path)], None, last=last, cut=cut):
             heads = slice(first, first + key.shape[1])
             of = slice(group * heads.start, group * heads.stop)
-            named = Named(
-                ids[heads].flatten(0, 1), codes.first + codes.index_first, _scanned_from(self._over), self._over.k
-            )
             asked = queries[of].view(key.shape[1], members, -1)
-            found = attend_named(asked, StoredRows(key[0], value[0]), named, self._scale, self._softcap)
-            into.out[of, part] = found.out.view(-1, positions, path.value_dim)
-            into.lse[of, part] = found.lse.view(-1, positions)
+            parts = self._answer(asked, StoredRows(key[0], value[0]), ids[heads].flatten(0, 1), heads)
+            own = [Partial(one.out.view(-1, positions, path.value_dim), one.lse.view(-1, positions)) for one in parts]
+            if rest is not None:
+                own.append(Partial(rest.out[of], rest.lse[of]))
+            found = merged(*own)
+            into.out[of, part], into.lse[of, part] = found.out, found.lse
             first = heads.stop
+
+    def _answer(self, asked: Tensor, rows: StoredRows, ids: Tensor, heads: slice) -> list[Partial]:
+        """Partials of asked (heads, members, head_dim) over rows of these heads: (heads, members, ...) each."""
+        over, codes = self._over, self._over.pieces[0]
+        first, scanned_from = codes.first + codes.index_first, _scanned_from(over)
+        scoring = self._scale, self._softcap
+        if not over.estimated:
+            return [attend_named(asked, rows, Named(ids, first, scanned_from, over.k), *scoring)]
+        # all that were named, and of those without codes the best, as the host does it
+        named = attend_named(asked, rows, Named(ids, first, rows.keys.shape[1], ids.shape[1]), *scoring)
+        late = StoredRows(rows.keys[:, scanned_from:], rows.values[:, scanned_from:])
+        if not late.keys.shape[1]:
+            return [named]
+        return [named, attend_late(asked, late, over.k, self._late_clusters(heads), *scoring)]
+
+    def _late_clusters(self, heads: slice) -> LateClusters | None:
+        """The clusters of the tokens without codes, of these heads; None where these are left out."""
+        table, pieces = self._over.parts.table, self._over.pieces[1:]
+        if table is None:
+            return None
+        members = [piece.members[heads, piece.low : piece.high] for piece in pieces if piece.members is not None]
+        device = self._queries.device
+        numbers = torch.from_numpy(np.concatenate(members, axis=1).astype(np.int64)).to(device)
+        return LateClusters(numbers, torch.from_numpy(table.means[heads]).to(device))

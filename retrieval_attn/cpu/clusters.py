@@ -26,6 +26,8 @@ from retrieval_attn.index.memory import mapped
 
 MAX_CLUSTERS = 256
 """A byte names a cluster."""
+LATE_CLUSTERS = 16
+"""Of tokens that a device has no codes of: they are few."""
 CLUSTER_COUNTS = ((1 << 14, 64), (1 << 16, 128), (1 << 62, 256))
 """Clusters by the most tokens that they serve."""
 KEYS_PER_CLUSTER = 16
@@ -84,8 +86,14 @@ class KeyClusters:
     offset is largest, the first of equal ones.
     """
 
-    def __init__(self, probes: Floats, offsets: Floats) -> None:
-        """Raises ShapeError for shapes that do not fit, or more than MAX_CLUSTERS."""
+    def __init__(
+        self, probes: Floats, offsets: Floats, mean_values: Floats | None = None, late: KeyClusters | None = None
+    ) -> None:
+        """mean_values: (kv_heads, C, value_dim) of the keys that were read, where a device estimates by them. late: the
+        fewer clusters of tokens that come later there.
+
+        Raises ShapeError for shapes that do not fit, or more than MAX_CLUSTERS.
+        """
         if probes.ndim != 3 or offsets.shape != probes.shape[:2] or not 1 <= probes.shape[1] <= MAX_CLUSTERS:
             raise ShapeError(
                 f"probes must be (heads, 1 .. {MAX_CLUSTERS} clusters, head_dim) and offsets (heads, clusters), got "
@@ -93,6 +101,9 @@ class KeyClusters:
             )
         self.probes = np.ascontiguousarray(probes, np.float32)
         self.offsets = np.ascontiguousarray(offsets, np.float32)
+        self.mean_values, self.late = mean_values, late
+        self.on_devices: weakref.WeakKeyDictionary[Segment, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        """What devices hold of the members of a segment, by device; forks share it."""
         self._members: weakref.WeakKeyDictionary[Segment, _Members] = weakref.WeakKeyDictionary()
         self._joining = threading.Lock()
 
@@ -145,6 +156,8 @@ class KeyClusters:
             held = self._members.get(segment)
             if held is not None:
                 held.stop = max(held.first, min(held.stop, length))
+        if self.late is not None:
+            self.late.forget(segment, length)
 
     def _of(self, segment: Segment) -> _Members:
         held = self._members.get(segment)
@@ -163,6 +176,7 @@ class PathClusters:
         self._sums = sums
         self._table = _table_of(sums)
         self._own = False  # whether sums and table are this path's alone
+        self._late: PathClusters | None = None
 
     @classmethod
     def empty(cls, shared: KeyClusters, fmt: Format, value_dim: int) -> PathClusters:
@@ -181,7 +195,21 @@ class PathClusters:
         other = object.__new__(PathClusters)
         self._own = False
         other.__dict__.update(self.__dict__)
+        other._late = None if self._late is None else self._late.fork()
         return other
+
+    @property
+    def late(self) -> PathClusters | None:
+        """The clusters of the tokens that a device has no codes of; None where no device has any."""
+        if self._late is None and self.shared.late is not None:
+            self._late = PathClusters.empty(self.shared.late, self._fmt, self._sums.value_sums.shape[2])
+        return self._late
+
+    def truncate(self, length: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> None:
+        """The path's tokens from `length` on are about to be forgotten. pieces: as in `cover`."""
+        for one in (self, self._late):
+            if one is not None and length < one.stop:
+                one.cover(one.start, max(length, one.start), pieces)
 
     def cover(self, start: int, stop: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> ClusterTable:
         """The table over the tokens [start, stop) of the path. pieces: where some of its tokens lie, in order.
@@ -216,6 +244,15 @@ class PathClusters:
             self._sums.counts[head] += chosen.sum(axis=1)
             self._sums.key_sums[head] += chosen @ keys[head]
             self._sums.value_sums[head] += chosen @ values[head]
+
+
+def mean_values(sums: ClusterSums) -> Floats:
+    """(kv_heads, C, value_dim): mean values; of a cluster without keys, those of all keys."""
+    total = np.maximum(sums.counts.sum(axis=1), 1)[:, None]
+    every = (sums.value_sums.sum(axis=1) / total)[:, None]
+    means = sums.value_sums / np.maximum(sums.counts, 1)[:, :, None]
+    found: Floats = np.where(sums.counts[:, :, None] > 0, means, every).astype(np.float32)
+    return found
 
 
 def _table_of(sums: ClusterSums) -> ClusterTable:

@@ -16,7 +16,7 @@ from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.rest import Attended, rest_partial
 from retrieval_attn.cpu.segment import Hits, Segment
-from retrieval_attn.cpu.step.plan import LayerStep, total_cost
+from retrieval_attn.cpu.step.plan import LayerStep, Rest, total_cost
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.errors import ConfigError, ShapeError
@@ -142,6 +142,17 @@ def _step_paths(
     ]
 
 
+class NamedPieces(NamedTuple):
+    """Tokens of a path as a step takes them, `least` keys of which at least a device names for each query.
+
+    table: the clusters by which the host estimates what neither it nor the device attends to, or None.
+    """
+
+    pieces: list[SearchRange]
+    table: ClusterTable | None
+    least: int
+
+
 def plan_paths(
     step: LayerStep,
     paths: Sequence[SequenceKV],
@@ -158,16 +169,30 @@ def plan_paths(
     Returns False, without a plan, if a step cannot do it: an index without a compiled search, paths of different
     shapes, too many queries, no token at all. Raises ConfigError for a range outside a path.
     """
+    spans = list(zip(paths, ranges, strict=True))
+    named = [NamedPieces(step_pieces(path, *span), cluster_table(path, *span), 0) for path, span in spans]
+    threads = paths[0].threads if threads is None else threads
+    return plan_named(step, paths, named, queries, top_k, scale=scale, softcap=softcap, threads=threads)
+
+
+def plan_named(
+    step: LayerStep,
+    paths: Sequence[SequenceKV],
+    named: Sequence[NamedPieces],
+    queries: tuple[int, int],
+    top_k: int,
+    *,
+    scale: float,
+    softcap: float | None,
+    threads: int | None,
+) -> bool:
+    """`plan_paths` of pieces of each path, for some of which a device may name keys."""
     (q_heads, n), first = queries, paths[0]
     shapes = {(path.num_kv_heads, path.head_dim, path.value_dim, path.fmt) for path in paths}
     if len(shapes) > 1 or not 0 < q_heads // first.num_kv_heads * n <= MAX_STEP_QUERIES:
         return False
-    rows = [step_pieces(path, start, stop) for path, (start, stop) in zip(paths, ranges, strict=True)]
-    tables = [cluster_table(path, start, stop) for path, (start, stop) in zip(paths, ranges, strict=True)]
-    threads = first.threads if threads is None else threads
-    if not any(rows):
-        return False
-    return step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads, clusters=tables)
+    rows, rest = [one.pieces for one in named], Rest([one.table for one in named], max(one.least for one in named))
+    return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads, rest=rest)
 
 
 def step_pieces(path: SequenceKV, start: int, stop: int) -> list[SearchRange]:

@@ -188,8 +188,8 @@ class SequenceKV:
         """
         if not 0 <= length <= self._length:
             raise ConfigError(f"length={length} must lie in 0 .. {self._length}, the tokens held")
-        if self.clusters is not None and length < self.clusters.stop:
-            cluster_table(self, self.clusters.start, max(length, self.clusters.start))  # while they are there
+        if self.clusters is not None:
+            self.clusters.truncate(length, self.parts)  # while the tokens are there
         kept: list[_Span] = []
         left = length
         for span in self._spans:

@@ -247,7 +247,11 @@ def question_lengths(layer: RetrievalLayer, held: HeldTokens) -> list[int]:
     """Tokens of questions, one for each way that they take through the codes of a layer."""
     host, (start, stop) = held.hosts[0], held.ranges[0]
     k = layer.config.retrieve_count(stop - start)
-    over = None if k is None or stop <= start else coded_range(host, start, stop, k, layer.index.spec)
+    over = (
+        None
+        if k is None or stop <= start
+        else coded_range(host, start, stop, k, layer.index.spec, layer.config.estimates)
+    )
     return [2] if over is None else [2, least_positions(over, layer.q_heads)]
 
 

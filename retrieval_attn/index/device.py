@@ -157,8 +157,9 @@ class DeviceIndex(RunsIndex):
         return DeviceBytes(options.bytes_for(head_dim))
 
     @classmethod
-    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int) -> tuple[int, int, int]:
-        return *split_bytes(options.bytes_for(head_dim), head_dim), rescore_count(options.rescore, k)
+    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> tuple[int, int, int]:
+        rescore = max(1, options.rescore // 2) if estimated else options.rescore
+        return *split_bytes(options.bytes_for(head_dim), head_dim), rescore_count(rescore, k)
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
@@ -215,6 +216,8 @@ class DeviceIndex(RunsIndex):
             return exact_search(request.fmt)
         if request.candidates is None:
             return None
+        if request.named:
+            return candidate_search(request, request.candidates, request.named, keeps_all=True)
         return candidate_search(request, request.candidates, self.rescore_count(request.k))
 
     def search_likeness(self, k: int, visible: int) -> Hashable | None:

@@ -15,7 +15,15 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.gathered import score_gathered
 from retrieval_attn.index.kernels.packed import keep_best, pack_score
 from retrieval_attn.index.task.atomics import at_address
-from retrieval_attn.index.task.descriptor import count_cost, step_at, words_at
+from retrieval_attn.index.task.descriptor import (
+    ALL_KEPT,
+    LIST_COUNT,
+    LIST_HEAD,
+    LIST_RANGE,
+    count_cost,
+    step_at,
+    words_at,
+)
 from retrieval_attn.index.task.rows import bytes_of_row, rows_at
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest, address_of, record
 from retrieval_attn.index.task.tasks import (
@@ -39,6 +47,7 @@ CANDIDATES = np.dtype(
         ("room", _WORD),
         ("first", _WORD),  # token of the key with id 0
         ("needed", _WORD),  # candidates of a query that there must be
+        ("keeps_all", _WORD),  # 1: all are attended to
     ]
 )
 
@@ -70,6 +79,12 @@ def _score_candidates(descriptor, number, worker, like):
     for i in range(count):
         pool[i] = pack_score(scores[i], pool[i])
     scored = count
+    if enough and row.keeps_all != 0:
+        for i in range(count):
+            lists[query][LIST_HEAD + i] = pool[i] - span.first
+        lists[query][LIST_COUNT], lists[query][LIST_RANGE] = count, ALL_KEPT
+        count_cost(step, worker, scored, scored * bytes_of_row(like, step.head_dim))
+        return np.int64(0)
     if not enough:
         count = np.int64(0)
         if part == 0:  # once for the query, whatever its other parts found
@@ -92,13 +107,16 @@ def prepare_candidates(fmt: Format) -> None:
     task_address(_candidates_task, fmt)
 
 
-def candidate_search(request: SearchRequest, ids: npt.NDArray[np.int32], needed: int) -> CompiledSearch:
+def candidate_search(
+    request: SearchRequest, ids: npt.NDArray[np.int32], needed: int, *, keeps_all: bool = False
+) -> CompiledSearch:
     """Exact scores for the keys in ids (queries, room) int32; of all keys for a query with less than `needed`.
 
-    Where there is room for fewer, that many are needed.
+    Where there is room for fewer, that many are needed. keeps_all: every key in ids is attended to.
     """
     room = ids.shape[1]
-    row = record(CANDIDATES, 1, ids_at=ids, room=room, first=request.first, needed=min(needed, room))
+    sizes = {"room": room, "first": request.first, "needed": min(needed, room), "keeps_all": int(keeps_all)}
+    row = record(CANDIDATES, 1, ids_at=ids, **sizes)
     return CompiledSearch(
         task_address(_candidates_task, request.fmt),
         address_of(row),

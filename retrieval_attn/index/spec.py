@@ -82,8 +82,8 @@ class IndexSpec:
     def device_bytes(self, head_dim: int) -> DeviceBytes:
         return self.cls.device_bytes(self.options, head_dim)
 
-    def code_shape(self, head_dim: int, k: int) -> tuple[int, int, int] | None:
-        return self.cls.code_shape(self.options, head_dim, k)
+    def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> tuple[int, int, int] | None:
+        return self.cls.code_shape(self.options, head_dim, k, estimated)
 
     def may_be(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:
         """Other kinds that an index over so many tokens (None: any number) may turn out to be, the likeliest first."""

@@ -19,6 +19,7 @@ from retrieval_attn.index.kernels.packed import id_of, keep_best, score_of
 from retrieval_attn.index.kernels.scan import rescore
 from retrieval_attn.index.task.atomics import at_address, atomic_load
 from retrieval_attn.index.task.descriptor import (
+    ALL_KEPT,
     ENTRY,
     LIST_COUNT,
     LIST_HEAD,
@@ -36,14 +37,23 @@ from retrieval_attn.index.task.tasks import query_of, scan_alone, scratch_of, ta
 def _join_lists(step, scratch, entry, query, lists, found, floor, like):
     """Bring the best candidates of all lists to the front of `found`, in any order; returns how many, <= top_k.
 
+    At most `keep` of them, beside those that are attended to whatever their scores.
+
     Coded candidates of a range are joined first, and scored again: in parts, other keys would get their exact score.
     """
-    top_k, size = step.top_k, step.list_words
-    kept = 0
-    number = 0
+    size = step.list_words
+    chosen = carray(at_address(scratch + step.rows_at), step.top_k, np.int64)
+    kept = number = always = 0
     while number < lists:
         start = number * size
         span = found[start + LIST_RANGE]
+        if span == ALL_KEPT:
+            first = start + LIST_HEAD
+            for i in range(first, first + found[start + LIST_COUNT]):
+                chosen[always] = found[i]
+                always += 1
+            number += 1
+            continue
         if span < 0:
             first = start + LIST_HEAD
             for i in range(first, first + found[start + LIST_COUNT]):
@@ -64,10 +74,11 @@ def _join_lists(step, scratch, entry, query, lists, found, floor, like):
         for i in range(count):
             found[kept] = joined[i]
             kept += 1 if joined[i] >= floor else 0
-    if kept > top_k:
-        keep_best(found, kept, top_k)
-        kept = top_k
-    return kept
+    if kept > step.keep:
+        keep_best(found, kept, step.keep)
+        kept = step.keep
+    found[kept : kept + always] = chosen[:always]
+    return kept + always
 
 
 @njit(nogil=True, cache=True)
@@ -126,7 +137,7 @@ def _attend(descriptor, number, worker, like):
     queries, top_k, value_dim = step.queries, step.top_k, step.value_dim
     out = floats_at(step.out_at, step.entries * queries, value_dim)[number]
     lse = floats_at(step.lse_at, step.entries * queries, 1)
-    owners = carray(at_address(scratch + step.owners_at), top_k, np.uint8)
+    owners = carray(at_address(scratch + step.owners_at), top_k, np.int16)
     left = carray(at_address(scratch + step.left_at), table.clusters, np.float32)
     if table.clusters > 0:
         left[:] = carray(at_address(table.counts_at), table.clusters, np.float32)
@@ -159,8 +170,10 @@ def _attend(descriptor, number, worker, like):
         scores[i] = score_of(found[i])
         rows[i] = ranges[own].values_at + token * row_bytes  # may be where found[i] lay
         if table.clusters > 0:
-            owners[i] = carray(at_address(ranges[own].members_at + token), 1, np.uint8)[0]
-            left[owners[i]] -= np.float32(1.0)
+            owners[i] = -1
+            if ranges[own].members_at != 0:
+                owners[i] = carray(at_address(ranges[own].members_at + token), 1, np.uint8)[0]
+                left[owners[i]] -= np.float32(1.0)
     share = np.float32(0.0)
     if table.clusters > 0:
         weights = carray(at_address(scratch + step.weights_at), table.clusters, np.float32)

@@ -47,9 +47,10 @@ def add_sums(weights, sums, out):
 def attend_and_estimate(like, rows, scores, count, owners, scale, softcap, left, weights, sums, out):
     """As `gather.attend_rows`, and the keys that are `left` as the module says; returns the lse and their share.
 
-    owners (at least count,) uint8: the cluster of each row. left (clusters,) float32: keys that are no rows. weights
-    (clusters,): inner products of the query and the mean keys, overwritten. sums (clusters, value_dim): of the values
-    of all keys, rows among them. The share of the weights that is estimated lies in [0, 1]; 0 where nothing is left.
+    owners (at least count,) int16: the cluster of each row, -1 for none. left (clusters,) float32: keys that are no
+    rows. weights (clusters,): inner products of the query and the mean keys, overwritten. sums (clusters, value_dim):
+    of the values of all keys, rows among them. The share of the weights that is estimated lies in [0, 1]; 0 where
+    nothing is left.
     """
     for i in range(min(AHEAD_OF_SOFTMAX, count)):
         prefetch_at(rows[i], bytes_of_row(like, out.shape[0]))
@@ -70,7 +71,8 @@ def attend_and_estimate(like, rows, scores, count, owners, scale, softcap, left,
         out[:] = np.float32(0.0)
         return np.float32(-np.inf), np.float32(0.0)
     for i in range(count):
-        scores[i] -= weights[owners[i]]
+        if owners[i] >= 0:
+            scores[i] -= weights[owners[i]]
     sum_rows(like, rows, scores, count, out)
     add_sums(weights, sums, out)
     inverse = np.float32(1.0 / total)

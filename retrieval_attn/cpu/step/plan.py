@@ -22,7 +22,7 @@ from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.step.tables import StepRequest, likeness_of, make_tables, place_clusters
+from retrieval_attn.cpu.step.tables import StepRequest, Tables, likeness_of, make_tables, place_clusters
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
@@ -72,6 +72,17 @@ class StepBuffers(NamedTuple):
     descriptor: npt.NDArray[np.int64]
     candidates: npt.NDArray[np.int32] | None = None
     rest: npt.NDArray[np.float32] | None = None
+
+
+class Rest(NamedTuple):
+    """What a step does about keys that are not among the best.
+
+    clusters: of each row, by which they are estimated, and whose pieces have members then; None: they are left out.
+    named: so many keys at least are named in the buffers' candidates, and each query attends to all of its own.
+    """
+
+    clusters: Sequence[ClusterTable | None]
+    named: int = 0
 
 
 class LayerStep:
@@ -134,12 +145,12 @@ class LayerStep:
         scale: float,
         softcap: float | None = None,
         threads: int | None = None,
-        clusters: Sequence[ClusterTable | None] = (),
+        rest: Rest | None = None,
     ) -> bool:
         """Prepare steps over the pieces of each row (in order of their tokens) for (rows, q_heads, positions) queries.
 
-        Each query attends to its top_k best keys. threads: at most this many of the pool's. clusters: of each row, by
-        which the keys that it does not attend to are estimated, and whose pieces have members then; none: of no row.
+        Each query attends to its top_k best keys. threads: at most this many of the pool's. rest: what is done about
+        the others; None: they are left out.
 
         Cheap if nothing but the end of the last pieces changed since the last plan, and a tenth of the whole if pieces
         that are searched alike lie elsewhere now: another layer's, or those of another context. Returns False, without
@@ -153,9 +164,12 @@ class LayerStep:
         entries = len(rows) * next((len(piece.keys) for row in rows for piece in row), 1)
         parts = -(-TASKS_PER_THREAD * threads // entries) if threads > 1 else 1
         kept = _rounded_top_k(rows, top_k)
-        tables = clusters if clusters else [None] * len(rows)
+        tables, named = ([None] * len(rows), 0) if rest is None else rest
         sizes = tuple(0 if table is None else table.clusters for table in tables)
-        request = StepRequest(q_heads, positions, kept, float(scale), float(softcap or 0.0), parts, sizes)
+        candidates = None if self._buffers is None else self._buffers.candidates
+        room = 0 if not named or candidates is None else candidates.shape[1]
+        most = kept + room
+        request = StepRequest(q_heads, positions, most, float(scale), float(softcap or 0.0), parts, sizes, kept, named)
         pieces = tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows)
         plan = request, pieces, tuple(map(id, tables))
         if plan != self._plan:
@@ -227,6 +241,7 @@ class LayerStep:
             head_dim=dim,
             value_dim=value_dim,
             top_k=request.top_k,
+            keep=request.keep,
             scale=request.scale,
             softcap=request.softcap,
             lists=tables.lists,
@@ -312,18 +327,22 @@ class LayerStep:
         """Raise what the last run, here or through `callback`, left as its status; BackendError names the head."""
         status = int(self._step["status"][0])
         raise_if_unusable(status)
-        if status == 0:
-            return
-        task, code = status >> 32, status & 0xFFFFFFFF
-        searches = int(self._step["tasks"][0])
-        if task < searches:
-            entry, query = int(self._tables.tasks["entry"][task]), None
-        else:
-            entry, query = divmod(task - searches, int(self._step["queries"][0]))
-        where = f"layer {self.layer}, sequence {entry // self._heads}, key-value head {entry % self._heads}"
-        if query is not None:
-            where += f", query {query} of its group"
-        raise BackendError(f"{where}: {_MESSAGES.get(code, f'unknown error {code}')}")
+        if status:
+            raise BackendError(f"layer {self.layer}, {_failure(self._step, self._tables, self._heads)}")
+
+
+def _failure(step: npt.NDArray[Any], tables: Tables, heads: int) -> str:
+    """Which head failed, and why, by the status of a step."""
+    status, searches = int(step["status"][0]), int(step["tasks"][0])
+    task, code = status >> 32, status & 0xFFFFFFFF
+    if task < searches:
+        entry, query = int(tables.tasks["entry"][task]), None
+    else:
+        entry, query = divmod(task - searches, int(step["queries"][0]))
+    where = f"sequence {entry // heads}, key-value head {entry % heads}"
+    if query is not None:
+        where += f", query {query} of its group"
+    return f"{where}: {_MESSAGES.get(code, f'unknown error {code}')}"
 
 
 class _Memory(NamedTuple):
@@ -374,7 +393,7 @@ def _scratch_places(
         "rows_at": layout.take(top_k * 8),
         "scores_at": layout.take(top_k * 4),
         "digits_at": layout.take(256 * 8),
-        "owners_at": layout.take(top_k),
+        "owners_at": layout.take(top_k * 2),
         "left_at": layout.take(clusters * 4),
         "weights_at": layout.take(clusters * 4),
         "counts_at": layout.take(number * 8),

@@ -20,7 +20,8 @@ from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, Search
 
 class StepRequest(NamedTuple):
     """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least. clusters: of each
-    row, by which it estimates what it does not attend to; 0: it leaves that out.
+    row, by which it estimates what it does not attend to; 0: it leaves that out. top_k: keys that a query attends to at
+    most, of which `keep` are chosen by score. named: keys that a device names, all of which are attended to, at least.
     """
 
     q_heads: int
@@ -29,7 +30,9 @@ class StepRequest(NamedTuple):
     scale: float
     softcap: float
     parts: int
-    clusters: tuple[int, ...] = ()
+    clusters: tuple[int, ...]
+    keep: int
+    named: int
 
     def parts_of(self, piece: SearchRange, tokens: int = SCAN_TOKENS) -> int:
         """Tasks that a scanned piece is cut into. The more, the more candidates are joined; results are the same."""
@@ -57,7 +60,7 @@ def likeness_of(rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> 
             searched: tuple[Any, ...] = ()
             if piece.indexes is not None and piece.low == piece.index_first:
                 visible = piece.high - piece.index_first
-                searched = tuple(index.search_likeness(request.top_k, visible) for index in piece.indexes)
+                searched = tuple(index.search_likeness(request.keep, visible) for index in piece.indexes)
                 if None in searched:
                     return None
             shapes = piece.keys.shape[::2], piece.values.shape[2]
@@ -115,9 +118,10 @@ def make_tables(
                 search: CompiledSearch | None = exact_search(fmt)
                 if piece.indexes is not None and piece.low == piece.index_first:
                     visible = piece.high - piece.index_first
-                    search = piece.indexes[head].compiled_search(
-                        SearchRequest(fmt, queries, padded, request.top_k, piece.index_first, visible, own_candidates)
+                    wanted = SearchRequest(
+                        fmt, queries, padded, request.keep, piece.index_first, visible, own_candidates, request.named
                     )
+                    search = piece.indexes[head].compiled_search(wanted)
                 if search is None:
                     return None
                 number = len(ranges)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from retrieval_attn.cache.coded_clusters import new_mass
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.host import code_shape, split_microbatches
 from retrieval_attn.engine.graph.slot import window_of
+from retrieval_attn.gpu.clusters.mass import Scoring
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, size_class
 from retrieval_attn.gpu.decode.kernels import (
@@ -44,8 +46,10 @@ class LayerLaunches:
         ranges = [] if layer.held is None else layer.held.ranges
         self._keys = max((stop - start for start, stop in ranges), default=0)
         k = layer.config.retrieve_count(self._keys)
-        codes = None if k is None else layer.index.spec.code_shape(self._dim, k)
+        estimated = layer.config.estimates
+        codes = None if k is None else layer.index.spec.code_shape(self._dim, k, estimated)
         self._question_codes = None if codes is None else CodeShape(*codes)
+        self._estimates = estimated
         self._k, self._fmt = k or 0, host_format(layer.config.host_dtype, self._key.dtype)
 
     @property
@@ -74,7 +78,8 @@ class LayerLaunches:
             stage_queries(query[:rows], self._zeros(count, self._dim), places)
             estimated = self._zeros(count), self._zeros(count, 2)
             host = HostPart(self._zeros(count, value_dim), self._zeros(count), places, estimated)
-            merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype)
+            rest = (host.out, host.lse) if self._estimates and self._step_codes is not None else None
+            merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype, rest)
 
     def search_step(self) -> None:
         """Search codes as a step does."""
@@ -97,7 +102,8 @@ class LayerLaunches:
     def attend_named(self) -> None:
         """Attend to named keys as a long question does."""
         codes, fmt = self._question_codes, self._fmt
-        if codes is None or slots_for(codes.room, self._k) > MAX_SLOTS:
+        k = codes.room if codes is not None and self._estimates else self._k
+        if codes is None or slots_for(codes.room, k) > MAX_SLOTS:
             return
         keys, values = (
             torch.zeros(self._kv_heads, 1, fmt.width(dim), dtype=TORCH_DTYPE[fmt], device=self._key.device)
@@ -105,13 +111,20 @@ class LayerLaunches:
         )
         ids = torch.zeros(self._q_heads, codes.room, dtype=torch.int32, device=self._key.device)
         queries = self._zeros(self._kv_heads, self._q_heads // self._kv_heads, self._dim)
-        attend_named(queries, StoredRows(keys, values), Named(ids, 0, 1, self._k), 1.0, None)
+        attend_named(queries, StoredRows(keys, values), Named(ids, 0, 1, k), 1.0, None)
 
     def _run(self, search: CodeSearch, query: Tensor, room: int, count: int, places: Tensor | None) -> None:
         """Run a search to which nothing is bound."""
         ids = torch.empty(count, room, dtype=torch.int32, device=query.device)
         scratch = Scratch(count, size_class(self._keys), room, query.device, has_memory=False)
-        search.run(query, ids, places, scratch, lambda function, *arguments: function(*arguments))
+
+        def opaque(function: Callable[..., None], *arguments: object) -> None:
+            function(*arguments)
+
+        search.run(query, ids, places, scratch, opaque)
+        if self._estimates:
+            mass = new_mass(len(search.entries), self._value.shape[3], query.device)
+            mass.run(search, query, ids, places, scratch, Scoring(1.0), opaque)
 
     def _query(self) -> Tensor:
         return self._key.new_zeros(len(self._key), self._q_heads, 1, self._dim)

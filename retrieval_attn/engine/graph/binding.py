@@ -238,7 +238,7 @@ class GraphLayer:
         for host, call in begun:
             owner.runtime.join(call)
             own = Parts(parts.out[host.rows], parts.lse[host.rows])
-            merged.append(merge_parts(own, host.part, sinks, query.dtype))
+            merged.append(merge_parts(own, host.part, sinks, query.dtype, host.rest))
         return merged[0] if len(merged) == 1 else torch.cat(merged)
 
     def add_tail(self) -> None:

@@ -6,6 +6,7 @@ device searches the codes of the others. Nothing here is bound to a cache but by
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,17 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.coded_part import coded_pieces, head_codes
+from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, head_codes, new_mass, take_apart
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cpu.host_attend import plan_paths
+from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.clusters.mass import ClusterEntry, RestPart
+from retrieval_attn.gpu.clusters.mass import Scoring as MassScoring
 from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, CodeShape, Scratch, shared_scratch, size_class
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
@@ -52,7 +55,8 @@ class HeadShape(NamedTuple):
 def code_shape(layer: RetrievalLayer, head_dim: int) -> CodeShape | None:
     """What a captured step searches codes on the device by; None where the layer's index has none there."""
     k = layer.config.retrieve
-    shape = None if isinstance(k, float | str) else layer.index.spec.code_shape(head_dim, k)
+    estimated = layer.config.estimates
+    shape = None if isinstance(k, float | str) else layer.index.spec.code_shape(head_dim, k, estimated)
     return None if shape is None else CodeShape(*shape)
 
 
@@ -107,9 +111,17 @@ class HostRows:
         self._rest = rest
         self._staged = queries.device[: count * dim].view(count, dim)
         self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
+        estimated = codes is not None and layer.config.estimates
+        self._mass = new_mass(batch * kv_heads, value_dim, device) if estimated else None
+        self.rest: RestPart | None = None
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
+
+    @property
+    def _named(self) -> int:
+        """Keys that the device names at least where all of them are attended to."""
+        return 0 if self._search is None or self._mass is None else self._search.shape.k
 
     @property
     def max_coded_keys(self) -> int:
@@ -126,11 +138,16 @@ class HostRows:
         for rows_of in _layouts(hosts):
             paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
             own = [ranges[rows[0]] for rows in rows_of]
-            if plan_paths(self._step, paths, own, (self._q_heads, n), retrieve, scale=scale, softcap=softcap):
+            apart = [take_apart(path, *span, retrieve) for path, span in zip(paths, own, strict=True)]
+            named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
+            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
+            if plan_named(self._step, paths, named, (self._q_heads, n), retrieve, **options):
                 if self.part.rows is not None:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                 if self._search is not None:
                     self._search.bind(_code_ranges(self._step, rows_of, retrieve))
+                if self._mass is not None:
+                    self._mass.bind(_cluster_entries(apart, rows_of, len(self._mass.entries) // len(hosts)))
                 return
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
@@ -142,11 +159,14 @@ class HostRows:
         self._rest[:] = 0
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
+        if self._mass is not None:
+            self._mass.bind([None] * len(self._mass.entries))
 
     def begin(self, query: Tensor, max_coded_keys: int) -> Any:
         """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call.
 
-        max_coded_keys: of all layers, see `StepKind`. Returns what the runtime's `join` takes.
+        max_coded_keys: of all layers, see `StepKind`. Returns what the runtime's `join` takes. While the host works,
+        the device estimates what was not named: `rest`.
         """
         resources, own = self._resources, query[self.rows]
         stage_queries(own, self._staged, self.part.rows)
@@ -154,7 +174,12 @@ class HostRows:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
             self._search.run(own, self._ids, self.part.rows, scratch, resources.runtime.opaque)
-        return resources.runtime.begin(self._call)
+        begun, self.rest = resources.runtime.begin(self._call), None
+        if self._search is not None and self._mass is not None and max_coded_keys:
+            scoring = MassScoring(self.scoring.scale, self.scoring.softcap)
+            given = self._search, own, self._ids, self.part.rows, scratch, scoring
+            self.rest = self._mass.run(*given, resources.runtime.opaque)
+        return begun
 
     def raise_error(self) -> None:
         """Raise what the last replay left as the step's status; BackendError names the layer."""
@@ -174,6 +199,8 @@ class HostRows:
         self._step.forget()
         if self._search is not None:
             self._search.forget()
+        if self._mass is not None:
+            self._mass.forget()
 
 
 def _layouts(hosts: list[SequenceKV]) -> list[list[list[int]]]:
@@ -202,6 +229,15 @@ def _code_ranges(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> li
             for row in members:
                 ranges[row * heads : (row + 1) * heads] = head_codes(piece, retrieve)
     return ranges
+
+
+def _cluster_entries(apart: list[CodedPieces], rows_of: list[list[int]], heads: int) -> list[ClusterEntry | None]:
+    """The clusters behind a planned step, for each key-value head of each row of the batch."""
+    entries: list[ClusterEntry | None] = [None] * (heads * sum(map(len, rows_of)))
+    for members, one in zip(rows_of, apart, strict=True):
+        for row, head in itertools.product(members, range(heads if one.entries else 0)):
+            entries[row * heads + head] = one.entries[head] if one.entries else None
+    return entries
 
 
 def held_by(layer: RetrievalLayer) -> HeldTokens:

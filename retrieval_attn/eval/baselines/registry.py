@@ -201,7 +201,7 @@ def build_methods(
     threads: of the methods that search on the host; None: all cores.
 
     Methods that read with full attention and attend by their own rule (streaming_llm, snapkv, pyramidkv, quest,
-    infinigen, magicpig) share one reading of each context.  flat, ivf, hnsw, retrieval and retrieval_tail each keep
+    infinigen, magicpig) share one reading of each context. flat, ivf, hnsw, retrieval and retrieval_tail each keep
     their own, since its host memory and index belong together; infllm reads in its own way; full keeps transformers'
     cache.
     A small model on the CPU is copied for `full`, so that nothing ever touches the baseline's.

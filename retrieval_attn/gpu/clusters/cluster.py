@@ -24,8 +24,9 @@ SAMPLE_KEYS = 8192
 SAMPLE_QUERIES = 4096
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: keys differ a little even where no query looks."""
-BYTES_AT_ONCE = 48 << 20
-"""Of scores, one-hot matrices and float32 keys at a time: they must not show beside a layer's keys."""
+BYTES_AT_ONCE = 192 << 20
+"""Of scores, one-hot matrices and float32 keys at a time: less than the activations of a chunk that was read before.
+On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8 heads and 256 clusters, 15.2 of them to launch."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
-from retrieval_attn.gpu.codes.search import CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 2
@@ -166,6 +166,17 @@ class ClusterMass:
             total = masses.sum(dim=1, keepdim=True)
             into.out[here] = masses / torch.where(total > 0, total, 1) @ clusters.mean_values.float()
             into.lse[here] = (top + torch.log(total))[:, 0]
+
+
+def name_with_mass(
+    search: QuestionSearch, mass: ClusterMass, queries: Tensor, ids: Tensor, scoring: Scoring
+) -> RestPart:
+    """`search.name` for queries (kv_heads * m, head_dim) into ids, and the estimate of all that it does not name."""
+    query, into = queries[None, :, None], mass.room(len(queries))
+    after = mass.after(search, query, scoring, into)
+    if not search.name(queries, ids, after):
+        mass.run_plainly(search, query, ids, None, scoring, into)
+    return into
 
 
 def _logits(codes: tuple[DeviceCodes, int], queries: Tensor, named: Tensor, scoring: Scoring) -> Tensor:

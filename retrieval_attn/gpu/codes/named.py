@@ -110,10 +110,10 @@ def _scan(queries: Tensor, rows: StoredRows, named: Named, tokens: Tensor, produ
     members = queries.shape[1]
     at_once = max(1, NUMBERS_AT_ONCE // later)
     for head, own in enumerate(queries):
-        keys = _numbers(rows.keys[head, named.scanned_from :]).T
+        keys = numbers_of(rows.keys[head, named.scanned_from :]).T
         for start in range(0, members, at_once):
             scores = own[start : start + at_once] @ keys
-            places = _best(scores, wanted)
+            places = best_places(scores, wanted)
             here = slice(head * members + start, head * members + start + len(scores))
             tokens[here, :wanted] = (places + named.scanned_from).int()
             products[here, :wanted] = scores.gather(1, places)
@@ -128,7 +128,7 @@ def _score_plainly(queries: Tensor, rows: StoredRows, named: Named, found: Found
         for start in range(0, members, at_once):
             some = own[start : start + at_once]
             here = slice(head * members + start, head * members + start + len(some))
-            keys = _numbers(rows.keys[head][found.tokens[here, :room].clamp_min(0).long()])
+            keys = numbers_of(rows.keys[head][found.tokens[here, :room].clamp_min(0).long()])
             found.products[here, :room] = (keys @ some[:, :, None])[:, :, 0]
 
 
@@ -151,7 +151,7 @@ def _attend_plainly(rows: StoredRows, k: int, found: Found, scoring: tuple[float
             shift = torch.where(top > -torch.inf, top, 0.0)  # no key: -inf - -inf would be NaN
             weights = torch.where(inside, torch.exp(scores - shift), 0.0)
             total = weights.sum(dim=1, keepdim=True)
-            values = _numbers(rows.values[head][tokens.clamp_min(0).long()])
+            values = numbers_of(rows.values[head][tokens.clamp_min(0).long()])
             values = torch.where(inside[:, :, None], values, 0.0)
             mixed = (weights[:, None] @ values)[:, 0] / total
             into.out[head, start:stop] = torch.where(total == 0, 0.0, mixed)
@@ -164,7 +164,7 @@ def _order(scores: Tensor) -> Tensor:
     return torch.where(scores.isnan(), -(1 << 31), torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
-def _best(scores: Tensor, k: int) -> Tensor:
+def best_places(scores: Tensor, k: int) -> Tensor:
     """Places (rows, k) of the highest of scores (rows, n), lowest place first."""
     if scores.is_cuda:  # a stable sort of all would take longer than everything else
         places = torch.where(scores.isnan(), -torch.inf, scores).topk(k, dim=1, sorted=False).indices
@@ -173,7 +173,7 @@ def _best(scores: Tensor, k: int) -> Tensor:
     return places.sort(dim=1).values
 
 
-def _numbers(stored: Tensor) -> Tensor:
+def numbers_of(stored: Tensor) -> Tensor:
     """float32 (..., dim) of rows as they are stored."""
     if stored.dtype != torch.int8:
         return stored.float()

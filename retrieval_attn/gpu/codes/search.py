@@ -86,7 +86,7 @@ class Scratch:
             self.group //= 2
         rows = queries if has_memory else 0
         self.scores = torch.empty(rows, max_keys, dtype=torch.float32, device=device)
-        self.least = torch.empty(rows, dtype=torch.float32, device=device)
+        self.least = torch.empty(queries, dtype=torch.float32, device=device)  # written whatever is bound
         self.best = torch.empty(rows, max_keys // self.group, dtype=torch.float32, device=device)
         self.groups = torch.empty(rows, self.picked, dtype=torch.int32, device=device)
         self.hits = torch.empty(rows, room, dtype=torch.int32, device=device)
@@ -247,10 +247,15 @@ class QuestionSearch(CodeSearch):
         self._rows.copy_(rows)
         self.table.copy_(self._rows, non_blocking=True)
 
-    def name(self, queries: Tensor, ids: Tensor) -> None:
-        """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does."""
+    def name(self, queries: Tensor, ids: Tensor, after: Callable[[Scratch, Turn], None] | None = None) -> bool:
+        """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does.
+
+        Returns whether kernels did it, and so called `after`.
+        """
         scratch = question_scratch(len(queries), self.max_keys, self.shape.room, queries.device)
-        self.run(queries[None, :, None], ids, None, scratch, lambda function, *arguments: function(*arguments))
+        query = queries[None, :, None]
+        self.run(query, ids, None, scratch, lambda function, *arguments: function(*arguments), after)
+        return kernels_for(query, "codes.search_triton") is not None and scratch.suits_kernels
 
 
 def _page_locked(like: Tensor) -> Tensor:

@@ -132,22 +132,31 @@ def window_partials(
     return Parts(out.reshape(*shape, -1), (top + torch.log(total)).reshape(shape))
 
 
-def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None, dtype: torch.dtype) -> Tensor:
+def merge_parts(
+    parts: Parts,
+    host: HostPart | None,
+    sink_logits: Tensor | None,
+    dtype: torch.dtype,
+    rest: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Attention over the union of all parts, (batch, q_heads, 1, value_dim) in `dtype`, rounded once, at the end.
 
-    sink_logits: (q_heads,), a part with weight exp(logit) and value 0 (GPT-OSS). Parts may be empty (lse -inf). Adds to
-    the host's tally, where there is one.
+    sink_logits: (q_heads,), a part with weight exp(logit) and value 0 (GPT-OSS). rest: out (batch * q_heads, value_dim)
+    and lse (batch * q_heads,), float32, of what was neither in `parts` nor named to the host. Parts may be empty (lse
+    -inf). Adds to the host's tally, where there is one: `rest` and the host's share of its own are estimated.
     """
     kernels = _triton(parts.out)
     if kernels is not None:
-        merged: Tensor = kernels.merge_parts(parts, host, sink_logits, dtype)
+        merged: Tensor = kernels.merge_parts(parts, host, sink_logits, dtype, rest)
         return merged
     out, lse = parts
     batch, q_heads, _, value_dim = out.shape
+    others = [] if rest is None else [rest]
     if host is not None:
-        taken = host if host.rows is None else HostPart(host.out[host.rows], host.lse[host.rows])
-        out = torch.cat([out, taken.out.reshape(batch, q_heads, 1, value_dim)], dim=2)
-        lse = torch.cat([lse, taken.lse.reshape(batch, q_heads, 1)], dim=2)
+        others.append((host.out, host.lse) if host.rows is None else (host.out[host.rows], host.lse[host.rows]))
+    for own_out, own_lse in others:
+        out = torch.cat([out, own_out.reshape(batch, q_heads, 1, value_dim)], dim=2)
+        lse = torch.cat([lse, own_lse.reshape(batch, q_heads, 1)], dim=2)
     top = lse.amax(dim=2, keepdim=True)
     if sink_logits is not None:
         top = torch.maximum(top, sink_logits.float().view(1, -1, 1))
@@ -156,8 +165,9 @@ def merge_parts(parts: Parts, host: HostPart | None, sink_logits: Tensor | None,
     total = weights.sum(dim=2, keepdim=True)
     if host is not None and host.estimated is not None:
         share, tally = host.estimated
-        own = (share if host.rows is None else share[host.rows]).view(batch, q_heads)
-        tally[:, 0] += (own * weights[:, :, -1] / torch.where(total == 0, 1, total)[:, :, 0]).flatten()
+        own = (share if host.rows is None else share[host.rows]).view(batch, q_heads) * weights[:, :, -1]
+        own = own if rest is None else own + weights[:, :, -2]
+        tally[:, 0] += (own / torch.where(total == 0, 1, total)[:, :, 0]).flatten()
         tally[:, 1] += 1
     if sink_logits is not None:
         total = total + torch.exp(sink_logits.float().view(1, -1, 1) - top)

@@ -35,7 +35,8 @@ STEP = np.dtype(
         ("padded", _WORD),  # queries rounded up to a multiple of 4
         ("head_dim", _WORD),
         ("value_dim", _WORD),
-        ("top_k", _WORD),
+        ("top_k", _WORD),  # keys that a query attends to at most
+        ("keep", _WORD),  # of those, the most that are chosen by their scores
         ("scale", np.float32),
         ("softcap", np.float32),  # 0: none
         ("queries_at", _WORD),  # float32 (entries, queries, head_dim), read at every step
@@ -62,7 +63,7 @@ STEP = np.dtype(
         ("rows_at", _WORD),  # int64 (top_k,)
         ("scores_at", _WORD),  # float32 (top_k,)
         ("digits_at", _WORD),  # int64 (256,)
-        ("owners_at", _WORD),  # uint8 (top_k,): clusters of attended keys
+        ("owners_at", _WORD),  # int16 (top_k,): clusters of attended keys, -1 for none
         ("left_at", _WORD),  # float32 (clusters,): keys that were not attended to
         ("weights_at", _WORD),  # float32 (clusters,)
         ("counts_at", _WORD),  # int64 (queries,)
@@ -98,7 +99,7 @@ RANGE = np.dtype(
         ("first", _WORD),
         ("index_at", _WORD),  # what the search reads of an index: records of its kind
         ("kept", _WORD),  # candidates by code: how many are scored again; 0: none are by code
-        ("members_at", _WORD),  # uint8: the cluster of token 0 and of those behind it; 0: the entry has no clusters
+        ("members_at", _WORD),  # uint8: the cluster of token 0 and of those behind it; 0: they belong to none
     ]
 )
 TASK = np.dtype(
@@ -127,8 +128,9 @@ SEARCH_TIME, ATTEND_TIME, SCANNED, BYTES = range(4)
 """Of a meter that is seen as int64 words."""
 
 # A list begins with how many packed candidates follow, in any order, and the number of the range that they belong to if
-# they are packed by the sums of their codes (-1: by their scores).
+# they are packed by the sums of their codes (-1: by their scores; ALL_KEPT: so, too, and all of them are attended to).
 LIST_COUNT, LIST_RANGE = range(2)
+ALL_KEPT = -2
 LIST_HEAD = 2
 
 

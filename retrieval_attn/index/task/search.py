@@ -21,7 +21,8 @@ class SearchRequest(NamedTuple):
     """A search of one entry of a step: `queries` queries (`padded` to a multiple of 4) for their best `k` keys each.
 
     The index's first key is token `first` of the array, and `visible` of its keys take part. candidates: int32
-    (queries, room) ids that a device names before the step runs, -1 where there is none; None: it names none.
+    (queries, room) ids that a device names before the step runs, -1 where there is none; None: it names none. named:
+    how many at least, all of which are attended to; 0: the best of them are.
     """
 
     fmt: Format
@@ -31,6 +32,7 @@ class SearchRequest(NamedTuple):
     first: int
     visible: int
     candidates: npt.NDArray[np.int32] | None = None
+    named: int = 0
 
 
 class CompiledSearch(NamedTuple):

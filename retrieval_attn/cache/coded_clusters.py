@@ -1,0 +1,128 @@
+"""The estimate of what is not retrieved where a device has codes of the keys: it knows a score of each.
+
+A query attends to all keys that the device names to the host. Of the other coded keys the device sums the weights by
+cluster while the host works (`gpu/clusters/mass.py`). Tokens that came since have no codes: the host keeps the best of
+them and estimates the others, by fewer clusters, for they are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.cpu.clusters import MAX_CLUSTERS, ClusterTable
+from retrieval_attn.cpu.host_attend import step_pieces
+from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.store import SequenceKV, cluster_table
+from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass
+from retrieval_attn.gpu.codes.search import CodeRange
+
+SPARE_TOKENS = 4096
+"""Room for members of keys that come later, before all move."""
+MEAN_DTYPE = torch.bfloat16
+"""Of mean values on a device: half the bytes, and rounded less than the mean is off."""
+
+
+class CodedPieces(NamedTuple):
+    """Tokens of a path as a step takes them, of which one piece may have codes.
+
+    codes: of each key-value head, or none. table: the clusters by which the host estimates, entries: those by which the
+    device does, of each head; None: neither.
+    """
+
+    pieces: list[SearchRange]
+    codes: list[CodeRange | None]
+    table: ClusterTable | None
+    entries: list[ClusterEntry] | None
+
+
+def take_apart(path: SequenceKV, start: int, stop: int, k: int) -> CodedPieces:
+    """Tokens [start, stop) of a path, searched for the best k. Raises ConfigError outside the path."""
+    pieces = step_pieces(path, start, stop)
+    coded = coded_pieces(pieces)
+    codes = head_codes(coded[0], k) if len(coded) == 1 else []
+    if path.clusters is None or not codes or not all(codes):
+        return CodedPieces(pieces, codes, cluster_table(path, start, stop), None)
+    piece = coded[0]
+    late = path.clusters.late
+    plain = [one._replace(members=None) for one in pieces]
+    begun, ended = piece.first + piece.low, piece.first + piece.high
+    if late is None or begun != start:  # nothing tells how many keys there are before the codes
+        return CodedPieces(plain, codes, None, None)
+    entries = _entries(path, piece)
+    if ended == stop:
+        return CodedPieces(plain, codes, None, entries)
+    table = late.cover(ended, stop, path.parts)
+    for number, one in enumerate(pieces):
+        if one is not piece:
+            members = late.shared.members(_segment_of(path, one), one.low, one.high, path.fmt)
+            plain[number] = one._replace(members=members)
+    return CodedPieces(plain, codes, table, entries)
+
+
+def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
+    """The pieces whose keys may be coded on a device."""
+    return [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
+
+
+def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
+    """The codes of each key-value head of a piece; None: its search for the best k needs none."""
+    stop = piece.high - piece.index_first
+    if piece.low != piece.index_first:
+        return [None for _ in piece.indexes or ()]
+    found = [index.device_codes(k, stop) for index in piece.indexes or ()]
+    return [None if codes is None else (codes, stop) for codes in found]
+
+
+def new_mass(entries: int, value_dim: int, device: torch.device) -> ClusterMass:
+    """The device's estimate for so many key-value heads, whatever the number of their clusters."""
+    return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device)
+
+
+class _SegmentClusters:
+    """What a device holds of a segment's clusters: members (kv_heads, capacity) uint8, of which those of the tokens
+    [first, first + length) are known, and mean values (kv_heads, MAX_CLUSTERS, value_dim).
+    """
+
+    def __init__(self, mean_values: Tensor, first: int, device: torch.device) -> None:
+        """mean_values: (kv_heads, clusters, value_dim)."""
+        heads, clusters, value_dim = mean_values.shape
+        self.mean_values = torch.zeros(heads, MAX_CLUSTERS, value_dim, dtype=MEAN_DTYPE, device=device)
+        self.mean_values[:, :clusters] = mean_values.to(device, MEAN_DTYPE)
+        self.first, self.length = first, 0
+        self.members = torch.zeros(heads, 0, dtype=torch.uint8, device=device)
+
+    def cover(self, ids: Tensor, stop: int) -> None:
+        """Take members up to the segment's token `stop` out of ids (kv_heads, tokens) on the host."""
+        length = stop - self.first
+        if length <= self.length:
+            return
+        if length > self.members.shape[1]:
+            grown = self.members.new_zeros(len(self.members), length + SPARE_TOKENS)
+            grown[:, : self.length] = self.members[:, : self.length]
+            self.members = grown
+        self.members[:, self.length : length] = ids[:, self.first + self.length : stop].to(self.members.device)
+        self.length = length
+
+
+def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
+    """The clusters of a piece's coded keys on the device of the codes; None where the path has none for a device."""
+    assert path.clusters is not None and piece.indexes
+    shared, segment = path.clusters.shared, _segment_of(path, piece)
+    if shared.mean_values is None:
+        return None
+    device = piece.indexes[0].device_codes(1, piece.high - piece.index_first).codes.device
+    held = shared.on_devices.setdefault(segment, {})
+    known: _SegmentClusters | None = held.get(device)
+    if known is None or known.first != piece.index_first:
+        known = held[device] = _SegmentClusters(torch.from_numpy(shared.mean_values), piece.index_first, device)
+    known.cover(torch.from_numpy(shared.members(segment, piece.index_first, piece.high, path.fmt)), piece.high)
+    return [ClusterEntry(*one) for one in zip(known.members, known.mean_values, strict=True)]
+
+
+def _segment_of(path: SequenceKV, piece: SearchRange) -> Segment:
+    return next(segment for segment in path.segments if segment.keys is piece.keys)

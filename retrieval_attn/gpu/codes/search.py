@@ -149,7 +149,9 @@ class CodeSearch:
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
-        self.factors, self.units = torch.ones(2, batch * q_heads, dtype=torch.float32, device=device)
+        # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
+        # kernels are compiled for
+        self.factors, self.units = (torch.ones(len(self.planes), device=device) for _ in range(2))
 
     def bind(self, entries: Sequence[CodeRange | None]) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""

@@ -56,13 +56,21 @@ class Fed:
     refused: str = ""
 
 
+REFERENCE_BYTES = 2 << 30
+"""Scores of one layer that full attention holds at once at most: in float32 it holds all of a forward's."""
+
+
 @torch.no_grad()
 def feed_full(model: Any, text: FedText) -> Fed:
     """Full attention by the model as transformers made it."""
     from transformers import DynamicCache
 
-    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
-    forward_at(model, cache, text.ids[: text.context].tolist(), 0)
+    text_config = model.config.get_text_config(decoder=True)
+    cache: Any = DynamicCache(config=text_config)
+    ids = text.ids[: text.context].tolist()
+    at_once = max(1, REFERENCE_BYTES // (4 * text_config.num_attention_heads * len(ids)))
+    for start in range(0, len(ids), at_once):
+        forward_at(model, cache, ids[start : start + at_once], start)
     rows = [forward_at(model, cache, [token], text.context + at) for at, token in enumerate(text.forced.tolist())]
     return Fed(None, torch.cat(rows).cpu(), attended=text.context + (len(rows) + 1) / 2)
 

@@ -202,8 +202,11 @@ def test_a_tail_is_nearer_and_one_reading_serves_both(model: Any, text: FedText,
     assert [(one.budget, one.tail) for one in fed] == [(20, False), ("all", False), (20, True)]
     plain, _, tail = fed
     assert 3 * kl(reference, tail) < kl(reference, plain) and 1.5 * head_error(tail) < head_error(plain)
-    assert plain.captured is not None and tail.captured is not None and plain.attended == tail.attended
-    assert tail.captured == pytest.approx(plain.captured, abs=0.02) and plain.estimated is None
+    assert plain.captured is not None and tail.captured is not None and plain.estimated is None
+    assert plain.attended is not None and tail.attended is not None
+    more = 20 // 4 + 32 if kind == "device" else 0  # all that it names are attended to
+    assert tail.attended == pytest.approx(plain.attended + more)
+    assert tail.captured == pytest.approx(plain.captured, abs=0.02) or more and tail.captured > plain.captured
     assert tail.estimated is not None and abs(1 - tail.estimated - tail.captured) < 0.05  # all heads, and some of them
     alone = next(feed_index(model, config, text, [20], mass_heads=0))
     assert not alone.tail and torch.equal(alone.logits, plain.logits)

@@ -172,6 +172,10 @@ def attended_tokens(layer: Any, new: int) -> float | None:
     static = window.sink_len + window.tail_len
     middle = layer.columns - static
     retrieve = config.retrieve_count(middle) if middle > 0 else 0
+    if retrieve and config.estimates:
+        # where a device names keys and estimates the others, all that it names are attended to
+        codes = layer.index.spec.code_shape(window.buffers[0].shape[3], retrieve, True)
+        retrieve = retrieve if codes is None else codes[2]
     return float(static - (new - 1) / 2 + (middle if retrieve is None else min(retrieve, middle)))
 
 

@@ -8,6 +8,8 @@ Where the device has codes of the keys, queries take the way of `coded_part.py`,
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +27,15 @@ from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
 from retrieval_attn.cache.uploaded_part import UploadedPart
 from retrieval_attn.config import Config
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import attend_paths, exact_head, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,26 @@ class _Shared:
     rows: list[int]
     start: int
     stop: int
+
+
+def retrieved_keys(config: Config, host: SequenceKV, num_keys: int) -> int | HeadBudgets | None:
+    """Keys to retrieve out of `num_keys` of a path, which may be a number for each head; None means all of them."""
+    count = config.retrieve_count(num_keys)
+    if config.retrieve != "auto":
+        return count
+    if host.budgets is None:
+        _say_unmeasured(count)
+    return count if host.budgets is None else host.budgets
+
+
+@functools.cache
+def _say_unmeasured(count: int | None) -> None:
+    """Once: answers are right, with one number for all heads."""
+    log.warning(
+        "retrieve='auto': every head gets %s keys of a text that was no longer than sinks and window when it was read, "
+        "or was read with another number: nothing was measured for it",
+        count,
+    )
 
 
 class HostPart:
@@ -70,14 +95,14 @@ class HostPart:
         self._shape = batch, self._q_heads, self._new
         self._shared = _shared_paths(held)
         self._coded: list[tuple[_Shared, CodedPart | UploadedPart]] = []
-        self._apart: dict[int | None, list[_Shared]] = {}
+        self._apart: dict[int | HeadBudgets | None, list[_Shared]] = {}
 
     def begin(self, config: Config) -> None:
         """Let the device search where it has codes: what follows until `attend` runs at the same time."""
         for one in self._shared:
-            k = config.retrieve_count(one.stop - one.start)
+            k = retrieved_keys(config, one.host, one.stop - one.start)
             span = one.start, one.stop
-            over = None if k is None else coded_range(one.host, *span, k, self._spec, config.estimates)
+            over = coded_range(one.host, *span, k, self._spec, config.estimates) if isinstance(k, int) else None
             if over is None:
                 # a share of the keys is another number for another length: one call per number
                 self._apart.setdefault(k, []).append(one)

@@ -7,15 +7,18 @@ import logging
 import weakref
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.config import Config
+from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.offload.budgets import SampledAttention
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.work import HostWork
 
@@ -43,7 +46,8 @@ class Reading:
 
         spec: the index that the keys will get.
         """
-        self._held = held
+        self._held, self._budgets = held, config.retrieve == "auto"
+        self._scoring: tuple[float, float | None] = 1.0, None
         self._first = held.columns == 0
         self.done = ExactPass(total, held.past())
         count = spec.training_queries(total, config.train_queries)
@@ -58,6 +62,7 @@ class Reading:
         for sample in (self._sample, self._metric_sample):
             if sample is not None:
                 sample.take(query, self.done.filled)
+        self._scoring = scale, softcap
         return self.done.step(query, key, value, valid, scale, softcap)
 
     def host_work(self) -> HostWork:
@@ -86,9 +91,23 @@ class Reading:
             where = model, module, row
             if self._metric_sample is not None:
                 kv = done.keys_of(row)[:, start:stop], done.values_of(row)[:, start:stop]
-                work.clusters.add(host, (start, stop), kv, self._moved(self._metric_sample, *where))
+                queries = self._moved(self._metric_sample, *where)
+                work.clusters.add(host, (start, stop), kv, queries)
+                if self._budgets and queries is not None and queries.shape[1]:
+                    work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(done.keys_of, row))
         work.start_build()
+
+    def _sampled_attention(self, queries: Tensor, row: int) -> SampledAttention:
+        """Some of a row's queries (q_heads, m, head_dim), each as the next token's, over sinks and window."""
+        window, (scale, softcap) = self._held.window, self._scoring
+        places = torch.linspace(0, queries.shape[1] - 1, min(SAMPLED_QUERIES, queries.shape[1]), device=queries.device)
+        chosen = queries[:, places.long()]
+        asked = chosen.to(window.buffers[0].dtype).expand(len(self._held.hosts), *chosen.shape)
+        # one by one: queries of one call would see only the tokens up to their own
+        parts = [window.attend(one, scale=scale, softcap=softcap) for one in asked.split(1, dim=2)]
+        out, lse = (torch.cat([part[field][row] for part in parts], dim=1) for field in (0, 1))
+        return SampledAttention(chosen, out, lse, scale, softcap)
 
     def _moved(
         self, sample: TrainingQueries | None, model: nn.Module | None, module: nn.Module | None, row: int

@@ -27,7 +27,9 @@ class Rollback:
         ]
         self._batch = cache.batch.snapshot()
         paths = distinct(host for sequence in cache.batch.sequences for host in sequence.kv.values())
-        self._hosts = [(host, len(host), None if host.clusters is None else host.clusters.fork()) for host in paths]
+        self._hosts = [
+            (host, len(host), None if host.clusters is None else host.clusters.fork(), host.budgets) for host in paths
+        ]
 
     def undo(self) -> bool:
         """Forget what came after; threads that still copy or index it have ended then.
@@ -47,8 +49,8 @@ class Rollback:
             vars(layer).clear()
             vars(layer).update(state)
         self._cache.batch.restore(self._batch)
-        for host, length, clusters in self._hosts:
-            host.clusters = clusters  # what came after may have made others, of all keys
+        for host, length, clusters, budgets in self._hosts:
+            host.clusters, host.budgets = clusters, budgets  # what came after may have made others, of all keys
             host.truncate(length)
         self._cache.on_layer = None
         return len(self._layers) == len(self._cache.layers)

@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--retrieve",
         default=str(usual.retrieve),
         metavar="K",
-        help="keys retrieved per head and token: a number, a share such as 0.01, or all (default: %(default)s)",
+        help="keys retrieved per head and token: a number, a share such as 0.01, all, or auto, as measured for each "
+        "head (default: %(default)s)",
     )
     parser.add_argument(
         "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import Partial, attend_ids_heads, attend_range_heads, check_score_options, merge_partials
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.rest import Attended, rest_partial
@@ -52,7 +53,7 @@ def attend_path(
     queries: npt.NDArray[np.float32],
     start: int,
     stop: int,
-    top_k: int | None,
+    top_k: int | HeadBudgets | None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -61,7 +62,8 @@ def attend_path(
     """Attention of queries (q_heads, n, head_dim) float32 over tokens [start, stop) of a path.
 
     Query head h belongs to key-value head h // (q_heads // kv_heads). top_k: each query attends to its top_k best keys
-    of the whole range (the same for equal scores: the earlier token), or None for all tokens. Tokens not yet in the
+    of the whole range (the same for equal scores: the earlier token), by head
+    with budgets; or None for all tokens. Tokens not yet in the
     index of their segment are scanned, or inserted if they are many. Scores are scale * q.k, soft-capped if softcap is
     given. threads: overrides the path's. An empty range gives out 0 and lse -inf. Raises ShapeError, ConfigError.
     """
@@ -72,7 +74,7 @@ def attend_paths(
     paths: Sequence[SequenceKV],
     queries: Sequence[npt.NDArray[np.float32]],
     ranges: Sequence[tuple[int, int]],
-    top_k: int | None,
+    top_k: int | HeadBudgets | None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -85,7 +87,9 @@ def attend_paths(
     Numba's threads. The paths must be of equal heads, dims and format. Costs of a shared step are split evenly. Raises
     ShapeError, ConfigError.
     """
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
+    if not isinstance(top_k, HeadBudgets | None) and (
+        isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1
+    ):
         raise ConfigError(f"top_k={top_k!r} must be a whole number >= 1, or None for all tokens")
     if not len(paths) == len(queries) == len(ranges) or not paths:
         raise ShapeError(f"as many queries and ranges as paths are needed, at least one, got {len(paths)} paths")
@@ -94,10 +98,15 @@ def attend_paths(
     check_threads(threads)
     for path, own in zip(paths, queries, strict=True):
         _grouped(path, own)
-    top_k = None if top_k is None else int(top_k)
+    top_k = top_k if isinstance(top_k, HeadBudgets | None) else int(top_k)
     done = None if top_k is None else _step_paths(paths, queries, ranges, top_k, scale, softcap, threads)
     if done is not None:
         return done
+    if isinstance(top_k, HeadBudgets):
+        raise ConfigError(
+            f"keys per head need an index with a compiled search and queries of one shape, got "
+            f"{paths[0].spec.cls.kind!r}; give one number of keys for all heads, or index='auto'"
+        )
     return [
         attend_apart(path, own, start, stop, top_k, scale, softcap, threads)
         for path, own, (start, stop) in zip(paths, queries, ranges, strict=True)
@@ -108,7 +117,7 @@ def _step_paths(
     paths: Sequence[SequenceKV],
     queries: Sequence[npt.NDArray[np.float32]],
     ranges: Sequence[tuple[int, int]],
-    top_k: int,
+    top_k: int | HeadBudgets,
     scale: float,
     softcap: float | None,
     threads: int | None,
@@ -158,7 +167,7 @@ def plan_paths(
     paths: Sequence[SequenceKV],
     ranges: Sequence[tuple[int, int]],
     queries: tuple[int, int],
-    top_k: int,
+    top_k: int | HeadBudgets,
     *,
     scale: float,
     softcap: float | None = None,
@@ -180,7 +189,7 @@ def plan_named(
     paths: Sequence[SequenceKV],
     named: Sequence[NamedPieces],
     queries: tuple[int, int],
-    top_k: int,
+    top_k: int | HeadBudgets,
     *,
     scale: float,
     softcap: float | None,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment
@@ -83,6 +84,7 @@ class SequenceKV:
         """Bytes of one token's keys and values."""
         self.clusters: PathClusters | None = None
         """By which attention estimates what it does not retrieve; None: it leaves that out."""
+        self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
         self._spans: list[_Span] = []
         self._length = 0
         self._reserved = RESERVE_TOKENS
@@ -220,6 +222,7 @@ class SequenceKV:
         ).reserve(0)
         other.tail_tokens, other.page_lock = self.tail_tokens, self.page_lock
         other.clusters = None if self.clusters is None else self.clusters.fork()
+        other.budgets = self.budgets
         other._spans = list(self._spans)
         other._length = self._length
         return other

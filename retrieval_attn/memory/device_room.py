@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from retrieval_attn.config import Config
-from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.device import code_sizes
@@ -19,6 +19,8 @@ from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 log = logging.getLogger(__name__)
+_ANY_DIM = 128
+"""Kinds keep codes on the device for every head_dim or for none."""
 
 
 class IndexChoice:
@@ -31,6 +33,11 @@ class IndexChoice:
         self._model = None if model is None else weakref.ref(model)
         self._requested = config
         self.config, self.spec = config, IndexSpec.of(config.index, config.index_options)
+        if config.retrieve == "auto" and self.spec.device_bytes(_ANY_DIM).held > 0:
+            raise ConfigError(
+                f"retrieve='auto' gives each head keys of its own, and index={config.index!r} names as many for all of "
+                "them; use retrieve=100, or another index, such as 'auto'"
+            )
         self._decided = False
 
     def reset(self) -> None:
@@ -67,6 +74,9 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
     and nothing is built while the device waits; the choice is logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
+        return config
+    if config.retrieve == "auto":
+        log.info("index 'auto' stays on the host: codes on the device name as many keys for every head")
         return config
     try:
         shape = model_shape(model_config, None)

@@ -26,6 +26,7 @@ from retrieval_attn.errors import (
     UnsupportedModelError,
 )
 from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.budgets import BudgetBuild
 from retrieval_attn.offload.build import IndexBuild, event_now
 from retrieval_attn.offload.clusters import ClusterBuild
 from retrieval_attn.offload.copy import KVCopy
@@ -40,8 +41,8 @@ LAYERS_AT_ONCE = 3
 class HostWork:
     """Copies one layer's new keys and values (batch, kv_heads, new, dim) into paths and builds their indexes.
 
-    Order: `append` for each row, `start_copy`, `index` or `extend` for each path, and what `clusters` is asked for,
-    `start_build`; then `finish` before anybody else touches the paths.
+    Order: `append` for each row, `start_copy`, `index` or `extend` for each path, and what `clusters` and `budgets` are
+    asked for, `start_build`; then `finish` before anybody else touches the paths.
     """
 
     def __init__(self, number: int, fmt: Format, threads: int | None, stats: LayerStats, kv: tuple[Tensor, Tensor]):
@@ -52,6 +53,7 @@ class HostWork:
         self._copy = KVCopy(fmt, *kv, self._stop)
         self._build = IndexBuild(number, kv[0].device, threads, self._overlaps, self._stop)
         self.clusters = ClusterBuild(kv[0].device)
+        self.budgets = BudgetBuild()
         self._futures: dict[str, Future[None]] = {}  # by what is done: "copy", "fetch" (training data), "build"
         self._ready: torch.cuda.Event | None = None  # keys and values lie on the device
         self._complete = False  # all that will be asked for was asked for
@@ -113,6 +115,7 @@ class HostWork:
         began = time.perf_counter()
         self.clusters.place()
         self._build.run(self._ready)
+        self.budgets.run()
         self._stats.index_seconds += time.perf_counter() - began
 
     def finish_copy(self) -> None:

@@ -145,6 +145,11 @@ def _attend(descriptor, number, worker, like):
     found = carray(at_address(step.lists_at + number * size * 8), size, np.int64)
     floor = atomic_load(step.floors_at + number * 8)
     count = _join_lists(step, scratch, entry, number % queries, table.lists, found, floor, like)
+    if table.budgets_at != 0:
+        own_k = carray(at_address(table.budgets_at), queries, np.int64)[number % queries]
+        if count > own_k:
+            keep_best(found, count, own_k)
+            count = own_k
     rows = carray(at_address(scratch + step.rows_at), top_k, np.int64)
     scores = carray(at_address(scratch + step.scores_at), top_k, np.float32)
     # one order, whatever the order of finding was, or sums would differ; and neighbours in memory come together

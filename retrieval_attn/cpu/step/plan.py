@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import check_score_options
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.step.tables import StepRequest, Tables, likeness_of, make_tables, place_clusters
+from retrieval_attn.cpu.step.tables import StepRequest, Tables, likeness_of, make_tables, place_budgets, place_clusters
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
@@ -140,7 +141,7 @@ class LayerStep:
         rows: Sequence[Sequence[SearchRange]],
         q_heads: int,
         positions: int,
-        top_k: int,
+        top_k: int | HeadBudgets,
         *,
         scale: float,
         softcap: float | None = None,
@@ -149,8 +150,8 @@ class LayerStep:
     ) -> bool:
         """Prepare steps over the pieces of each row (in order of their tokens) for (rows, q_heads, positions) queries.
 
-        Each query attends to its top_k best keys. threads: at most this many of the pool's. rest: what is done about
-        the others; None: they are left out.
+        Each query attends to its top_k best keys, as many as its head has with budgets. threads: at most this many of
+        the pool's. rest: what is done about the others; None: they are left out.
 
         Cheap if nothing but the end of the last pieces changed since the last plan, and a tenth of the whole if pieces
         that are searched alike lie elsewhere now: another layer's, or those of another context. Returns False, without
@@ -158,6 +159,7 @@ class LayerStep:
         ShapeError for arrays that do not fit together, ConfigError for numbers.
         """
         check_score_options(scale, softcap)
+        budgets, top_k = (top_k, top_k.most) if isinstance(top_k, HeadBudgets) else (None, top_k)
         if top_k < 1 or positions < 0 or (threads is not None and threads < 1):
             raise ConfigError(f"top_k={top_k}, positions={positions}, threads={threads} must be at least 1")
         threads = self.pool.threads if threads is None else min(threads, self.pool.threads)
@@ -171,7 +173,8 @@ class LayerStep:
         most = kept + room
         request = StepRequest(q_heads, positions, most, float(scale), float(softcap or 0.0), parts, sizes, kept, named)
         pieces = tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows)
-        plan = request, pieces, tuple(map(id, tables))
+        counts = None if budgets is None else _budget_counts(budgets, len(rows), q_heads, positions)
+        plan = request, pieces, tuple(map(id, tables)), budgets
         if plan != self._plan:
             likeness, self._plan = likeness_of(rows, request), ()
             if likeness is not None and likeness == self._likeness:
@@ -182,7 +185,8 @@ class LayerStep:
                     return False
                 self._likeness = likeness
             place_clusters(self._tables.entries, self._heads, tables)
-            self._kept.append(tables)
+            place_budgets(self._tables.entries, counts)
+            self._kept += [tables, counts]
             self._plan = plan
         self._set(width=threads)
         self.rows = [list(row) for row in rows]
@@ -379,6 +383,13 @@ def _rounded_top_k(rows: Sequence[Sequence[SearchRange]], top_k: int) -> int:
     """top_k, but no more than there are tokens: rounded up, for they come one by one and each number is a plan."""
     tokens = max((sum(piece.high - piece.low for piece in row) for row in rows), default=0)
     return int(min(top_k, max(1, -(-tokens // 256)) * 256))
+
+
+def _budget_counts(budgets: HeadBudgets, rows: int, q_heads: int, positions: int) -> npt.NDArray[np.int64]:
+    """Keys per query, (rows, q_heads, positions)."""
+    if len(budgets.counts) != q_heads:
+        raise ShapeError(f"budgets of {len(budgets.counts)} heads were given for {q_heads} query heads")
+    return np.tile(np.array(budgets.counts, np.int64)[:, None], (rows, 1, positions))
 
 
 def _scratch_places(

@@ -144,7 +144,7 @@ def make_tables(
                 members = 0 if piece.members is None else address_of(piece.members) + head * piece.members.strides[0]
                 ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept, members))
                 searches.append(search)
-            entries[entry] = lists, first_range, len(own), count, 0, 0, 0, 0
+            entries[entry] = lists, first_range, len(own), count, 0, 0, 0, 0, 0
     return Tables(entries, _records(ranges, RANGE), _ordered(tasks), searches)
 
 
@@ -157,6 +157,13 @@ def place_clusters(entries: npt.NDArray[Any], heads: int, tables: Sequence[Clust
             arrays = {"counts_at": table.counts, "means_at": table.means, "sums_at": table.value_sums}
             for name, array in arrays.items():
                 own[name] = address_of(array) + array.strides[0] * np.arange(heads)
+
+
+def place_budgets(entries: npt.NDArray[Any], counts: npt.NDArray[np.int64] | None) -> None:
+    """Write where each entry's keys per query lie, of entry after entry; None: all queries attend to as many."""
+    entries["budgets_at"] = 0
+    if counts is not None:
+        entries["budgets_at"] = address_of(counts) + counts.nbytes // len(entries) * np.arange(len(entries))
 
 
 def _task_rows(like: npt.NDArray[Any], *columns: Any) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.host_part import Scoring
+from retrieval_attn.cache.host_part import Scoring, retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state, signature
@@ -203,7 +203,12 @@ class GraphLayer:
         layer = self.layer
         if not self.slot.hosts or not isinstance(layer, RetrievalLayer):
             return
-        counts = {layer.config.retrieve_count(stop - start) for start, stop in held_by(layer).ranges if stop > start}
+        held = held_by(layer)
+        counts = {
+            retrieved_keys(layer.config, host, stop - start)
+            for host, (start, stop) in zip(held.hosts, held.ranges, strict=True)
+            if stop > start
+        }
         if len(counts) > 1 or None in counts:
             raise CaptureError(f"the rows retrieve different numbers of keys ({counts}), or all of them")
         retrieve = next((number for number in counts if number is not None), None)

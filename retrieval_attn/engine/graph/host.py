@@ -18,6 +18,7 @@ from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, head_
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
@@ -128,23 +129,24 @@ class HostRows:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return size_class(self._search.max_keys) if self._search is not None and self._search.max_keys else 0
 
-    def plan(self, layer: RetrievalLayer, retrieve: int) -> None:
+    def plan(self, layer: RetrievalLayer, retrieve: int | HeadBudgets) -> None:
         """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
         hosts, ranges = layer.hosts[self.rows], held_by(layer).ranges[self.rows]
         scale, softcap = self.scoring.scale, self.scoring.softcap
         if not any(stop > start for start, stop in ranges):
             self._answer_nothing()
             return
+        most = retrieve.most if isinstance(retrieve, HeadBudgets) else retrieve
         for rows_of in _layouts(hosts):
             paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
             own = [ranges[rows[0]] for rows in rows_of]
-            apart = [take_apart(path, *span, retrieve) for path, span in zip(paths, own, strict=True)]
+            apart = [take_apart(path, *span, most) for path, span in zip(paths, own, strict=True)]
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if plan_named(self._step, paths, named, (self._q_heads, n), retrieve, **options):
                 if self.part.rows is not None:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
-                if self._search is not None:
+                if self._search is not None and isinstance(retrieve, int):
                     self._search.bind(_code_ranges(self._step, rows_of, retrieve))
                 if self._mass is not None:
                     self._mass.bind(_cluster_entries(apart, rows_of, len(self._mass.entries) // len(hosts)))

@@ -87,6 +87,7 @@ ENTRY = np.dtype(
         ("counts_at", _WORD),  # float32 (clusters,): keys
         ("means_at", _WORD),  # float32 (head_dim, clusters): mean keys
         ("sums_at", _WORD),  # float32 (clusters, value_dim): summed values
+        ("budgets_at", _WORD),  # int64 (queries,): keys that each query attends to, at most top_k; 0: top_k
     ]
 )
 RANGE = np.dtype(

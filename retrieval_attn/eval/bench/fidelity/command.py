@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--retrieve",
         metavar="K,K",
-        help=f"keys that a head retrieves: numbers, shares or all (default: {USUAL['retrieve']})",
+        help=f"keys that a head retrieves: numbers, shares, all or auto (default: {USUAL['retrieve']})",
     )
     add("--tokens", type=as_tokens, metavar="N", help=f"tokens fed after the text (default: {USUAL['tokens']})")
     add(

@@ -89,13 +89,16 @@ def feed_index(
 
     mass_heads: query heads per layer whose captured weight is measured, in turn; 0: none. head_error: whether heads'
     outputs are compared with exact attention. tails: every budget once with each of these; None: with `config.tail`.
-    Where everything is retrieved nothing is estimated: once, and without.
+    Where everything is retrieved nothing is estimated: once, and without. "auto": with a tail only.
     """
     tails = (bool(config.tail),) if tails is None else tails
     ids = torch.from_numpy(text.ids[None, : text.context].copy()).to(model.device)
-    held, _ = read(model, config.replace(tail=any(tails)), ids)
+    # what each head gets is measured when the text is read
+    measured = {"retrieve": "auto"} if "auto" in budgets and any(tails) else {}
+    held, _ = read(model, config.replace(tail=any(tails), **measured), ids)
     finish_prefill(held)
     runs = [(budget, tail and budget != "all") for tail in tails for budget in budgets]
+    runs = [(budget, tail) for budget, tail in runs if tail or budget != "auto"]
     for budget, tail in dict.fromkeys(runs):
         errors = HeadErrors() if head_error else None
         fork = _fork(held, budget, tail, mass_heads)

@@ -1,0 +1,91 @@
+"""HeadBudgets: how many keys each query head attends to, chosen by what more keys take off its output's error.
+
+Sampled queries attend with a few numbers of keys and to all of them. The squared error that is left, sinks and window
+merged, is weighed against keys: heads that gain most per key get more, under one sum for the layer. (By the share that
+is estimated instead, KL to full attention fell less, docs/log.md: a share says nothing about values.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.cpu.attend import Partial, merge_partials
+from retrieval_attn.errors import ConfigError
+
+LEVELS = (25, 50, 100, 200, 400)
+"""Keys that a head may get."""
+SAMPLED_QUERIES = 16
+"""Per query head. More changed nothing."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class HeadBudgets:
+    """Keys that each query head of a layer attends to at most. Raises ConfigError for none, or fewer than one."""
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or min(self.counts) < 1:
+            raise ConfigError(f"every query head needs at least 1 key, got {self.counts}")
+
+    @property
+    def most(self) -> int:
+        """The largest."""
+        return max(self.counts)
+
+
+class Sample(NamedTuple):
+    """What budgets are measured with. queries (q_heads, n, head_dim) float32. static: attention of these to what lies
+    on the device, (q_heads, n, value_dim) and (q_heads, n) float32. scale, softcap: of scores.
+    """
+
+    queries: npt.NDArray[np.float32]
+    static: Partial
+    scale: float
+    softcap: float | None
+
+
+def measured_errors(sample: Sample, attend: Callable[[int | None], Any]) -> Floats:
+    """Mean squared error of each head's output with each of LEVELS, (q_heads, levels).
+
+    attend: attention of the sample's queries to their best k keys on the host, None: to all; has `out` and `lse`.
+    """
+
+    def whole(k: int | None) -> Floats:
+        found = attend(k)
+        out: Floats = merge_partials([sample.static, (found.out, found.lse)])[0].astype(np.float64)
+        return out
+
+    exact = whole(None)
+    return np.stack([((whole(k) - exact) ** 2).sum(axis=2).mean(axis=1) for k in LEVELS], axis=1)
+
+
+def allocated(errors: Floats, mean: int) -> HeadBudgets:
+    """One of LEVELS for each head, `mean` on average at most, by the errors that these leave, (heads, levels).
+
+    Every head begins with the fewest; the step with the largest gain per key is taken as long as one fits. Of equal
+    gains the first head's, and its smallest step. Errors that are not finite gain nothing.
+    """
+    heads = len(errors)
+    at, left = np.zeros(heads, np.int64), heads * (mean - LEVELS[0])
+    costs = np.array(LEVELS)
+    while True:
+        best: tuple[float, int, int] | None = None
+        for head in range(heads):
+            for level in range(at[head] + 1, len(LEVELS)):
+                cost = int(costs[level] - costs[at[head]])
+                gain = float(errors[head, at[head]] - errors[head, level]) / cost
+                if cost <= left and gain > 0 and (best is None or gain > best[0]):
+                    best = gain, head, level
+        if best is None:
+            return HeadBudgets(tuple(costs[at].tolist()))
+        _, head, level = best
+        left -= int(costs[level] - costs[at[head]])
+        at[head] = level

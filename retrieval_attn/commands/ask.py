@@ -145,7 +145,7 @@ def _text(file: str) -> str:
 
 
 def _retrieve(text: str) -> Retrieve | Any:
-    """A number, a share or "all"; anything else is left to Config, which refuses it."""
+    """A number, a share, "all" or "auto"; anything else is left to Config, which refuses it."""
     for kind in (int, float):
         try:
             return kind(text)

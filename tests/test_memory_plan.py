@@ -134,7 +134,11 @@ def test_window_and_host_equal_hand_sums() -> None:
     assert item(answer.host, "keys and values") == 2 * 100 * 384
     index = 2 * 100 * 3 * 2 * (64 + 4 * 32 + 8)  # a line of codes, 32 links, id and term, for each key of each head
     assert item(answer.host, "index") == index
-    assert answer.host_bytes == 2 * 100 * 384 + index + HOST_RESERVE
+    clusters = 2 * 3 * 2 * (80 + 4 * 4 * (9 + 2 * 17))  # 80 keys in 4 clusters: probes, and sums twice
+    assert item(answer.host, "clusters") == clusters
+    assert answer.host_bytes == 2 * 100 * 384 + index + clusters + HOST_RESERVE
+    paper = plan(tiny(), context=100, batch=2, host_memory="4GiB", config=options.replace(tail=False))
+    assert paper.host_bytes == answer.host_bytes - clusters
     scan = plan(tiny(), context=100, gpu_memory="2GiB", host_memory="4GiB", config=options.replace(index="flat"))
     assert item(scan.host, "index") == 0
 
@@ -156,13 +160,16 @@ def test_int8_at_a_million_tokens_fits_128_gb() -> None:
     config = {"host_dtype": "int8", "index": "flat", "index_options": {"codes": "int8"}}
     scan = plan(llama3_8b(), context=tokens, host_memory="128GB", config=config)
     assert item(scan.host, "keys and values") == kv and item(scan.host, "index") == 0
-    assert scan.host_bytes == kv + 8 * GIB + HOST_RESERVE < 82e9 < 128e9  # 8 GiB: hidden states, while it is read
+    clusters = item(scan.host, "clusters")
+    assert scan.host_bytes == kv + clusters + 8 * GIB + HOST_RESERVE < 83e9  # 8 GiB: hidden states, while it is read
     assert not any("host" in reason for reason in scan.reasons)
     graph = plan(llama3_8b(), context=tokens, host_memory="128GiB", config={"host_dtype": "int8"})
     # 2,048 queries x 4 heads x lists of 100 and 256 landmarks name no more keys than that; an id for each other one
     nodes = 819_200 + 256
     assert item(graph.host, "index") == 32 * 8 * (nodes * (128 + 4 * 32 + 8) + (tokens - nodes) * 4)
-    assert graph.host_bytes < 128 << 30 and not any("host" in reason for reason in graph.reasons)
+    paper = plan(llama3_8b(), context=tokens, host_memory="128GiB", config={"host_dtype": "int8", "tail": False})
+    assert paper.host_bytes < 128 << 30 and not any("host" in reason for reason in paper.reasons)
+    assert graph.host_bytes - paper.host_bytes == clusters < 0.45 * GIB  # a byte for each key, and sums
     # 8,192 queries where the index is a graph for sure: their lists may name every key
     options = {"host_dtype": "int8", "index": "roargraph"}
     sure = plan(llama3_8b(), context=tokens, host_memory="128GiB", config=options)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
+from retrieval_attn.cache.coded_clusters import device_cluster_bytes
 from retrieval_attn.cache.layer import CacheLayer, LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, distinct
@@ -203,18 +204,19 @@ class RetrievalCache(LayeredCache):
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of host memory held by keys, values and indexes; what rows share is counted once per layer."""
+        """Bytes of host memory held by keys, values, indexes, clusters; what rows share is counted once per layer."""
         self._paths()
         return sum(held_bytes(layer.hosts) for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of device memory held by sinks and windows, which does not grow with the context, and by codes of keys,
-        which an index of kind "device" keeps there.
+        """Bytes of device memory held by sinks and windows, which does not grow with the context, and by codes of keys
+        and their clusters, which an index of kind "device" keeps there.
         """
         windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
         states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
-        return windows + states + sum(index.device_nbytes for index in self.coded_indexes)
+        codes = sum(index.device_nbytes for index in self.coded_indexes)
+        return windows + states + codes + device_cluster_bytes(self._paths())
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""

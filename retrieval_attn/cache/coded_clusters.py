@@ -18,13 +18,9 @@ from retrieval_attn.cpu.host_attend import step_pieces
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
-from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass
+from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
 from retrieval_attn.gpu.codes.search import CodeRange
-
-SPARE_TOKENS = 4096
-"""Room for members of keys that come later, before all move."""
-MEAN_DTYPE = torch.bfloat16
-"""Of mean values on a device: half the bytes, and rounded less than the mean is off."""
+from retrieval_attn.index.device import SPARE_TOKENS
 
 
 class CodedPieces(NamedTuple):
@@ -83,6 +79,13 @@ def new_mass(entries: int, value_dim: int, device: torch.device) -> ClusterMass:
     return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device)
 
 
+def device_cluster_bytes(paths: Sequence[SequenceKV]) -> int:
+    """Bytes of what devices hold of the clusters of paths, what they share counted once."""
+    shared = {id(path.clusters.shared): path.clusters.shared for path in paths if path.clusters is not None}
+    held = [of for one in shared.values() for of in list(one.on_devices.values())]
+    return sum(clusters.nbytes for of in held for clusters in of.values())
+
+
 class _SegmentClusters:
     """What a device holds of a segment's clusters: members (kv_heads, capacity) uint8, of which those of the tokens
     [first, first + length) are known, and mean values (kv_heads, MAX_CLUSTERS, value_dim).
@@ -95,6 +98,11 @@ class _SegmentClusters:
         self.mean_values[:, :clusters] = mean_values.to(device, MEAN_DTYPE)
         self.first, self.length = first, 0
         self.members = torch.zeros(heads, 0, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of members, with room for more, and of mean values."""
+        return self.members.nbytes + self.mean_values.nbytes
 
     def cover(self, ids: Tensor, stop: int) -> None:
         """Take members up to the segment's token `stop` out of ids (kv_heads, tokens) on the host."""

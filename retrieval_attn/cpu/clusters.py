@@ -114,9 +114,11 @@ class KeyClusters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of probes and of the members that are known."""
+        """Bytes of probes, of mean values, and of the members that are known; of `late`, too."""
         members = sum(one.ids.shape[0] * (one.stop - one.first) for one in list(self._members.values()))
-        return self.probes.nbytes + self.offsets.nbytes + members
+        means = 0 if self.mean_values is None else self.mean_values.nbytes
+        late = 0 if self.late is None else self.late.nbytes
+        return self.probes.nbytes + self.offsets.nbytes + means + members + late
 
     def assign(self, keys: Floats) -> npt.NDArray[np.uint8]:
         """The cluster of each key (heads, n, head_dim): uint8 (heads, n)."""
@@ -187,8 +189,14 @@ class PathClusters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of sums and table, and of what is shared."""
-        return self.shared.nbytes + sum(array.nbytes for array in (*self._sums, *self._table))
+        """Bytes of sums and tables, and of what is shared."""
+        return held_cluster_bytes([self])
+
+    @property
+    def arrays(self) -> list[Floats]:
+        """Sums and tables, those of `late`, too."""
+        own: list[Floats] = [*self._sums, *self._table]
+        return own if self._late is None else own + self._late.arrays
 
     def fork(self) -> PathClusters:
         """The same clusters for a fork of the path: sums are shared until one of the two changes its own."""
@@ -244,6 +252,14 @@ class PathClusters:
             self._sums.counts[head] += chosen.sum(axis=1)
             self._sums.key_sums[head] += chosen @ keys[head]
             self._sums.value_sums[head] += chosen @ values[head]
+
+
+def held_cluster_bytes(clusters: Iterable[PathClusters]) -> int:
+    """Bytes that clusters of several paths hold together; what they share is counted once."""
+    every = list(clusters)
+    shared = {id(one.shared): one.shared.nbytes for one in every}
+    arrays = {id(array): array.nbytes for one in every for array in one.arrays}
+    return sum(shared.values()) + sum(arrays.values())
 
 
 def mean_values(sums: ClusterSums) -> Floats:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.budgets import HeadBudgets
-from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters
+from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters, held_cluster_bytes
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment
 from retrieval_attn.cpu.step.plan import LayerStep
@@ -321,9 +321,11 @@ def take_clusters(
 
 
 def held_bytes(paths: Iterable[SequenceKV]) -> int:
-    """Bytes of the tokens and indexes that `paths` hold together, each shared segment counted once."""
-    segments = {id(segment): segment for path in paths for segment in path.segments}
-    return sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
+    """Bytes of the tokens, indexes and clusters that `paths` hold together; what they share is counted once."""
+    every = list(paths)
+    segments = {id(segment): segment for path in every for segment in path.segments}
+    held = sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
+    return held + held_cluster_bytes(path.clusters for path in every if path.clusters is not None)
 
 
 def _by_kv_head(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

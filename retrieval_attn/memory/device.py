@@ -112,13 +112,13 @@ class DeviceSize:
     @property
     def token_bytes(self) -> int:
         """Bytes per token of context in prefill: hidden state, KV of a layer and of the one before it that is being
-        copied to the host, cosines and sines, and codes.
+        copied to the host, cosines and sines, codes, and a cluster for each of these.
         """
         shape = self.shape
         rope = 2 * shape.key_dim * shape.dtype_bytes
         hidden = 0 if self.layout.hidden_on_host else self.hidden_token_bytes
         kv = self.batch * self.kv_layers * shape.kv_layer_bytes
-        return hidden + kv + self.coded_token_bytes + self.codes.building + rope
+        return hidden + kv + self.coded_token_bytes + cluster_bytes(self)[0] + self.codes.building + rope
 
     @property
     def codes(self) -> DeviceBytes:
@@ -175,18 +175,33 @@ class DeviceSize:
         """Bytes while generating that do not depend on the context."""
         held = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
         held += sum(state_bytes(self))
-        return held + self.spare_codes + self.logits_bytes + DEVICE_RESERVE
+        return held + self.spare_codes + cluster_bytes(self)[1] + self.logits_bytes + DEVICE_RESERVE
 
     @property
     def decode_bytes(self) -> int:
         """Bytes while generating."""
-        return self.fixed_bytes + self.context * self.coded_token_bytes
+        return self.fixed_bytes + self.context * (self.coded_token_bytes + cluster_bytes(self)[0])
 
 
 def state_bytes(size: DeviceSize) -> tuple[int, int]:
     """Bytes of the states that a cache keeps instead of keys, and of the copies of them in a captured step."""
     held = size.batch * size.shape.states_bytes
     return held, 0 if size.options.graph is False else GRAPH_STATES * held
+
+
+def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
+    """Bytes of clusters where the device has codes, in prefill and after it: per token of context, and whatever that
+    is: mean values, and what is summed for one layer at a time.
+    """
+    from retrieval_attn.memory.clusters import device_head_bytes, mass_bytes
+
+    shape, held = size.shape, size.codes.held
+    if not held or not size.options.estimates:
+        return 0, 0
+    heads = size.batch * shape.full_layers * shape.kv_heads
+    rows = size.batch if size.batch == 1 else size.batch - size.batch // 2  # a captured step takes them in halves
+    fixed = heads * device_head_bytes(shape.key_dim, shape.value_dim, held)
+    return heads, fixed + mass_bytes(rows, shape.kv_heads, shape.q_heads)
 
 
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:

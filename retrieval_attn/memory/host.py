@@ -1,7 +1,8 @@
-"""Bytes of the host's keys, values and indexes, from the shape of a model and the options. Arithmetic only."""
+"""Bytes of keys, values, indexes and clusters on the host, from a model's shape and the options. Arithmetic only."""
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,18 +61,32 @@ class HostSize:
         """What the most of `index_bytes` is."""
         return max(self.index_size(), key=lambda held: held.bytes(tokens)).text
 
+    def cluster_bytes(self, tokens: int) -> int:
+        """Bytes of the clusters of so many tokens of each sequence."""
+        from retrieval_attn.index.spec import IndexSpec
+        from retrieval_attn.memory.clusters import host_cluster_bytes
+
+        shape, options = self.shape, self.options
+        if not self.heads or not options.estimates:
+            return 0
+        on_device = IndexSpec.of(options.index, options.index_options).keeps_device_keys
+        middle = tokens - options.sink - options.window
+        return self.heads * host_cluster_bytes(middle, shape.key_dim, shape.value_dim, on_device)
+
     def most_tokens(self, room: int, beside: int = 0) -> int | None:
-        """Tokens of each sequence that fit `room` bytes with their indexes; None: any number, nothing is held.
+        """Tokens of each sequence that fit `room` bytes with their indexes and clusters; None: any number, nothing is
+        held.
 
         beside: bytes per token that something else takes there.
         """
-        held = self.token_bytes + beside
-        if not held:
+        each = self.token_bytes + beside
+        if not each:
             return None
-        fitting = []
-        for each, limit, _, other in self.index_size():
-            tokens = room // (held + self.heads * each)
-            if limit is not None and tokens > limit:
-                tokens = (room - self.heads * (each - other) * limit) // (held + self.heads * other)
-            fitting.append(tokens)
-        return max(0, min(fitting))
+        indexes = self.index_size()
+
+        def needed(tokens: int) -> int:
+            index = max(held.bytes(tokens) for held in indexes)
+            return tokens * each + self.heads * index + self.cluster_bytes(tokens)
+
+        # more tokens never need less
+        return max(0, bisect.bisect_right(range(max(0, room) // each + 1), room, key=needed) - 1)

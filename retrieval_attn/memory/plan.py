@@ -14,7 +14,15 @@ from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.device import DEVICE_RESERVE, GRAPH_STATES, DeviceSize, choices, most_chunk, state_bytes
+from retrieval_attn.memory.device import (
+    DEVICE_RESERVE,
+    GRAPH_STATES,
+    DeviceSize,
+    choices,
+    cluster_bytes,
+    most_chunk,
+    state_bytes,
+)
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.split import part_of
@@ -236,6 +244,7 @@ class _Arithmetic:
         hidden = self.chunk * size.visiting_bytes if on_host else n * size.hidden_token_bytes
         whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
         states, graph_states = state_bytes(size)
+        cluster_token, clusters = cluster_bytes(size)
         items = [
             Item("weights", shape.weight_bytes, shape.weights_note),
             Item(
@@ -263,6 +272,11 @@ class _Arithmetic:
                 n * size.coded_token_bytes + size.spare_codes,
                 "index 'device': codes, room for more, and scores of a layer",
             ),
+            Item(
+                "clusters of coded keys",
+                n * cluster_token + clusters,
+                "tail: a byte per key and head, mean values, sums of a layer",
+            ),
             Item("prefill: codes of a head", n * size.codes.building, f"on their way into a {self.options.index}"),
             Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
@@ -276,10 +290,11 @@ class _Arithmetic:
         items = (
             Item("keys and values", n * size.token_bytes, stored),
             Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
+            Item("clusters", size.cluster_bytes(n), "tail: a byte per key and head, and sums"),
             Item("prefill: hidden states", n * self._hidden_on_host(self.device_size), "page-locked, while reading"),
             Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
-        return tuple(item for item in items if item.bytes or item.name != "prefill: hidden states")
+        return tuple(item for item in items if item.bytes or item.name not in ("clusters", "prefill: hidden states"))
 
     def _hidden_on_host(self, size: DeviceSize) -> int:
         """Bytes of host memory per token of context for hidden states while it is read."""

@@ -112,6 +112,7 @@ def _plot(title: str, rows: Sequence[Row]) -> Plot:
 def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
     """Read or place one context, generate, and say what was held."""
     import retrieval_attn as ra
+    from retrieval_attn.cache.instruments import coded_bytes
     from retrieval_attn.engine.prefill import finish_prefill
     from retrieval_attn.eval.bench.host import host_peak, start_host_peak
     from retrieval_attn.eval.bench.keys import read
@@ -145,7 +146,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         dtype=str(bench.model.dtype).removeprefix("torch."),
         config=method.config,
     )
-    codes = held_codes = sum(index.device_nbytes for index in cache.coded_indexes)
+    codes = held_codes = coded_bytes(cache)
     if codes:  # and their scores, which layers take turns to use
         codes += 4 * length * bench.args.batch * bench.model.config.get_text_config(decoder=True).num_attention_heads
     return Row(

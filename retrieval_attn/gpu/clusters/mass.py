@@ -28,6 +28,12 @@ from retrieval_attn.gpu.decode.kernels import kernels_for
 TABLE_WORDS = 2
 """Words of a row of the table: address of the members, address of the mean values; 0: no clusters."""
 MIN_CLUSTERS, MAX_CLUSTERS = 16, 256
+MEAN_DTYPE = torch.bfloat16
+"""Of mean values on a device: half the bytes, and rounded less than the mean is off."""
+PROGRAMS = 528
+"""Programs that sum exponentials, of all heads together: four for each multiprocessor of an H100."""
+GROUP = 8
+"""Queries of a head that a program serves at most."""
 MOST_VARIANCE = 2.0
 """Of a logit, what codes lack of it: where it is larger, few keys make the sum, and its mean tells nothing of it."""
 
@@ -166,6 +172,15 @@ class ClusterMass:
             total = masses.sum(dim=1, keepdim=True)
             into.out[here] = masses / torch.where(total > 0, total, 1) @ clusters.mean_values.float()
             into.lse[here] = (top + torch.log(total))[:, 0]
+
+
+def mass_grid(entries: int, members: int) -> tuple[int, int, int]:
+    """How `members` queries of each of so many heads are shared out: queries that a program serves, programs side by
+    side for a head's queries, and programs that share a head's keys, at most.
+    """
+    group = min(GROUP, max(4, 1 << max(0, members - 1).bit_length()))
+    blocks = -(-members // group)
+    return group, blocks, max(1, PROGRAMS // (entries * blocks))
 
 
 def name_with_mass(

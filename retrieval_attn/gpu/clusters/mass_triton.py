@@ -16,19 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, Scoring
+from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, Scoring, mass_grid
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
 from retrieval_attn.gpu.codes.search import CodeSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS, FINE
 
-PROGRAMS = 528
-"""Programs that sum exponentials, of all heads together: four for each multiprocessor of an H100."""
 TILE = BLOCK_KEYS
 """Keys that a program looks at at a time: scores are written so far behind the last key, and need no mask."""
 FEW_CLUSTERS = 64
 """Up to which the lower digit of a cluster has 16 values, and 32 above: least numbers to make for a key."""
-GROUP = 8
-"""Queries of a head that a program serves at most."""
 MOST_LOGIT = 60.0
 """Above the least score that was named: no exponential overflows, whatever was named."""
 TERMS = 4
@@ -205,10 +201,10 @@ def estimate(
     """Write the rows of `into` of a turn's queries, out of query (batch, q_heads, 1, head_dim)."""
     q_heads, dim, shape = query.shape[1], query.shape[3], search.shape
     members, rank = q_heads // search.kv_heads, shape.num_8bit + shape.num_4bit
-    group = min(GROUP, max(4, triton.next_power_of_2(turn.members)))
-    blocks, clusters = triton.cdiv(turn.members, group), mass.clusters
+    group, blocks, programs = mass_grid(turn.entries, turn.members)
+    clusters = mass.clusters
     low = 16 if clusters <= FEW_CLUSTERS else 32
-    programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // TILE))
+    programs = max(1, min(programs, scratch.max_keys // TILE))
     queries, softcap = turn.entries * turn.members, float(scoring.softcap or 0.0)
     terms = torch.empty(queries, TERMS, dtype=torch.float32, device=into.out.device)
     sums = torch.empty(queries, programs, clusters, dtype=torch.float32, device=into.out.device)

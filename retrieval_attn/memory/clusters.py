@@ -1,0 +1,44 @@
+"""Bytes of the clusters by which attention estimates what it does not retrieve. Arithmetic only.
+
+What is counted is in `cpu/clusters.py` for the host, and in `cache/coded_clusters.py` and `gpu/clusters/` for a device
+that has codes of the keys.
+"""
+
+from __future__ import annotations
+
+from retrieval_attn.cpu.clusters import LATE_CLUSTERS, MAX_CLUSTERS, clusters_for
+from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, mass_grid
+from retrieval_attn.index.device import SPARE_TOKENS
+from retrieval_attn.index.kernels.key_codes import split_bytes
+
+NUMBER = 4
+"""Bytes of a float32."""
+
+
+def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: bool) -> int:
+    """Of one head with so many tokens between sinks and window: a byte for each, probes, sums and the step's table.
+
+    on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later.
+    """
+    if tokens <= 0:
+        return 0
+    probes, sums = key_dim + 1, 1 + key_dim + value_dim
+    clusters = clusters_for(tokens)
+    numbers = clusters * (probes + 2 * sums)
+    if on_device:
+        numbers += clusters * value_dim + LATE_CLUSTERS * (probes + 2 * sums)
+    return tokens + NUMBER * numbers
+
+
+def device_head_bytes(key_dim: int, value_dim: int, key_bytes: int) -> int:
+    """Of one head on a device, beside a byte for each key: room for more of these, mean values, and what a query needs
+    to estimate a code's score. key_bytes: of a code.
+    """
+    estimate = 2 + key_dim - sum(split_bytes(key_bytes, key_dim))
+    return SPARE_TOKENS + MAX_CLUSTERS * value_dim * MEAN_DTYPE.itemsize + estimate * key_dim * NUMBER
+
+
+def mass_bytes(rows: int, kv_heads: int, q_heads: int) -> int:
+    """Of what programs sum for so many rows of a batch in one layer, at most; layers take turns."""
+    _, _, programs = mass_grid(rows * kv_heads, q_heads // kv_heads)
+    return rows * q_heads * programs * MAX_CLUSTERS * NUMBER

@@ -29,6 +29,8 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import to_float32
 
 Floats = npt.NDArray[np.float64]
+Kept = npt.NDArray[np.bool_]
+Owners = npt.NDArray[np.int64]
 
 
 class Rows(NamedTuple):
@@ -59,7 +61,7 @@ def together(*parts: Rows) -> Rows:
     return Rows(np.concatenate([one.logits for one in parts]), np.concatenate([one.values for one in parts]))
 
 
-def by_means(query: Floats, rows: tuple[Floats, Floats], owners: Floats, kept: Floats, scoring: Scoring) -> Rows:
+def by_means(query: Floats, rows: tuple[Floats, Floats], owners: Owners, kept: Kept, scoring: Scoring) -> Rows:
     """All of rows (keys, values): those `kept` with their own scores, others with the score of their cluster's mean."""
     keys, values = rows
     logits = scoring.logits(keys @ query)
@@ -69,21 +71,21 @@ def by_means(query: Floats, rows: tuple[Floats, Floats], owners: Floats, kept: F
     return Rows(logits, values)
 
 
-def by_masses(query: Floats, rows: tuple[Floats, Floats], owners: Floats, kept: Floats, scoring: Scoring) -> Rows:
-    """The same where a key that is not `kept` has its own score and the mean value of its cluster. rows: keys, then
-    values of the keys that are kept and mean values of the others' clusters.
-    """
-    keys, (values, means) = rows[0], rows[1]
+def by_masses(
+    query: Floats, rows: tuple[Floats, Floats], means: Floats, owners: Owners, kept: Kept, scoring: Scoring
+) -> Rows:
+    """The same where a key that is not `kept` has its own score and its cluster's mean value (clusters, value_dim)."""
+    keys, values = rows
     return Rows(scoring.logits(keys @ query), np.where(kept[:, None], values, means[owners]))
 
 
-def best(query: Floats, keys: Floats, k: int) -> npt.NDArray[np.bool_]:
+def best(query: Floats, keys: Floats, k: int) -> Kept:
     kept = np.zeros(len(keys), bool)
     kept[np.argsort(-(keys @ query), kind="stable")[:k]] = True
     return kept
 
 
-def members_of(shared: KeyClusters, path: SequenceKV, start: int, stop: int) -> npt.NDArray[np.int64]:
+def members_of(shared: KeyClusters, path: SequenceKV, start: int, stop: int) -> Owners:
     """(kv_heads, tokens): the cluster of each token [start, stop) of a path, by the probes alone where they tell it."""
     known = [shared.known(segment)[:, low:high] for segment, low, high, _ in path.parts(start, stop)]
     members = np.concatenate(known, axis=1).astype(np.int64)
@@ -126,9 +128,10 @@ def middle_rows(
                 kept = np.zeros(ended - start, bool)
                 kept[ids[ids >= 0]] = True
                 assert k <= kept.sum() < len(kept), "some are named, some are not"
-                means = path.clusters.shared.mean_values[kv].astype(np.float64)
-                split = keys[kv, : ended - start], (values[kv, : ended - start], means)
-                counted.append(by_masses(query, split, coded[kv], kept, scoring))
+                means = path.clusters.shared.mean_values
+                assert means is not None
+                first = keys[kv, : ended - start], values[kv, : ended - start]
+                counted.append(by_masses(query, first, means[kv].astype(np.float64), coded[kv], kept, scoring))
             if ended < stop:
                 late = keys[kv, ended - start :], values[kv, ended - start :]
                 counted.append(by_means(query, late, owners[kv], best(query, late[0], k), scoring))

@@ -262,6 +262,14 @@ def held_cluster_bytes(clusters: Iterable[PathClusters]) -> int:
     return sum(shared.values()) + sum(arrays.values())
 
 
+def largest_clusters(probes: Floats, offsets: Floats, counts: Floats) -> KeyClusters:
+    """The LATE_CLUSTERS with the most keys, of probes (kv_heads, C, head_dim), offsets and counts (kv_heads, C)."""
+    chosen = np.argsort(-counts, axis=1, kind="stable")[:, :LATE_CLUSTERS]
+    return KeyClusters(
+        np.take_along_axis(probes, chosen[:, :, None], axis=1), np.take_along_axis(offsets, chosen, axis=1)
+    )
+
+
 def mean_values(sums: ClusterSums) -> Floats:
     """(kv_heads, C, value_dim): mean values; of a cluster without keys, those of all keys."""
     total = np.maximum(sums.counts.sum(axis=1), 1)[:, None]

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.clusters import LATE_CLUSTERS, ClusterSums, KeyClusters, clusters_for, mean_values
+from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, clusters_for, largest_clusters, mean_values
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
-from retrieval_attn.gpu.clusters.cluster import SAMPLE_KEYS, make_clusters, metric_of, probes_of, spread
+from retrieval_attn.gpu.clusters.cluster import make_clusters, metric_of, probes_of
 from retrieval_attn.offload.staging import staging
 
 
@@ -51,10 +51,6 @@ class ClusterBuild:
         found = make_clusters(keys, values, metric, clusters_for(span[1] - span[0]))
         sums = found.counts.float(), found.key_sums, found.value_sums
         made = [*probes_of(found.centers, metric), found.members, *sums]
-        if host.spec.keeps_device_keys:
-            few = spread(min(SAMPLE_KEYS, keys.shape[1]), keys.shape[1], keys.device)
-            late = make_clusters(keys[:, few], values[:, few, :0], metric, LATE_CLUSTERS)
-            made += probes_of(late.centers, metric)
         self._jobs.append(_Job(host, *span, made))
 
     def extend(self, host: SequenceKV, span: tuple[int, int]) -> None:
@@ -85,6 +81,7 @@ class ClusterBuild:
             # of keys that are not finite nothing is known; attention over them is NaN where full attention is
             if not all(np.isfinite(array).all() for array in (probes, offsets, *sums)):
                 continue
-            found, late = ClusterSums(*sums[:3]), sums[3:]
-            of_device = (mean_values(found), KeyClusters(*late)) if late else ()
+            found = ClusterSums(*sums)
+            coded = job.host.spec.keeps_device_keys
+            of_device = (mean_values(found), largest_clusters(probes, offsets, found.counts)) if coded else ()
             take_clusters(job.host, KeyClusters(probes, offsets, *of_device), (job.start, job.stop), members, found)

@@ -19,7 +19,7 @@ from retrieval_attn.errors import ShapeError
 
 MAX_CLUSTERS = 256
 """A key's cluster is one byte."""
-ROUNDS = 6
+ROUNDS = 4
 SAMPLE_KEYS = 8192
 SAMPLE_QUERIES = 4096
 FLOOR = 1e-6
@@ -161,20 +161,17 @@ def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) ->
     for start, stop in _pieces(count, _bytes_per_key(keys, clusters)):
         own = _nearest(keys[:, start:stop], sides, bias)
         members[:, start:stop] = own
-        chosen = own[:, None] == every  # (heads, clusters, piece)
-        sums.counts.add_(chosen.sum(dim=2))
-        for into, rows in ((sums.keys, keys), (sums.values, values)):
-            if rows.shape[2]:
-                into.add_(_sum(chosen, rows[:, start:stop]))
-    return members, sums
-
-
-def _sum(chosen: Tensor, rows: Tensor) -> Tensor:
-    """float32 (heads, clusters, dim): the sum of those of rows (heads, n, dim) that chosen (heads, clusters, n) has."""
-    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
         # products with 0 and 1 are exact: matrix units for halves add them in float32
-        return torch.bmm(chosen.to(rows.dtype), rows, out_dtype=torch.float32)
-    return chosen.float() @ rows.float()
+        halves = keys.is_cuda and keys.dtype == values.dtype and keys.dtype in (torch.bfloat16, torch.float16)
+        chosen = (own[:, None] == every).to(keys.dtype if halves else torch.float32)  # (heads, clusters, piece)
+        sums.counts.add_(chosen.sum(dim=2, dtype=torch.float32))
+        for into, rows in ((sums.keys, keys), (sums.values, values)):
+            some = rows[:, start:stop]
+            if halves and rows.shape[2]:
+                into.add_(torch.bmm(chosen, some, out_dtype=torch.float32))
+            elif rows.shape[2]:
+                into.baddbmm_(chosen, some.float())
+    return members, sums
 
 
 def _bytes_per_key(keys: Tensor, clusters: int) -> int:

@@ -27,7 +27,7 @@ from retrieval_attn.offload.page_lock import lock_pages
 from tests.graph_cases import CONFIG, DEVICE_CASES, Decoded, padded_mask
 from tests.tail_reference import Watch, watched
 from tests.test_long_questions import uploads_of
-from tests.tiny_models import build_model, random_ids
+from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 
 SMALL = ra.Config(sink=4, window=24, spill=8, retrieve=6, decode_tokens=4, graph=False, tail=True)
 PROMPT = 330
@@ -38,7 +38,7 @@ INDEXES: dict[str, dict[str, Any]] = {
     # a byte per number: a code's score is nearly the key's own
     "device": {"index": "device", "index_options": {"key_bytes": 256}, "train_queries": 64},
 }
-EXACT, CODED, CLIPPED, ROUNDED = 5e-6, 0.004, 0.03, 0.004
+EXACT, CODED, CLIPPED, ROUNDED = 2e-5, 0.004, 0.03, 0.004
 """Largest difference where the host estimates (rounding); where codes and mean values in halves do; where codes hold
 keys of a later turn, beyond the range of those they were made for; and where clusters were made of keys and values
 before these became int8.
@@ -197,6 +197,19 @@ def test_nothing_between_sinks_and_window_gives_nothing(index: str, watch: Watch
     watch.check(tolerance(index))
 
 
+@pytest.mark.parametrize("index", ["flat", "device"])
+def test_a_context_asked_forked_and_extended(index: str, loaded: Loaded, watch: Watch) -> None:
+    """The bundled model; questions through the index."""
+    config = ra.Config(sink=8, window=64, spill=16, retrieve=20, prefill_chunk=512, **INDEXES[index])
+    context = ra.Context(*loaded, config).read(needle_text(1_500), progress=False)
+    context.ask(QUESTION, max_new_tokens=2, append="retrieval")
+    watch.check(tolerance(index))
+    fork = context.fork().extend(" The special magic Turin number is: 1112223. ")
+    for one in (fork, context):
+        one.ask(QUESTION, max_new_tokens=2)
+    watch.check(CLIPPED if index == "device" else EXACT)
+
+
 # -- captured steps ----------------------------------------------------------------------------------------------
 
 
@@ -305,7 +318,7 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 
 def check_near_full(dim: int, group: int, fmt: Format, device: str) -> None:
-    given = near_centers(3000, dim, group)
+    given = near_centers(2000, dim, group)
     queries = asked(given, 40, device)
     found, right = on_host(coded_path(given, fmt=fmt, device=device), queries), full(given, queries, fmt)
     assert (found.lse.cpu() - right.lse).abs().max() < 0.05
@@ -367,9 +380,10 @@ def test_equal_keys_give_nearly_the_mean_of_all_values() -> None:
 
 def check_upload(group: int, dim: int, fmt: Format, device: str, atol: float, tied: float = 0.0) -> None:
     """Chunks on the host against keys on the device: the same named keys, late ones in two segments."""
-    given = near_centers(2000, dim, group, value_dim=dim + 8)
+    given = near_centers(1200, dim, group, value_dim=dim + 8 if device == "cpu" else dim)
     for more, softcap in ((0, None), (60, 3.0)):
-        path, queries = coded_path(given, fmt=fmt, device=device, more=more), asked(given, 150, device)
+        path = coded_path(given, fmt=fmt, device=device, more=more)
+        queries = asked(given, 30 if device == "cpu" else 150, device)
         mine, right = by_upload(path, queries, softcap), on_host(path, queries, softcap)
         torch.testing.assert_close(mine.lse, right.lse, rtol=0, atol=atol)
         apart = ~torch.isclose(mine.out, right.out, rtol=0, atol=atol).all(dim=-1)

@@ -134,7 +134,7 @@ def test_window_and_host_equal_hand_sums() -> None:
     assert item(answer.host, "keys and values") == 2 * 100 * 384
     index = 2 * 100 * 3 * 2 * (64 + 4 * 32 + 8)  # a line of codes, 32 links, id and term, for each key of each head
     assert item(answer.host, "index") == index
-    clusters = 2 * 3 * 2 * (80 + 4 * 4 * (9 + 2 * 17))  # 80 keys in 4 clusters: probes, and sums twice
+    clusters = 2 * 3 * 2 * (80 + 4 * (4 * (9 + 2 * 17) + 1))  # 80 keys in 4 clusters: probes, sums twice, distance
     assert item(answer.host, "clusters") == clusters
     assert answer.host_bytes == 2 * 100 * 384 + index + clusters + HOST_RESERVE
     paper = plan(tiny(), context=100, batch=2, host_memory="4GiB", config=options.replace(tail=False))

@@ -80,8 +80,12 @@ class ExactPass:
         """The same of values."""
         return self._of(row, 1)
 
+    def new_of(self, row: int, which: int) -> Tensor:
+        """The real new keys (which 0) or values (1) of a row (kv_heads, tokens, dim)."""
+        return self.new[which][row][:, self._real(row, 0, self.filled)]
+
     def _of(self, row: int, which: int) -> Tensor:
-        new = self.new[which][row][:, self._real(row, 0, self.filled)]
+        new = self.new_of(row, which)
         past = self._past.rows_of(row, which)
         return new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
 

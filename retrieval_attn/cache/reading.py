@@ -15,10 +15,12 @@ from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.budgets import SampledAttention
+from retrieval_attn.offload.clusters import drifted
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.work import HostWork
 
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FEW_TOKENS = 256
 """So many are nothing to warn of, and layers that read in chunks take them as they are."""
+DRIFT_SHARE = 8
+"""Clusters are looked at anew when a turn is at least one of so many parts of what they stand for."""
 METRIC_QUERIES = 256
 """Queries of each head in whose metric clusters are made."""
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -86,17 +90,27 @@ class Reading:
                 continue
             if not self._first and 2 * host.indexed_tokens >= stop - start:
                 work.extend(host, stop)
-                work.clusters.extend(host, (start, stop))
+                turn = done.new_of(row, 0)
+                if DRIFT_SHARE * turn.shape[1] >= stop - start and drifted(host, turn):
+                    self._cluster(work, host, (start, stop), self._moved(self._metric_sample, model, module, row), row)
+                else:
+                    work.clusters.extend(host, (start, stop))
                 continue
             where = model, module, row
             if self._metric_sample is not None:
-                kv = done.keys_of(row)[:, start:stop], done.values_of(row)[:, start:stop]
                 queries = self._moved(self._metric_sample, *where)
-                work.clusters.add(host, (start, stop), kv, queries)
+                self._cluster(work, host, (start, stop), queries, row)
                 if self._budgets and queries is not None and queries.shape[1]:
                     work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(done.keys_of, row))
         work.start_build()
+
+    def _cluster(
+        self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int
+    ) -> None:
+        """All tokens of span get clusters, past ones and new ones. queries: in whose metric."""
+        keys, values = self.done.keys_of(row), self.done.values_of(row)
+        work.clusters.add(host, span, (keys[:, slice(*span)], values[:, slice(*span)]), queries)
 
     def _sampled_attention(self, queries: Tensor, row: int) -> SampledAttention:
         """Some of a row's queries (q_heads, m, head_dim), each as the next token's, over sinks and window."""

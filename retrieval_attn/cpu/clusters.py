@@ -87,10 +87,16 @@ class KeyClusters:
     """
 
     def __init__(
-        self, probes: Floats, offsets: Floats, mean_values: Floats | None = None, late: KeyClusters | None = None
+        self,
+        probes: Floats,
+        offsets: Floats,
+        mean_values: Floats | None = None,
+        late: KeyClusters | None = None,
+        distances: Floats | None = None,
     ) -> None:
         """mean_values: (kv_heads, C, value_dim) of the keys that were read, where a device estimates by them. late: the
-        fewer clusters of tokens that come later there.
+        fewer clusters of tokens that come later there. distances: (kv_heads,), the mean squares of the distances of the
+        keys that were read to their clusters' means, where that is known.
 
         Raises ShapeError for shapes that do not fit, or more than MAX_CLUSTERS.
         """
@@ -101,7 +107,7 @@ class KeyClusters:
             )
         self.probes = np.ascontiguousarray(probes, np.float32)
         self.offsets = np.ascontiguousarray(offsets, np.float32)
-        self.mean_values, self.late = mean_values, late
+        self.mean_values, self.late, self.distances = mean_values, late, distances
         self.on_devices: weakref.WeakKeyDictionary[Segment, dict[Any, Any]] = weakref.WeakKeyDictionary()
         """What devices hold of the members of a segment, by device; forks share it."""
         self._members: weakref.WeakKeyDictionary[Segment, _Members] = weakref.WeakKeyDictionary()
@@ -114,11 +120,10 @@ class KeyClusters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of probes, of mean values, and of the members that are known; of `late`, too."""
+        """Bytes of probes, mean values and distances, and of the members that are known; of `late`, too."""
         members = sum(one.ids.shape[0] * (one.stop - one.first) for one in list(self._members.values()))
-        means = 0 if self.mean_values is None else self.mean_values.nbytes
-        late = 0 if self.late is None else self.late.nbytes
-        return self.probes.nbytes + self.offsets.nbytes + means + members + late
+        others = (self.mean_values, self.late, self.distances)
+        return self.probes.nbytes + self.offsets.nbytes + members + sum(one.nbytes for one in others if one is not None)
 
     def assign(self, keys: Floats) -> npt.NDArray[np.uint8]:
         """The cluster of each key (heads, n, head_dim): uint8 (heads, n)."""
@@ -191,6 +196,11 @@ class PathClusters:
     def nbytes(self) -> int:
         """Bytes of sums and tables, and of what is shared."""
         return held_cluster_bytes([self])
+
+    @property
+    def table(self) -> ClusterTable:
+        """What is known of the tokens [start, stop)."""
+        return self._table
 
     @property
     def arrays(self) -> list[Floats]:
@@ -270,7 +280,7 @@ def largest_clusters(probes: Floats, offsets: Floats, counts: Floats) -> KeyClus
     )
 
 
-def mean_values(sums: ClusterSums) -> Floats:
+def mean_values(sums: ClusterSums | ClusterTable) -> Floats:
     """(kv_heads, C, value_dim): mean values; of a cluster without keys, those of all keys."""
     total = np.maximum(sums.counts.sum(axis=1), 1)[:, None]
     every = (sums.value_sums.sum(axis=1) / total)[:, None]

@@ -24,9 +24,9 @@ def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: boo
         return 0
     probes, sums = key_dim + 1, 1 + key_dim + value_dim
     clusters = clusters_for(tokens)
-    numbers = clusters * (probes + 2 * sums)
+    numbers = clusters * (probes + 2 * sums) + 1
     if on_device:
-        numbers += clusters * value_dim + LATE_CLUSTERS * (probes + 2 * sums)
+        numbers += clusters * value_dim + min(LATE_CLUSTERS, clusters) * (probes + 2 * sums)
     return tokens + NUMBER * numbers
 
 

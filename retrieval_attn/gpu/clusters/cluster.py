@@ -128,6 +128,19 @@ def probes_of(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     return sides.transpose(1, 2).contiguous(), bias[:, 0]
 
 
+def mean_distances(keys: Tensor, probes: Tensor, offsets: Tensor, counts: Tensor, means: Tensor) -> Tensor:
+    """(heads,) float32: mean squared distance of keys (heads, n, head_dim) to the means of their clusters, n > 0.
+
+    probes, offsets: as `probes_of` has them. counts (heads, clusters); means (heads, clusters, head_dim) float32. Of
+    many keys a sample; clusters without keys take none.
+    """
+    some = keys[:, spread(min(keys.shape[1], SAMPLE_KEYS), keys.shape[1], keys.device)].float()
+    offsets = torch.where(counts > 0, offsets, -torch.inf)[:, None]
+    own = torch.baddbmm(offsets, some, probes.transpose(1, 2)).argmax(dim=2)
+    away = some - means.gather(1, own[..., None].expand(-1, -1, means.shape[2]))
+    return away.square().sum(dim=2).mean(dim=1)
+
+
 def _projected(keys: Tensor, metric: Tensor | None) -> Tensor:
     return keys if metric is None else keys @ metric.transpose(1, 2)
 

@@ -16,10 +16,13 @@ from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_device
 from retrieval_attn.offload.work import HostWork
 
+CLUSTERED_FROM = 512
+"""Keys between sinks and window from which on a path that has no clusters gets some."""
 GENERATION_ROOM = 16384
 """Tokens a sequence may gain after its prompt before its host memory continues in a second segment."""
 
@@ -88,6 +91,11 @@ class HeldTokens:
         self._drop_oldest(max(0, self.window.tail_len - self._config.window))
         self.window.shrink(self._config.window + self._config.spill)
         self.place_sinks(None)
+        # paths that were too short for clusters when they were read
+        for host, (row, *_) in rows_by_path(self.hosts) if self._config.estimates else []:
+            start, stop = self.ranges[row]
+            if host.clusters is None and stop - start >= CLUSTERED_FROM:
+                cluster_stored(host, start, stop)
 
     def flush(self) -> None:
         """Copy the tail's columns that are not yet on the host there."""

@@ -20,6 +20,7 @@ from retrieval_attn.cpu.clusters import (
 )
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
 from retrieval_attn.gpu.clusters.cluster import make_clusters, mean_distances, metric_of, probes_of
+from retrieval_attn.index.formats import to_float32
 from retrieval_attn.offload.staging import staging
 
 DRIFTED = 1.35
@@ -103,6 +104,18 @@ class ClusterBuild:
             take_clusters(job.host, shared, (job.start, job.stop), members, sums)
             if coded:
                 shared.mean_values = mean_values(_coded_table(job.host, job.start, job.stop))
+
+
+def cluster_stored(host: SequenceKV, start: int, stop: int) -> None:
+    """Tokens [start, stop) of a path get clusters from what the host stores, as they are near each other by themselves.
+
+    For a path that was too short to get some when it was read. Of keys that are not finite none are made.
+    """
+    keys, values = (torch.from_numpy(to_float32(rows, host.fmt)) for rows in host.read(start, stop))
+    build = ClusterBuild(keys.device)
+    build.add(host, (start, stop), (keys, values), None)
+    build.fetch(None)
+    build.place()
 
 
 def drifted(host: SequenceKV, keys: Tensor) -> bool:

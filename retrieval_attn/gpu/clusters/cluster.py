@@ -137,7 +137,9 @@ def mean_distances(keys: Tensor, probes: Tensor, offsets: Tensor, counts: Tensor
     some = keys[:, spread(min(keys.shape[1], SAMPLE_KEYS), keys.shape[1], keys.device)].float()
     offsets = torch.where(counts > 0, offsets, -torch.inf)[:, None]
     own = torch.baddbmm(offsets, some, probes.transpose(1, 2)).argmax(dim=2)
-    away = some - means.gather(1, own[..., None].expand(-1, -1, means.shape[2]))
+    # rows of a matrix: on a CPU `gather` takes number by number
+    first = means.shape[1] * torch.arange(len(means), device=means.device)[:, None]
+    away = some - means.flatten(0, 1)[own + first]
     return away.square().sum(dim=2).mean(dim=1)
 
 

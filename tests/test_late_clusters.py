@@ -12,6 +12,7 @@ import retrieval_attn as ra
 from retrieval_attn.cache import held
 from retrieval_attn.cpu.host_attend import attend_path
 from tests.cpu import test_clusters
+from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import build_model, random_ids
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=4, index="auto", decode_tokens=64)
@@ -47,3 +48,18 @@ def test_a_long_generation_gets_clusters(tail: bool, host_dtype: str, monkeypatc
         found = attend_path(host, queries, low, high, 4, scale=test_clusters.SCALE)
         assert found.rest is not None and (found.rest > 0).all()
         test_clusters.check(found, test_clusters.reference(host, queries, (low, high), 4))
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_a_captured_step_takes_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays over blocks that leave the window, before there are clusters and after: logits of the eager way."""
+    model = enabled("llama")
+    without = Decoded(model, True, prompt=20, new=50)
+    monkeypatch.setattr(held, "CLUSTERED_FROM", 24)
+    graphed, eager = (Decoded(model, graph, prompt=20, new=50) for graph in (True, False))
+    assert graphed.decoder is not None and graphed.difference(eager) <= 1e-5
+    layers: list[Any] = graphed.cache.layers
+    assert all(host.clusters is not None for layer in layers for host in layer.hosts)
+    others: list[Any] = without.cache.layers
+    assert all(host.clusters is None for layer in others for host in layer.hosts)
+    assert not torch.equal(torch.stack(graphed.logits), torch.stack(without.logits))

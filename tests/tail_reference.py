@@ -1,8 +1,7 @@
 """Attention with an estimate of what is not retrieved, in float64 from its definition, and a watch that compares.
 
 Of the keys between sinks and window a query attends to some: to its best ones, or to those that the device named.
-Every other key i of the host's has its own value, and the weight of the mean key of its cluster, exp(scale * q .
-mean_c). Where the device estimates, a cluster's mass is the sum of its keys' own weights, and its mean value is that of
+Every other key i of the host's has its own value, and the mean weight of its cluster's samples and mean key. Where the device estimates, a cluster's mass is the sum of its keys' own weights, and its mean value is that of
 when the context was read.
 """
 
@@ -25,6 +24,7 @@ from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.clusters import KeyClusters
+from retrieval_attn.cpu.step.estimate import MARGIN, PRIOR
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format, to_float32
 
@@ -61,13 +61,26 @@ def together(*parts: Rows) -> Rows:
     return Rows(np.concatenate([one.logits for one in parts]), np.concatenate([one.values for one in parts]))
 
 
-def by_means(query: Floats, rows: tuple[Floats, Floats], owners: Owners, kept: Kept, scoring: Scoring) -> Rows:
-    """All of rows (keys, values): those `kept` with their own scores, others with the score of their cluster's mean."""
+def by_means(
+    query: Floats, rows: tuple[Floats, Floats], owners: Owners, kept: Kept, scoring: Scoring, samples: Floats | None
+) -> Rows:
+    """All of rows (keys, values): those `kept` with their own scores, others as their cluster's keys weigh on average.
+
+    That is the mean of exp(score) over samples (head_dim, clusters, number) below all scores that are kept, of which
+    the mean key is PRIOR more.
+    """
     keys, values = rows
     logits = scoring.logits(keys @ query)
+    least = logits[kept].min(initial=np.inf)
+    least = least - MARGIN * (1 + abs(least)) if np.isfinite(least) else least
     for cluster in np.unique(owners[~kept]):
         own = owners == cluster
-        logits[own & ~kept] = scoring.logits(keys[own].mean(axis=0) @ query)
+        some = scoring.logits(keys[own].mean(axis=0) @ query) + np.log(PRIOR)
+        weight, count = np.float64(some), float(PRIOR)
+        for sample in [] if samples is None else scoring.logits(query @ samples[:, cluster]):
+            if sample < least:
+                weight, count = np.logaddexp(weight, sample), count + 1
+        logits[own & ~kept] = weight - np.log(count)
     return Rows(logits, values)
 
 
@@ -77,6 +90,14 @@ def by_masses(
     """The same where a key that is not `kept` has its own score and its cluster's mean value (clusters, value_dim)."""
     keys, values = rows
     return Rows(scoring.logits(keys @ query), np.where(kept[:, None], values, means[owners]))
+
+
+def samples_of(shared: KeyClusters | None, head: int) -> Floats | None:
+    """(head_dim, clusters, number) of a head; None without samples."""
+    if shared is None or shared.samples is None:
+        return None
+    samples = shared.samples[head].astype(np.float64)
+    return samples.reshape(len(samples), shared.clusters, -1)
 
 
 def best(query: Floats, keys: Floats, k: int) -> Kept:
@@ -135,7 +156,8 @@ def middle_rows(
                 counted.append(by_masses(query, first, means[kv].astype(np.float64), coded[kv], kept, scoring))
             if ended < stop:
                 late = keys[kv, ended - start :], values[kv, ended - start :]
-                counted.append(by_means(query, late, owners[kv], best(query, late[0], k), scoring))
+                kept = best(query, late[0], k)
+                counted.append(by_means(query, late, owners[kv], kept, scoring, samples_of(shared, kv)))
             rows.append(together(*counted))
         found.append(rows)
     return found

@@ -308,7 +308,12 @@ def _attend_best(
             Attended(segment.values, shared.known(segment), ids)
             for (segment, _), ids in zip(found, chosen, strict=True)
         ]
-        parts.append(rest_partial(queries, table, attended, fmt, scale, softcap))
+        lowest = [
+            np.where(ids < 0, np.float32(np.inf), hit.scores).min(axis=2, initial=np.inf)
+            for (_, hit), ids in zip(found, chosen, strict=True)
+        ]
+        least = np.min(lowest, axis=0)
+        parts.append(rest_partial(queries, table, attended, fmt, (scale, softcap), least))
     partial = merge_partials(parts)
     rest = None if table is None else _share(parts[-1][1], partial[1])
     row_bytes = sum(array.shape[2] for array in (found[0][0].keys, found[0][0].values)) * fmt.bytes

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import Partial
 from retrieval_attn.cpu.clusters import ClusterTable
+from retrieval_attn.cpu.step.estimate import MARGIN, PRIOR
 from retrieval_attn.index.formats import Format, to_float32
 
 
@@ -31,12 +32,13 @@ def rest_partial(
     table: ClusterTable,
     attended: Iterable[Attended],
     fmt: Format,
-    scale: float,
-    softcap: float | None,
+    scoring: tuple[float, float | None],
+    least: npt.NDArray[np.float32],
 ) -> Partial:
     """Estimated attention of queries (kv_heads, n, head_dim) to the table's keys but for those attended to.
 
-    out (kv_heads, n, value_dim) and lse (kv_heads, n), float32; 0 and -inf where nothing is left.
+    scoring: scale and soft cap. least: (kv_heads, n), the lowest inner product that was attended to, inf for none. out
+    (kv_heads, n, value_dim) and lse (kv_heads, n), float32; 0 and -inf where nothing is left.
     """
     heads, n, _ = queries.shape
     left = np.repeat(table.counts[:, None], n, axis=1).astype(np.float64)
@@ -47,15 +49,28 @@ def rest_partial(
             owners = members[head, own]
             np.subtract.at(left[head, query], owners, 1)
             np.subtract.at(sums[head, query], owners, to_float32(values[head, own], fmt))
-    scores = (queries @ table.means).astype(np.float64) * scale
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
-    with np.errstate(invalid="ignore", divide="ignore"):  # NaN gives NaN, as full attention does
-        scores = np.where(left > 0, scores, -np.inf)
-        top = scores.max(axis=2, keepdims=True)
+    scores = _logits(queries @ table.means, scoring)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # NaN gives NaN, as full attention does
+        top = np.where(left > 0, scores, -np.inf).max(axis=2, keepdims=True)
+        if table.samples is not None:
+            sampled = _logits(queries @ table.samples, scoring).reshape(*scores.shape, table.sampled)
+            below = np.where(np.isinf(least), np.inf, _logits(np.where(np.isinf(least), 0, least), scoring))
+            below = below - MARGIN * (1 + np.abs(np.where(np.isinf(below), 0, below)))
+            sampled = np.where(sampled < below[:, :, None, None], sampled, -np.inf)
+            top = np.maximum(top, np.where(left > 0, sampled.max(axis=3), -np.inf).max(axis=2, keepdims=True))
         shift = np.where(np.isneginf(top), 0.0, top)
         weights = np.exp(scores - shift)
+        if table.samples is not None:
+            found = np.exp(sampled - shift[..., None])
+            weights = (PRIOR * weights + found.sum(axis=3)) / (PRIOR + np.isfinite(sampled).sum(axis=3))
+        weights = np.where(left > 0, weights, 0.0)
         total = (weights * left).sum(axis=2, keepdims=True)
         out = (weights[:, :, None] @ sums)[:, :, 0] / np.where(total == 0, 1.0, total)
         lse = (shift + np.log(total))[:, :, 0]
     return out.astype(np.float32), lse.astype(np.float32)
+
+
+def _logits(products: npt.NDArray[np.float32], scoring: tuple[float, float | None]) -> npt.NDArray[np.float64]:
+    scale, softcap = scoring
+    logits = products.astype(np.float64) * scale
+    return logits if softcap is None else softcap * np.tanh(logits / softcap)

@@ -6,7 +6,7 @@ that has codes of the keys.
 
 from __future__ import annotations
 
-from retrieval_attn.cpu.clusters import LATE_CLUSTERS, MAX_CLUSTERS, clusters_for
+from retrieval_attn.cpu.clusters import LATE_CLUSTERS, MAX_CLUSTERS, clusters_for, samples_for
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, mass_grid
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.kernels.key_codes import split_bytes
@@ -18,7 +18,8 @@ NUMBER = 4
 def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: bool) -> int:
     """Of one head with so many tokens between sinks and window: a byte for each, probes, sums and the step's table.
 
-    on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later.
+    on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later. Otherwise samples
+    do.
     """
     if tokens <= 0:
         return 0
@@ -27,6 +28,8 @@ def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: boo
     numbers = clusters * (probes + 2 * sums) + 1
     if on_device:
         numbers += clusters * value_dim + min(LATE_CLUSTERS, clusters) * (probes + 2 * sums)
+    else:
+        numbers += clusters * samples_for(clusters) * key_dim
     return tokens + NUMBER * numbers
 
 

@@ -17,9 +17,10 @@ from retrieval_attn.cpu.clusters import (
     clusters_for,
     largest_clusters,
     mean_values,
+    samples_for,
 )
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
-from retrieval_attn.gpu.clusters.cluster import make_clusters, mean_distances, metric_of, probes_of
+from retrieval_attn.gpu.clusters.cluster import make_clusters, mean_distances, metric_of, probes_of, sample_keys
 from retrieval_attn.index.formats import to_float32
 from retrieval_attn.offload.staging import staging
 
@@ -67,6 +68,8 @@ class ClusterBuild:
         means = found.key_sums / found.counts.clamp_min(1)[..., None]
         distances = mean_distances(keys, probes, offsets, found.counts, means)
         made = [probes, offsets, found.members, *sums, distances]
+        if not _device_estimates(host):
+            made.append(sample_keys(keys, found, samples_for(found.counts.shape[1])))
         self._jobs.append(_Job(host, *span, made))
 
     def extend(self, host: SequenceKV, span: tuple[int, int]) -> None:
@@ -93,14 +96,14 @@ class ClusterBuild:
             if not job.made:
                 cluster_table(job.host, job.start, job.stop)
                 continue
-            probes, offsets, members, counts, key_sums, value_sums, distances = job.made
+            probes, offsets, members, counts, key_sums, value_sums, distances, *rest = job.made
             sums = ClusterSums(counts, key_sums, value_sums)
             # of keys that are not finite nothing is known; attention over them is NaN where full attention is
             if not all(np.isfinite(array).all() for array in (probes, offsets, *sums)):
                 continue
-            coded = job.host.spec.keeps_device_keys
+            coded = _device_estimates(job.host)
             late = largest_clusters(probes, offsets, counts) if coded else None
-            shared = KeyClusters(probes, offsets, None, late, distances)
+            shared = KeyClusters(probes, offsets, None, late, distances, *rest)
             take_clusters(job.host, shared, (job.start, job.stop), members, sums)
             if coded:
                 shared.mean_values = mean_values(_coded_table(job.host, job.start, job.stop))
@@ -116,6 +119,11 @@ def cluster_stored(host: SequenceKV, start: int, stop: int) -> None:
     build.add(host, (start, stop), (keys, values), None)
     build.fetch(None)
     build.place()
+
+
+def _device_estimates(host: SequenceKV) -> bool:
+    """Whether the path's index keeps codes on a device, which then has a score of every key."""
+    return host.spec.device_bytes(host.head_dim).held > 0
 
 
 def drifted(host: SequenceKV, keys: Tensor) -> bool:

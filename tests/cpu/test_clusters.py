@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
-from retrieval_attn.cpu.host_attend import HostPartial, attend_path
+from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
@@ -15,14 +15,24 @@ SCALE = 0.2
 
 
 def make_path(
-    tokens: int, fmt: Format = Format.FLOAT32, *, seed: int = 0, clusters: int = CLUSTERS, index: str = "flat"
+    tokens: int,
+    fmt: Format = Format.FLOAT32,
+    *,
+    seed: int = 0,
+    clusters: int = CLUSTERS,
+    index: str = "flat",
+    sampled: int = 0,
 ) -> SequenceKV:
     rng = np.random.default_rng(seed)
     path = SequenceKV(KV_HEADS, DIM, VALUE_DIM, fmt, index=IndexSpec.of(index))
     centers = rng.normal(size=(KV_HEADS, clusters, DIM)).astype(np.float32)
     append(path, tokens, rng, centers)
     probes = centers
-    shared = KeyClusters(probes, -0.5 * (centers**2).sum(axis=2))
+    samples = None
+    if sampled:
+        samples = np.repeat(centers.transpose(0, 2, 1), sampled, axis=2).astype(np.float32)
+        samples = samples + 0.3 * rng.normal(size=samples.shape).astype(np.float32)
+    shared = KeyClusters(probes, -0.5 * (centers**2).sum(axis=2), samples=samples)
     path.clusters = PathClusters.empty(shared, fmt, VALUE_DIM)
     return path
 
@@ -53,13 +63,24 @@ def reference(
             scores = keys[head] @ query
             kept = np.argsort(-scores, kind="stable")[:top_k]
             rest = np.setdiff1d(np.arange(stop - start), kept)
-            logits = scores * SCALE
+
+            def logit(products: np.ndarray) -> np.ndarray:
+                return products * SCALE if softcap is None else softcap * np.tanh(products * SCALE / softcap)
+
+            logits = logit(scores)
             own = np.zeros(stop - start, int) + owners[head]
-            estimated = np.stack([keys[head][own == c].mean(axis=0) @ query * SCALE for c in own[rest]] or [[]])
-            if softcap is not None:
-                logits, estimated = softcap * np.tanh(logits / softcap), softcap * np.tanh(estimated / softcap)
+            table = path.clusters.shared
+            estimated = []
+            for c in own[rest]:
+                weight, count = 4 * np.exp(logit(keys[head][own == c].mean(axis=0) @ query)), 4
+                if table.samples is not None:
+                    number = table.samples.shape[2] // table.clusters
+                    sampled = logit(query @ table.samples[head][:, c * number : (c + 1) * number])
+                    below = np.exp(sampled[sampled < logits[kept].min()])
+                    weight, count = weight + below.sum(), count + len(below)
+                estimated.append(weight / count)
             means = [values[head][rest][own[rest] == c].mean(axis=0) for c in own[rest]]
-            weights = np.exp(np.concatenate([logits[kept], estimated[: len(rest)].ravel()]))
+            weights = np.concatenate([np.exp(logits[kept]), estimated])
             rows = np.concatenate([values[head][kept], np.reshape(means, (-1, VALUE_DIM))])
             outs.append(weights @ rows / weights.sum())
             lses.append(np.log(weights.sum()))
@@ -73,16 +94,20 @@ def check(found: HostPartial, expected: tuple[np.ndarray, np.ndarray], tolerance
 
 
 @pytest.mark.parametrize("fmt", list(Format))
+@pytest.mark.parametrize("sampled", [0, 5])
 @pytest.mark.parametrize("n", [1, 5])
-def test_the_rest_is_estimated_as_defined(fmt: Format, n: int) -> None:
-    path, queries = make_path(700, fmt), make_queries(n)
-    check(attend_path(path, queries, 4, 690, 20, scale=SCALE), reference(path, queries, (4, 690), 20))
+def test_the_rest_is_estimated_as_defined(fmt: Format, n: int, sampled: int) -> None:
+    path, queries = make_path(700, fmt, sampled=sampled), make_queries(n)
+    expected = reference(path, queries, (4, 690), 20)
+    check(attend_path(path, queries, 4, 690, 20, scale=SCALE), expected)
+    check(attend_apart(path, queries, 4, 690, 20, SCALE, None, None), expected)
 
 
 def test_soft_capped_scores() -> None:
-    path, queries = make_path(300), make_queries()
-    found = attend_path(path, queries, 4, 290, 20, scale=SCALE, softcap=1.5)
-    check(found, reference(path, queries, (4, 290), 20, 1.5))
+    path, queries = make_path(300, sampled=3), make_queries()
+    expected = reference(path, queries, (4, 290), 20, 1.5)
+    check(attend_path(path, queries, 4, 290, 20, scale=SCALE, softcap=1.5), expected)
+    check(attend_apart(path, queries, 4, 290, 20, SCALE, 1.5, None), expected)
 
 
 def test_the_estimate_comes_nearer_to_full_attention() -> None:
@@ -124,7 +149,7 @@ def test_one_dominating_key_is_unchanged() -> None:
 
 
 def test_everything_retrieved_is_exact() -> None:
-    path, queries = make_path(200), make_queries(2)
+    path, queries = make_path(200, sampled=4), make_queries(2)
     found = attend_path(path, queries, 3, 190, 187, scale=SCALE)
     other = path.fork()
     other.clusters = None

@@ -185,8 +185,13 @@ def _attend(descriptor, number, worker, like):
         means = floats_at(table.means_at, step.head_dim, table.clusters)
         score_means(query_of(step, entry, number % queries)[0], means, weights)
         sums = floats_at(table.sums_at, table.clusters, value_dim)
+        size = table.clusters * table.sampled
+        sampled = carray(at_address(scratch + step.sampled_at), size, np.float32)
+        if size > 0:
+            samples = floats_at(table.samples_at, step.head_dim, size)
+            score_means(query_of(step, entry, number % queries)[0], samples, sampled)
         lse[number, 0], share = attend_and_estimate(
-            like, rows, scores, count, owners, step.scale, step.softcap, left, weights, sums, out
+            like, rows, scores, count, owners, step.scale, step.softcap, left, weights, sampled, sums, out
         )
     else:
         lse[number, 0] = attend_rows(like, rows, scores, count, step.scale, step.softcap, out)

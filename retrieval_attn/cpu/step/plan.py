@@ -167,7 +167,7 @@ class LayerStep:
         parts = -(-TASKS_PER_THREAD * threads // entries) if threads > 1 else 1
         kept = _rounded_top_k(rows, top_k)
         tables, named = ([None] * len(rows), 0) if rest is None else rest
-        sizes = tuple(0 if table is None else table.clusters for table in tables)
+        sizes = tuple((0, 0) if table is None else (table.clusters, table.sampled) for table in tables)
         candidates = None if self._buffers is None else self._buffers.candidates
         room = 0 if not named or candidates is None else candidates.shape[1]
         most = kept + room
@@ -216,7 +216,8 @@ class LayerStep:
         capacity = max(min(2 * request.top_k + 64, 2 * longest + 1), request.top_k + 1, tables.most("capacity"))
         joined = tables.lists * list_words
         layout = Layout()
-        sizes = request.top_k, max((0, *request.clusters))
+        most = (max(0, *(of * each for of, each in ((1, own[0]), own))) for own in request.clusters)
+        sizes = request.top_k, max((0, *most))
         places = _scratch_places(layout, (queries, padded), sizes, capacity, joined, tables.most("scratch"))
         stride = layout.nbytes + CACHE_LINE
         workers = self.pool.workers
@@ -396,7 +397,7 @@ def _scratch_places(
     layout: Layout, queries: tuple[int, int], sizes: tuple[int, int], capacity: int, joined: int, own: int
 ) -> dict[str, int]:
     """Fields of the descriptor that are places in a worker's scratch. queries: of an entry, and padded. sizes: top_k
-    and clusters.
+    and the most clusters or samples of a head.
     """
     (number, padded), (top_k, clusters) = queries, sizes
     return {
@@ -407,6 +408,7 @@ def _scratch_places(
         "owners_at": layout.take(top_k * 2),
         "left_at": layout.take(clusters * 4),
         "weights_at": layout.take(clusters * 4),
+        "sampled_at": layout.take(clusters * 4),
         "counts_at": layout.take(number * 8),
         "bars_at": layout.take(number * 8),
         "bounds_at": layout.take(padded * BOUND_WORDS),  # of 4 bytes, for every 4 queries

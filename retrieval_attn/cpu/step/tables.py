@@ -19,9 +19,11 @@ from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, Search
 
 
 class StepRequest(NamedTuple):
-    """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least. clusters: of each
-    row, by which it estimates what it does not attend to; 0: it leaves that out. top_k: keys that a query attends to at
-    most, of which `keep` are chosen by score. named: keys that a device names, all of which are attended to, at least.
+    """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least.
+
+    clusters: of each row, and samples of each, by which it estimates what it does not attend to; 0: it leaves that out.
+    top_k: keys that a query attends to at most, of which `keep` are chosen by score. named: keys that a device names,
+    all of which are attended to, at least.
     """
 
     q_heads: int
@@ -30,7 +32,7 @@ class StepRequest(NamedTuple):
     scale: float
     softcap: float
     parts: int
-    clusters: tuple[int, ...]
+    clusters: tuple[tuple[int, int], ...]
     keep: int
     named: int
 
@@ -144,7 +146,7 @@ def make_tables(
                 members = 0 if piece.members is None else address_of(piece.members) + head * piece.members.strides[0]
                 ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept, members))
                 searches.append(search)
-            entries[entry] = lists, first_range, len(own), count, 0, 0, 0, 0, 0
+            entries[entry] = lists, first_range, len(own), count, *[0] * (len(ENTRY.names or ()) - 4)
     return Tables(entries, _records(ranges, RANGE), _ordered(tasks), searches)
 
 
@@ -153,10 +155,12 @@ def place_clusters(entries: npt.NDArray[Any], heads: int, tables: Sequence[Clust
     for row, table in enumerate(tables):
         own = entries[row * heads : (row + 1) * heads]
         own["clusters"] = 0 if table is None else table.clusters
+        own["sampled"] = 0 if table is None else table.sampled
         if table is not None:
             arrays = {"counts_at": table.counts, "means_at": table.means, "sums_at": table.value_sums}
-            for name, array in arrays.items():
-                own[name] = address_of(array) + array.strides[0] * np.arange(heads)
+            for name, array in {**arrays, "samples_at": table.samples}.items():
+                if array is not None:
+                    own[name] = address_of(array) + array.strides[0] * np.arange(heads)
 
 
 def place_budgets(entries: npt.NDArray[Any], counts: npt.NDArray[np.int64] | None) -> None:

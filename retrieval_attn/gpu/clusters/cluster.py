@@ -120,6 +120,24 @@ def spread(count: int, total: int, device: torch.device) -> Tensor:
     return places.clamp_max(max(0, total - 1))
 
 
+def sample_keys(keys: Tensor, clusters: Clusters, number: int) -> Tensor:
+    """`number` keys of each cluster, evenly spaced among its keys: (heads, head_dim, clusters * number) float32.
+
+    Clusters with fewer keys have some twice. For one without any, zeros.
+    """
+    heads, count, dim = keys.shape
+    counts = clusters.counts.long()[:, :, None]
+    if not count:
+        return keys.new_zeros(heads, dim, counts.shape[1] * number, dtype=torch.float32)
+    order = clusters.members.argsort(dim=1, stable=True)
+    begun = counts.cumsum(dim=1) - counts
+    turn = torch.arange(number, device=keys.device)
+    place = (begun + (2 * turn + 1) * counts // (2 * number)).flatten(1).clamp_max(count - 1)
+    chosen = keys.gather(1, order.gather(1, place)[:, :, None].expand(-1, -1, dim)).float()
+    filled = (counts > 0).expand(-1, -1, number).flatten(1)[:, :, None]
+    return (chosen * filled).transpose(1, 2).contiguous()
+
+
 def probes_of(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     """probes (heads, clusters, head_dim) and offsets (heads, clusters), float32: the cluster of a key is the first with
     the greatest probe . key + offset. centers, metric: as in `make_clusters`.

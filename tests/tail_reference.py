@@ -1,8 +1,9 @@
 """Attention with an estimate of what is not retrieved, in float64 from its definition, and a watch that compares.
 
 Of the keys between sinks and window a query attends to some: to its best ones, or to those that the device named.
-Every other key i of the host's has its own value, and the mean weight of its cluster's samples and mean key. Where the device estimates, a cluster's mass is the sum of its keys' own weights, and its mean value is that of
-when the context was read.
+Every other key i of the host's has its own value, and the mean weight of its cluster's samples and mean key. Where the
+device estimates, a cluster's mass is the sum of its keys' own weights, and its mean value is that of when the context
+was read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.clusters import KeyClusters
-from retrieval_attn.cpu.step.estimate import MARGIN, PRIOR
+from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format, to_float32
 
@@ -72,14 +73,14 @@ def by_means(
     keys, values = rows
     logits = scoring.logits(keys @ query)
     least = logits[kept].min(initial=np.inf)
-    least = least - MARGIN * (1 + abs(least)) if np.isfinite(least) else least
     for cluster in np.unique(owners[~kept]):
         own = owners == cluster
         some = scoring.logits(keys[own].mean(axis=0) @ query) + np.log(PRIOR)
         weight, count = np.float64(some), float(PRIOR)
         for sample in [] if samples is None else scoring.logits(query @ samples[:, cluster]):
-            if sample < least:
-                weight, count = np.logaddexp(weight, sample), count + 1
+            inside = np.clip((least - sample) * STEEPNESS, 0, 1)
+            if inside > 0:
+                weight, count = np.logaddexp(weight, sample + np.log(inside)), count + inside
         logits[own & ~kept] = weight - np.log(count)
     return Rows(logits, values)
 

@@ -341,6 +341,8 @@ def test_a_layer_that_makes_its_state_anew_decodes_eagerly(
         layer.is_recurrent_states_initialized[state_idx] = True
         return states
 
+    # a trial that was given up leaves the state off by a thousandth: tokens are those of one text, not of any
+    monkeypatch.setattr("tests.test_hybrid_graph.CONFIG", CONFIG.replace(tail=False))
     expected = answers(model, tokenizer, False)
     monkeypatch.setattr(StateLayer, "update_recurrent_state", assigned)
     got = answers(model, tokenizer, "auto")

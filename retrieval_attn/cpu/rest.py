@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import Partial
 from retrieval_attn.cpu.clusters import ClusterTable
-from retrieval_attn.cpu.step.estimate import MARGIN, PRIOR
+from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
 from retrieval_attn.index.formats import Format, to_float32
 
 
@@ -54,15 +54,15 @@ def rest_partial(
         top = np.where(left > 0, scores, -np.inf).max(axis=2, keepdims=True)
         if table.samples is not None:
             sampled = _logits(queries @ table.samples, scoring).reshape(*scores.shape, table.sampled)
-            below = np.where(np.isinf(least), np.inf, _logits(np.where(np.isinf(least), 0, least), scoring))
-            below = below - MARGIN * (1 + np.abs(np.where(np.isinf(below), 0, below)))
-            sampled = np.where(sampled < below[:, :, None, None], sampled, -np.inf)
+            lowest = np.where(np.isinf(least), np.inf, _logits(np.where(np.isinf(least), 0, least), scoring))
+            inside = np.clip((lowest[:, :, None, None] - sampled) * STEEPNESS, 0, 1)
+            sampled = np.where(inside > 0, sampled, -np.inf)
             top = np.maximum(top, np.where(left > 0, sampled.max(axis=3), -np.inf).max(axis=2, keepdims=True))
         shift = np.where(np.isneginf(top), 0.0, top)
         weights = np.exp(scores - shift)
         if table.samples is not None:
-            found = np.exp(sampled - shift[..., None])
-            weights = (PRIOR * weights + found.sum(axis=3)) / (PRIOR + np.isfinite(sampled).sum(axis=3))
+            found = inside * np.exp(sampled - shift[..., None])
+            weights = (PRIOR * weights + found.sum(axis=3)) / (PRIOR + inside.sum(axis=3))
         weights = np.where(left > 0, weights, 0.0)
         total = (weights * left).sum(axis=2, keepdims=True)
         out = (weights[:, :, None] @ sums)[:, :, 0] / np.where(total == 0, 1.0, total)

@@ -18,8 +18,8 @@ NUMBER = 4
 def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: bool) -> int:
     """Of one head with so many tokens between sinks and window: a byte for each, probes, sums and the step's table.
 
-    on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later. Otherwise samples
-    do.
+    on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later. Otherwise
+    samples do.
     """
     if tokens <= 0:
         return 0

@@ -69,7 +69,8 @@ class HostSize:
         shape, options = self.shape, self.options
         if not self.heads or not options.estimates:
             return 0
-        on_device = IndexSpec.of(options.index, options.index_options).keeps_device_keys
+        spec = IndexSpec.of(options.index, options.index_options)
+        on_device = spec.device_bytes(shape.key_dim).held > 0
         middle = tokens - options.sink - options.window
         return self.heads * host_cluster_bytes(middle, shape.key_dim, shape.value_dim, on_device)
 

@@ -80,14 +80,19 @@ class ClusterBuild:
     def fetch(self, ready: torch.cuda.Event | None) -> None:
         """Bring what was made to the host, once `ready` is over."""
         for job in self._jobs:
-            arrays: list[Any] = [None] * len(job.made)
+            arrays: list[list[Any]] = [[] for _ in job.made]
 
-            def take(place: int, array: Any, into: list[Any] = arrays) -> None:
-                into[place] = array.copy()  # the ring's buffers are written to again
+            def take(place: int, array: Any, into: list[list[Any]] = arrays) -> None:
+                into[place].append(array.copy())  # the ring's buffers are written to again
 
-            pieces = [([tensor], functools.partial(take, place)) for place, tensor in enumerate(job.made)]
-            staging(self._device).bring(pieces, ready)
-            job.made = arrays
+            ring = staging(self._device)
+            pieces = [
+                ([some], functools.partial(take, place))
+                for place, tensor in enumerate(job.made)
+                for some in (tensor.split(1) if tensor.nbytes > ring.size // 2 else [tensor])
+            ]
+            ring.bring(pieces, ready)
+            job.made = [np.concatenate(some) for some in arrays]
 
     def place(self) -> None:
         """Give the paths their clusters: the tokens have come. `fetch` came before."""

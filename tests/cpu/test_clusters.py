@@ -76,8 +76,8 @@ def reference(
                 if table.samples is not None:
                     number = table.samples.shape[2] // table.clusters
                     sampled = logit(query @ table.samples[head][:, c * number : (c + 1) * number])
-                    below = np.exp(sampled[sampled < logits[kept].min()])
-                    weight, count = weight + below.sum(), count + len(below)
+                    inside = np.clip((logits[kept].min() - sampled) * 10, 0, 1)
+                    weight, count = weight + inside @ np.exp(sampled), count + inside.sum()
                 estimated.append(weight / count)
             means = [values[head][rest][own[rest] == c].mean(axis=0) for c in own[rest]]
             weights = np.concatenate([np.exp(logits[kept]), estimated])

@@ -29,8 +29,10 @@ PRIOR = np.float32(4.0)
 """Samples that the mean key stands for: few samples say little. KL on code at 8K, 16 samples of each of 64 clusters:
 .0018 with 4, .0026 with none; by mean keys alone .0070."""
 
-MARGIN = np.float32(1e-5)
-"""Of a logit: a sample that was attended to has the same score there up to rounding."""
+STEEPNESS = np.float32(10.0)
+"""A sample counts as a whole from a tenth of a logit below the least score on, and less nearer to it: a sum that it
+enters or leaves as a whole would jump with the last bit of a score. One that was attended to has the least score at
+least, up to rounding, and counts nothing."""
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -57,8 +59,8 @@ def add_sums(weights, sums, out):
 def _weigh_clusters(weights, left, sampled, least, shift):
     """weights (clusters,), logits of mean keys: overwritten by what a key that is left weighs, relative to exp(shift).
 
-    sampled (clusters * number,): logits of samples, of which those below `least` count. Returns the sum over all keys
-    that are left.
+    sampled (clusters * number,): logits of samples, of which those below `least` count, see STEEPNESS. Returns the sum
+    over all keys that are left.
     """
     clusters = left.shape[0]
     number = sampled.shape[0] // clusters
@@ -71,7 +73,7 @@ def _weigh_clusters(weights, left, sampled, least, shift):
         if number > 0:
             total, count = weight * PRIOR, PRIOR
             for i in range(c * number, (c + 1) * number):
-                inside = np.float32(1.0) if sampled[i] < least else np.float32(0.0)
+                inside = max(np.float32(0.0), min(np.float32(1.0), (least - sampled[i]) * STEEPNESS))
                 total += inside * exp(min(sampled[i] - shift, np.float32(0.0)))
                 count += inside
             weight = total / count
@@ -98,8 +100,6 @@ def attend_and_estimate(like, rows, scores, count, owners, scale, softcap, left,
     least = np.float32(np.inf)
     for i in range(count):
         least = min(least, scores[i])
-    if count > 0:
-        least -= MARGIN * (np.float32(1.0) + abs(least))
     for c in range(clusters):
         if left[c] > 0:
             top = max(top, weights[c])

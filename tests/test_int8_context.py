@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.attend import attend_range_heads
 from retrieval_attn.eval.recording.options import RecordOptions
 from retrieval_attn.eval.recording.record import record
@@ -92,8 +93,10 @@ def test_a_context_holds_half_and_answers(loaded: tuple[Any, Any]) -> None:
     """Bytes to the last one; the answer stands 700 tokens back, behind an index over int8 keys."""
     config = CONFIG.replace(index="flat", index_options={"codes": "int8"})
     context = ra.Context(*loaded, config).read(needle_text(6_000))
-    # 5 layers of 2 heads of 64: a key and a value of 68 bytes each, and no codes
-    assert context.cache.host_nbytes == 5 * 2 * context.num_tokens * (68 + 68)
+    # 5 layers of 2 heads of 64: a key and a value of 68 bytes each, and no codes; clusters lie beside them
+    hosts = [layer.hosts[0] for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
+    clusters = sum(host.clusters.nbytes for host in hosts if host.clusters is not None)
+    assert len(hosts) == 5 and 0 < clusters == context.cache.host_nbytes - 5 * 2 * context.num_tokens * (68 + 68)
     assert "7391846" in context.ask(QUESTION, max_new_tokens=16, append="retrieval").text
     fork = context.fork().extend(" The special magic Turin number is: 1112223. ")
     assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text

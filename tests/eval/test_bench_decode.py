@@ -34,6 +34,7 @@ from retrieval_attn.eval.bench.rows import measure
 from retrieval_attn.eval.bench.source import attentions, blocks
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.index import synthetic
+from retrieval_attn.memory.clusters import host_cluster_bytes
 from tests.eval.shared import parsed
 
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--retrieve", "8", "--train", "64"]
@@ -80,7 +81,7 @@ def test_command_compares_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     # 2 rows x 600 tokens x 2 layers x 2 heads x 16 numbers x 4 bytes, keys and values
     assert rows[600, "full-eager"]["device_touched"] == 2 * 600 * 512
     assert rows[600, "static"]["device_touched"] == 2 * 20 * 512
-    assert rows[600, "flat"]["host_bytes"] == 2 * 600 * 512
+    assert rows[600, "flat"]["host_bytes"] == 2 * 600 * 512 + 2 * 2 * 2 * host_cluster_bytes(580, 16, 16, False)
     table = (folder / "decode.md").read_text()
     assert table in capsys.readouterr().out
     assert "| 600 | roargraph:beam=40 |" in table

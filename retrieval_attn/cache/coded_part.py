@@ -22,7 +22,8 @@ from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, merge
-from retrieval_attn.gpu.clusters.mass import ClusterMass, RestPart, Scoring, name_with_mass
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.clusters.mass import ClusterMass, RestPart, name_with_mass
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch, question_search
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
@@ -119,10 +120,9 @@ class CodedPart:
         path = over.path
         heads = queries.shape[0], path.num_kv_heads, path.head_dim, path.value_dim
         shape = QuestionShape(queries.device, *heads, path.fmt, over.shape)
-        self._over, self._queries, self._scale, self._softcap = over, queries.float(), scale, softcap
+        self._over, self._queries, self._scoring = over, queries.float(), Scoring(scale, softcap)
         self._pool = default_pool() if path.pool is None else path.pool
         self._shape = shape
-        self._scoring = Scoring(scale, softcap)
         self._rests: list[RestPart] = []  # of the chunks so far
         self._desk: _Desk | None = None
         size = shape.chunk(queries.shape[1])
@@ -178,7 +178,7 @@ class CodedPart:
         """The host's part of a chunk whose queries and candidates are on their way to `slot`."""
         over, step = self._over, slot.step
         step.layer = over.path.layer
-        options: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "threads": over.path.threads}
+        options: dict[str, Any] = {**self._scoring._asdict(), "threads": over.path.threads}
         options["rest"] = Rest([over.parts.table], over.shape.k if over.estimated else 0)
         if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
             raise BackendError(

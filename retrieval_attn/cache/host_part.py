@@ -31,19 +31,12 @@ from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import attend_paths, exact_head, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """How a layer turns inner products into scores: scale * q.k, soft-capped unless softcap is None."""
-
-    scale: float
-    softcap: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +111,8 @@ class HostPart:
     def _coded_part(self, over: CodedRange, queries: Tensor) -> CodedPart | UploadedPart:
         # rows over several contexts stay on the host: each would wait for the keys of all the others
         if len(self._shared) == 1 and uploaded_part.serves(over, queries, self._uploads):
-            return UploadedPart(over, queries, self._uploads, **vars(self._scoring))
-        return CodedPart(over, queries, **vars(self._scoring))
+            return UploadedPart(over, queries, self._uploads, **self._scoring._asdict())
+        return CodedPart(over, queries, **self._scoring._asdict())
 
     def attend(self, config: Config, value_dim: int, stats: LayerStats) -> Partial:
         """The partial on the query's device: rows that share a path ask it together, all of them in one call.
@@ -207,7 +200,7 @@ class HostPart:
             for one in self._shared:
                 queries = unstacked(torch.from_numpy(self._host_queries(one)), len(one.rows))[:, :, tokens]
                 asked = stacked(queries, list(range(len(one.rows)))).contiguous().numpy()
-                found = exact_head(one.host, asked, one.start, one.stop, head, **vars(self._scoring))
+                found = exact_head(one.host, asked, one.start, one.stop, head, **self._scoring._asdict())
                 middle = Partial(*(torch.from_numpy(part).unflatten(0, (len(one.rows), -1)) for part in found))
                 both = merge(
                     [Partial(*(part[one.rows, None] for part in exact)), Partial(*(p[:, None] for p in middle))]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.audit import HeadAudit
 from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.host_part import HostPart, Scoring
+from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
@@ -23,6 +23,7 @@ from retrieval_attn.cache.tail_share import TailShare
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec

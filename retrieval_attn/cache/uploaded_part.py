@@ -28,7 +28,8 @@ from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cpu.step.plan import StepCost, total_cost
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.clusters.mass import RestPart, Scoring
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.clusters.mass import RestPart
 from retrieval_attn.gpu.codes.late import LateClusters, attend_late
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.search import question_search
@@ -82,7 +83,7 @@ class UploadedPart:
     """As `CodedPart`: attention of queries (q_heads, positions, head_dim) over a `CodedRange`; `begin`, then `finish`.
 
     For what `serves` says. A question with a query that is not finite takes the host's way, which looks at all keys.
-    rest: None, for nothing is estimated here; on the host's way as there.
+    rest: None, for which share is estimated is not summed here; on the host's way as there.
     """
 
     rest: Tensor | None = None
@@ -91,7 +92,7 @@ class UploadedPart:
         self, over: CodedRange, queries: Tensor, uploads: LayerUploads, *, scale: float, softcap: float | None
     ) -> None:
         self._over, self._queries, self._uploads = over, queries.float().contiguous(), uploads
-        self._scale, self._softcap = scale, softcap
+        self._scoring = Scoring(scale, softcap)
         self._rest: RestPart | None = None  # of the turn whose keys were named
         q_heads, positions, _ = queries.shape
         at_once = max(1, MOST_CANDIDATES // (q_heads * over.shape.room))
@@ -123,7 +124,7 @@ class UploadedPart:
             lost, named = torch.stack([(ids[:, self._needed - 1] < 0).sum(), (ids >= 0).sum()]).tolist()
             if lost:
                 self._uploads.clear()
-                part_of_host = CodedPart(self._over, self._queries, scale=self._scale, softcap=self._softcap)
+                part_of_host = CodedPart(self._over, self._queries, **self._scoring._asdict())
                 found = part_of_host.finish()
                 self.rest = part_of_host.rest
                 return found
@@ -150,7 +151,7 @@ class UploadedPart:
             search.bind(self._over.codes)
             if self._over.parts.entries is not None:
                 mass.bind(self._over.parts.entries)
-            ids, self._rest = name_and_estimate(search, mass, queries, Scoring(self._scale, self._softcap))
+            ids, self._rest = name_and_estimate(search, mass, queries, self._scoring)
         return ids
 
     def _attend(self, part: slice, ids: Tensor, last: bool, into: Partial) -> None:
@@ -183,15 +184,14 @@ class UploadedPart:
         """Partials of asked (heads, members, head_dim) over rows of these heads: (heads, members, ...) each."""
         over, codes = self._over, self._over.pieces[0]
         first, scanned_from = codes.first + codes.index_first, _scanned_from(over)
-        scoring = self._scale, self._softcap
         if not over.estimated:
-            return [attend_named(asked, rows, Named(ids, first, scanned_from, over.k), *scoring)]
+            return [attend_named(asked, rows, Named(ids, first, scanned_from, over.k), *self._scoring)]
         # all that were named, and of those without codes the best, as the host does it
-        named = attend_named(asked, rows, Named(ids, first, rows.keys.shape[1], ids.shape[1]), *scoring)
+        named = attend_named(asked, rows, Named(ids, first, rows.keys.shape[1], ids.shape[1]), *self._scoring)
         late = StoredRows(rows.keys[:, scanned_from:], rows.values[:, scanned_from:])
         if not late.keys.shape[1]:
             return [named]
-        return [named, attend_late(asked, late, over.k, self._late_clusters(heads), *scoring)]
+        return [named, attend_late(asked, late, over.k, self._late_clusters(heads), *self._scoring)]
 
     def _late_clusters(self, heads: slice) -> LateClusters | None:
         """The clusters of the tokens without codes, of these heads; None where these are left out."""

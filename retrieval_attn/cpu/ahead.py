@@ -123,7 +123,7 @@ def server() -> None:
 
 def _is_coded(spec: IndexSpec) -> bool:
     """Whether codes on a device are all there is to build."""
-    return spec.device_bytes(DIM).held > 0
+    return spec.keeps_codes(DIM)
 
 
 class _NoCodes:

@@ -62,10 +62,10 @@ def attend_path(
     """Attention of queries (q_heads, n, head_dim) float32 over tokens [start, stop) of a path.
 
     Query head h belongs to key-value head h // (q_heads // kv_heads). top_k: each query attends to its top_k best keys
-    of the whole range (the same for equal scores: the earlier token), by head
-    with budgets; or None for all tokens. Tokens not yet in the
-    index of their segment are scanned, or inserted if they are many. Scores are scale * q.k, soft-capped if softcap is
-    given. threads: overrides the path's. An empty range gives out 0 and lse -inf. Raises ShapeError, ConfigError.
+    of the whole range (the same for equal scores: the earlier token), by head with budgets; or None for all tokens.
+    Tokens not yet in the index of their segment are scanned, or inserted if they are many. Scores are scale * q.k,
+    soft-capped if softcap is given. threads: overrides the path's. An empty range gives out 0 and lse -inf. Raises
+    ShapeError, ConfigError.
     """
     return attend_paths([path], [queries], [(start, stop)], top_k, scale=scale, softcap=softcap, threads=threads)[0]
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.coded_part import coded_range
 from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.host_part import HostPart, Scoring
+from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.uploaded_part import least_positions
@@ -31,6 +31,7 @@ from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.engine.preparation import Preparation
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.gpu.attention.merge import empty_partial, merge
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.polling import load_flags
 from retrieval_attn.gpu.capture.probe import load_probe

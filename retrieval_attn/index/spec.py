@@ -82,6 +82,10 @@ class IndexSpec:
     def device_bytes(self, head_dim: int) -> DeviceBytes:
         return self.cls.device_bytes(self.options, head_dim)
 
+    def keeps_codes(self, head_dim: int) -> bool:
+        """Whether a device keeps codes of the keys, for as long as the index lives."""
+        return self.device_bytes(head_dim).held > 0
+
     def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> tuple[int, int, int] | None:
         return self.cls.code_shape(self.options, head_dim, k, estimated)
 

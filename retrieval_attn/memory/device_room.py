@@ -33,7 +33,7 @@ class IndexChoice:
         self._model = None if model is None else weakref.ref(model)
         self._requested = config
         self.config, self.spec = config, IndexSpec.of(config.index, config.index_options)
-        if config.retrieve == "auto" and self.spec.device_bytes(_ANY_DIM).held > 0:
+        if config.retrieve == "auto" and self.spec.keeps_codes(_ANY_DIM):
             raise ConfigError(
                 f"retrieve='auto' gives each head keys of its own, and index={config.index!r} names as many for all of "
                 "them; use retrieve=100, or another index, such as 'auto'"

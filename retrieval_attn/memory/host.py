@@ -70,7 +70,7 @@ class HostSize:
         if not self.heads or not options.estimates:
             return 0
         spec = IndexSpec.of(options.index, options.index_options)
-        on_device = spec.device_bytes(shape.key_dim).held > 0
+        on_device = spec.keeps_codes(shape.key_dim)
         middle = tokens - options.sink - options.window
         return self.heads * host_cluster_bytes(middle, shape.key_dim, shape.value_dim, on_device)
 

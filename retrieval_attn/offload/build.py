@@ -156,7 +156,7 @@ class IndexBuild:
             assert not isinstance(job.queries, Tensor) and not isinstance(job.lists, Tensor), "fetch comes first"
             keys, job.keys = job.keys, None  # the device's memory is free again once they are coded
             spec = job.host.spec
-            stays = spec.device_bytes(job.host.head_dim).held > 0  # codes are all there is to build
+            stays = spec.keeps_codes(job.host.head_dim)  # codes are all there is to build
             coded = stays or (spec.keeps_device_keys and keys is not None)
             coder = DeviceCoder(self._device, job.host.num_kv_heads) if coded else None
             each = None

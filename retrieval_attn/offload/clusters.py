@@ -68,7 +68,7 @@ class ClusterBuild:
         means = found.key_sums / found.counts.clamp_min(1)[..., None]
         distances = mean_distances(keys, probes, offsets, found.counts, means)
         made = [probes, offsets, found.members, *sums, distances]
-        if not _device_estimates(host):
+        if not host.spec.keeps_codes(host.head_dim):
             made.append(sample_keys(keys, found, samples_for(found.counts.shape[1])))
         self._jobs.append(_Job(host, *span, made))
 
@@ -106,7 +106,7 @@ class ClusterBuild:
             # of keys that are not finite nothing is known; attention over them is NaN where full attention is
             if not all(np.isfinite(array).all() for array in (probes, offsets, *sums)):
                 continue
-            coded = _device_estimates(job.host)
+            coded = job.host.spec.keeps_codes(job.host.head_dim)
             late = largest_clusters(probes, offsets, counts) if coded else None
             shared = KeyClusters(probes, offsets, None, late, distances, *rest)
             take_clusters(job.host, shared, (job.start, job.stop), members, sums)
@@ -124,11 +124,6 @@ def cluster_stored(host: SequenceKV, start: int, stop: int) -> None:
     build.add(host, (start, stop), (keys, values), None)
     build.fetch(None)
     build.place()
-
-
-def _device_estimates(host: SequenceKV) -> bool:
-    """Whether the path's index keeps codes on a device, which then has a score of every key."""
-    return host.spec.device_bytes(host.head_dim).held > 0
 
 
 def drifted(host: SequenceKV, keys: Tensor) -> bool:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters import mass as cluster_mass
 from retrieval_attn.gpu.clusters.cluster import make_clusters
-from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass, RestPart, Scoring
+from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass, RestPart
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes

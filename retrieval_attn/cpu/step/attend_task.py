@@ -195,8 +195,7 @@ def _attend(descriptor, number, worker, like):
         )
     else:
         lse[number, 0] = attend_rows(like, rows, scores, count, step.scale, step.softcap, out)
-    if step.rest_at != 0:
-        floats_at(step.rest_at, step.entries * queries, 1)[number, 0] = share
+    floats_at(step.rest_at, step.entries * queries, 1)[number, 0] = share
     count_cost(step, worker, 0, count * row_bytes)
     return np.int64(0)
 

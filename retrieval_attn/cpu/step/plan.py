@@ -216,8 +216,7 @@ class LayerStep:
         capacity = max(min(2 * request.top_k + 64, 2 * longest + 1), request.top_k + 1, tables.most("capacity"))
         joined = tables.lists * list_words
         layout = Layout()
-        most = (max(0, *(of * each for of, each in ((1, own[0]), own))) for own in request.clusters)
-        sizes = request.top_k, max((0, *most))
+        sizes = request.top_k, max((clusters * max(1, sampled) for clusters, sampled in request.clusters), default=0)
         places = _scratch_places(layout, (queries, padded), sizes, capacity, joined, tables.most("scratch"))
         stride = layout.nbytes + CACHE_LINE
         workers = self.pool.workers

@@ -15,7 +15,7 @@ from retrieval_attn.cache.coded_clusters import new_mass
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.host import code_shape, split_microbatches
 from retrieval_attn.engine.graph.slot import window_of
-from retrieval_attn.gpu.clusters.mass import Scoring
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, size_class
 from retrieval_attn.gpu.decode.kernels import (

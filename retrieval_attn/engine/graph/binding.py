@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.host_part import Scoring, retrieved_keys
+from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state, signature
@@ -22,6 +22,7 @@ from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, window_partials

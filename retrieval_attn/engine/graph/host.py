@@ -16,7 +16,6 @@ from torch import Tensor
 
 from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, head_codes, new_mass, take_apart
 from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
@@ -24,10 +23,10 @@ from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.clusters.mass import ClusterEntry, RestPart
-from retrieval_attn.gpu.clusters.mass import Scoring as MassScoring
 from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, CodeShape, Scratch, shared_scratch, size_class
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
@@ -178,8 +177,7 @@ class HostRows:
             self._search.run(own, self._ids, self.part.rows, scratch, resources.runtime.opaque)
         begun, self.rest = resources.runtime.begin(self._call), None
         if self._search is not None and self._mass is not None and max_coded_keys:
-            scoring = MassScoring(self.scoring.scale, self.scoring.softcap)
-            given = self._search, own, self._ids, self.part.rows, scratch, scoring
+            given = self._search, own, self._ids, self.part.rows, scratch, self.scoring
             self.rest = self._mass.run(*given, resources.runtime.opaque)
         return begun
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.host_part import Scoring
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.host import HeadShape, HostResources, HostRows, split_microbatches
 from retrieval_attn.engine.graph.memory import StepMemory
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.decode.kernels import split_count
 

@@ -60,7 +60,7 @@ def metric_of(queries: Tensor) -> Tensor:
     not finite count nothing. Without queries, or where all are zero, P is the identity.
     """
     heads, count, dim = queries.shape
-    some = queries[:, spread(min(count, SAMPLE_QUERIES), count, queries.device)].double()
+    some = _sampled(queries, SAMPLE_QUERIES).double()
     finite = some.isfinite().all(dim=2, keepdim=True)
     some = torch.where(finite, some, 0)
     moment = some.transpose(1, 2) @ some / finite.sum(dim=1, keepdim=True).clamp_min(1)
@@ -88,7 +88,7 @@ def make_clusters(keys: Tensor, values: Tensor, metric: Tensor | None, clusters:
         zeros = keys.new_zeros(heads, clusters, dim, dtype=torch.float32)
         no_values = zeros.new_zeros(heads, clusters, values.shape[2])
         return Clusters(zeros, keys.new_zeros(heads, 0, dtype=torch.uint8), zeros[..., 0].int(), zeros, no_values)
-    sample = keys[:, spread(min(count, SAMPLE_KEYS), count, keys.device)]
+    sample = _sampled(keys, SAMPLE_KEYS)
     means = sample[:, spread(clusters, sample.shape[1], keys.device)].float()
     for _ in range(ROUNDS):
         _, sums = _pass(sample, sample[..., :0], means, metric)
@@ -118,6 +118,11 @@ def spread(count: int, total: int, device: torch.device) -> Tensor:
     span = torch.arange(count, dtype=torch.float64, device=device)
     places = ((span + (span * GOLDEN).frac()) * (total / max(1, count))).long()
     return places.clamp_max(max(0, total - 1))
+
+
+def _sampled(rows: Tensor, most: int) -> Tensor:
+    """At most so many of rows (heads, n, dim), from all over them."""
+    return rows[:, spread(min(rows.shape[1], most), rows.shape[1], rows.device)]
 
 
 def sample_keys(keys: Tensor, clusters: Clusters, number: int) -> Tensor:
@@ -152,7 +157,7 @@ def mean_distances(keys: Tensor, probes: Tensor, offsets: Tensor, counts: Tensor
     probes, offsets: as `probes_of` has them. counts (heads, clusters); means (heads, clusters, head_dim) float32. Of
     many keys a sample; clusters without keys take none.
     """
-    some = keys[:, spread(min(keys.shape[1], SAMPLE_KEYS), keys.shape[1], keys.device)].float()
+    some = _sampled(keys, SAMPLE_KEYS).float()
     offsets = torch.where(counts > 0, offsets, -torch.inf)[:, None]
     own = torch.baddbmm(offsets, some, probes.transpose(1, 2)).argmax(dim=2)
     # rows of a matrix: on a CPU `gather` takes number by number

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 2
 """Words of a row of the table: address of the members, address of the mean values; 0: no clusters."""
-MIN_CLUSTERS, MAX_CLUSTERS = 16, 256
+MIN_CLUSTERS = 16
 MEAN_DTYPE = torch.bfloat16
 """Of mean values on a device: half the bytes, and rounded less than the mean is off."""
 PROGRAMS = 528
@@ -45,13 +47,6 @@ class ClusterEntry(NamedTuple):
 
     members: Tensor
     mean_values: Tensor
-
-
-class Scoring(NamedTuple):
-    """How a query's products become logits."""
-
-    scale: float
-    softcap: float | None = None
 
 
 class RestPart(NamedTuple):

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, Scoring, mass_grid
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, mass_grid
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
 from retrieval_attn.gpu.codes.search import CodeSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS, FINE

@@ -43,7 +43,7 @@ STEP = np.dtype(
         ("tiles_at", _WORD),  # float32 (entries, padded, head_dim): the same, padded by zeros
         ("out_at", _WORD),  # float32 (entries, queries, value_dim)
         ("lse_at", _WORD),  # float32 (entries, queries)
-        ("rest_at", _WORD),  # float32 (entries, queries): the share of out that is estimated; 0: is not written
+        ("rest_at", _WORD),  # float32 (entries, queries): the share of out that is estimated
         ("entries_at", _WORD),  # ENTRY (entries,)
         ("ranges_at", _WORD),  # RANGE (of all entries,)
         ("tasks_at", _WORD),  # TASK (tasks,)

@@ -147,9 +147,19 @@ _codes: dict[CodeType, dict[int, bool]] = {}
 
 
 def _looking(code: CodeType) -> dict[int, bool]:
-    """For each place in `code`, whether Python looks for signals after it."""
+    """For each place in `code`, whether Python looks for signals after it, and the next place shows it.
+
+    What Python raises after a call belongs to the call, and is raised here at the next place. Where that is no longer
+    in the block that the call is in, as behind the last call under a lock, the lock would stay taken as it never does.
+    """
     if code not in _codes:
-        _codes[code] = {one.offset: one.opname.startswith(("CALL", "JUMP_BACK")) for one in dis.get_instructions(code)}
+        instructions = list(dis.get_instructions(code))
+        entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+        blocks = [[entry for entry in entries if entry.start <= one.offset < entry.end] for one in instructions]
+        _codes[code] = {
+            one.offset: one.opname.startswith("JUMP_BACK") or (one.opname.startswith("CALL") and own == after)
+            for one, own, after in zip(instructions, blocks, [*blocks[1:], []], strict=True)
+        }
     return _codes[code]
 
 

@@ -97,7 +97,7 @@ def samples_of(shared: KeyClusters | None, head: int) -> Floats | None:
     """(head_dim, clusters, number) of a head; None without samples."""
     if shared is None or shared.samples is None:
         return None
-    samples = shared.samples[head].astype(np.float64)
+    samples = shared.samples.to_float32()[head].astype(np.float64)
     return samples.reshape(len(samples), shared.clusters, -1)
 
 

@@ -134,8 +134,8 @@ def test_window_and_host_equal_hand_sums() -> None:
     assert item(answer.host, "keys and values") == 2 * 100 * 384
     index = 2 * 100 * 3 * 2 * (64 + 4 * 32 + 8)  # a line of codes, 32 links, id and term, for each key of each head
     assert item(answer.host, "index") == index
-    # 80 keys in 4 clusters: probes, sums twice, 16 samples of each, distance
-    clusters = 2 * 3 * 2 * (80 + 4 * (4 * (9 + 2 * 17 + 16 * 8) + 1))
+    # 80 keys in 4 clusters: probes, sums twice, 16 samples of each in bfloat16, distance
+    clusters = 2 * 3 * 2 * (80 + 4 * (4 * (9 + 2 * 17) + 1) + 2 * 4 * 16 * 8)
     assert item(answer.host, "clusters") == clusters
     assert answer.host_bytes == 2 * 100 * 384 + index + clusters + HOST_RESERVE
     paper = plan(tiny(), context=100, batch=2, host_memory="4GiB", config=options.replace(tail=False))

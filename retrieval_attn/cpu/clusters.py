@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.segment import PathPart, Segment
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, to_float32
@@ -56,13 +57,13 @@ class ClusterTable(NamedTuple):
     """What a step reads of one path, float32, C-contiguous. It keeps its place until the path's table is another.
 
     counts (kv_heads, C). means (kv_heads, head_dim, C): mean keys, a column each. value_sums (kv_heads, C, value_dim).
-    samples (kv_heads, head_dim, C * number): as many keys of each cluster, cluster after cluster; None: there are none.
+    samples: as many keys of each cluster; None: there are none.
     """
 
     counts: Floats
     means: Floats
     value_sums: Floats
-    samples: Floats | None = None
+    samples: SampledKeys | None = None
 
     @property
     def clusters(self) -> int:
@@ -72,7 +73,7 @@ class ClusterTable(NamedTuple):
     @property
     def sampled(self) -> int:
         """Samples of a cluster."""
-        return 0 if self.samples is None else self.samples.shape[2] // self.clusters
+        return 0 if self.samples is None else self.samples.number
 
 
 def samples_for(clusters: int) -> int:
@@ -108,12 +109,12 @@ class KeyClusters:
         mean_values: Floats | None = None,
         late: KeyClusters | None = None,
         distances: Floats | None = None,
-        samples: Floats | None = None,
+        samples: SampledKeys | None = None,
     ) -> None:
         """mean_values: (kv_heads, C, value_dim) of the keys that were read, where a device estimates by them. late: the
         fewer clusters of tokens that come later there. distances: (kv_heads,), the mean squares of the distances of the
-        keys that were read to their clusters' means, where that is known. samples: of these keys, see `ClusterTable`,
-        where the host estimates.
+        keys that were read to their clusters' means, where that is known. samples: of these keys, where the host
+        estimates.
 
         Raises ShapeError for shapes that do not fit, or more than MAX_CLUSTERS.
         """
@@ -307,7 +308,7 @@ def mean_values(sums: ClusterSums | ClusterTable) -> Floats:
     return found
 
 
-def _table_of(sums: ClusterSums, samples: Floats | None) -> ClusterTable:
+def _table_of(sums: ClusterSums, samples: SampledKeys | None) -> ClusterTable:
     heads, clusters, dim = sums.key_sums.shape
     means: Floats = np.empty((heads, dim, clusters), np.float32)
     table = ClusterTable(np.empty_like(sums.counts), means, np.empty_like(sums.value_sums), samples)

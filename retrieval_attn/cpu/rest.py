@@ -53,7 +53,7 @@ def rest_partial(
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # NaN gives NaN, as full attention does
         top = np.where(left > 0, scores, -np.inf).max(axis=2, keepdims=True)
         if table.samples is not None:
-            sampled = _logits(queries @ table.samples, scoring).reshape(*scores.shape, table.sampled)
+            sampled = _logits(queries @ table.samples.to_float32(), scoring).reshape(*scores.shape, table.sampled)
             lowest = np.where(np.isinf(least), np.inf, _logits(np.where(np.isinf(least), 0, least), scoring))
             inside = np.clip((lowest[:, :, None, None] - sampled) * STEEPNESS, 0, 1)
             sampled = np.where(inside > 0, sampled, -np.inf)

@@ -7,6 +7,7 @@ that has codes of the keys.
 from __future__ import annotations
 
 from retrieval_attn.cpu.clusters import LATE_CLUSTERS, MAX_CLUSTERS, clusters_for, samples_for
+from retrieval_attn.cpu.samples import columns_for
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, mass_grid
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.kernels.key_codes import split_bytes
@@ -25,12 +26,12 @@ def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: boo
         return 0
     probes, sums = key_dim + 1, 1 + key_dim + value_dim
     clusters = clusters_for(tokens)
-    numbers = clusters * (probes + 2 * sums) + 1
+    numbers, halves = clusters * (probes + 2 * sums) + 1, 0
     if on_device:
         numbers += clusters * value_dim + min(LATE_CLUSTERS, clusters) * (probes + 2 * sums)
     else:
-        numbers += clusters * samples_for(clusters) * key_dim
-    return tokens + NUMBER * numbers
+        halves = columns_for(clusters * samples_for(clusters)) * key_dim
+    return tokens + NUMBER * numbers + NUMBER // 2 * halves
 
 
 def device_head_bytes(key_dim: int, value_dim: int, key_bytes: int) -> int:

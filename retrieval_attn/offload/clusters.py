@@ -19,6 +19,7 @@ from retrieval_attn.cpu.clusters import (
     mean_values,
     samples_for,
 )
+from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
 from retrieval_attn.gpu.clusters.cluster import make_clusters, mean_distances, metric_of, probes_of, sample_keys
 from retrieval_attn.index.formats import to_float32
@@ -101,14 +102,15 @@ class ClusterBuild:
             if not job.made:
                 cluster_table(job.host, job.start, job.stop)
                 continue
-            probes, offsets, members, counts, key_sums, value_sums, distances, *rest = job.made
+            probes, offsets, members, counts, key_sums, value_sums, distances, *sampled = job.made
             sums = ClusterSums(counts, key_sums, value_sums)
             # of keys that are not finite nothing is known; attention over them is NaN where full attention is
             if not all(np.isfinite(array).all() for array in (probes, offsets, *sums)):
                 continue
             coded = job.host.spec.keeps_codes(job.host.head_dim)
             late = largest_clusters(probes, offsets, counts) if coded else None
-            shared = KeyClusters(probes, offsets, None, late, distances, *rest)
+            samples = SampledKeys.of(sampled[0], probes.shape[1]) if sampled else None
+            shared = KeyClusters(probes, offsets, None, late, distances, samples)
             take_clusters(job.host, shared, (job.start, job.stop), members, sums)
             if coded:
                 shared.mean_values = mean_values(_coded_table(job.host, job.start, job.stop))

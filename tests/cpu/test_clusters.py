@@ -5,6 +5,7 @@ import pytest
 
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
+from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
@@ -32,7 +33,8 @@ def make_path(
     if sampled:
         samples = np.repeat(centers.transpose(0, 2, 1), sampled, axis=2).astype(np.float32)
         samples = samples + 0.3 * rng.normal(size=samples.shape).astype(np.float32)
-    shared = KeyClusters(probes, -0.5 * (centers**2).sum(axis=2), samples=samples)
+    kept = None if samples is None else SampledKeys.of(samples, clusters)
+    shared = KeyClusters(probes, -0.5 * (centers**2).sum(axis=2), samples=kept)
     path.clusters = PathClusters.empty(shared, fmt, VALUE_DIM)
     return path
 
@@ -74,8 +76,8 @@ def reference(
             for c in own[rest]:
                 weight, count = 4 * np.exp(logit(keys[head][own == c].mean(axis=0) @ query)), 4
                 if table.samples is not None:
-                    number = table.samples.shape[2] // table.clusters
-                    sampled = logit(query @ table.samples[head][:, c * number : (c + 1) * number])
+                    number = table.samples.number
+                    sampled = logit(query @ table.samples.to_float32()[head][:, c * number : (c + 1) * number])
                     inside = np.clip((logits[kept].min() - sampled) * 10, 0, 1)
                     weight, count = weight + inside @ np.exp(sampled), count + inside.sum()
                 estimated.append(weight / count)

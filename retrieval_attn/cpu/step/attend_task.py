@@ -12,6 +12,7 @@ import numpy as np
 from numba import carray, njit
 
 from retrieval_attn.cpu.gather import attend_rows
+from retrieval_attn.cpu.samples import score_samples
 from retrieval_attn.cpu.step.estimate import attend_and_estimate, score_means
 from retrieval_attn.cpu.step.run import BAD_ID
 from retrieval_attn.index.formats import Format
@@ -185,11 +186,10 @@ def _attend(descriptor, number, worker, like):
         means = floats_at(table.means_at, step.head_dim, table.clusters)
         score_means(query_of(step, entry, number % queries)[0], means, weights)
         sums = floats_at(table.sums_at, table.clusters, value_dim)
-        size = table.clusters * table.sampled
-        sampled = carray(at_address(scratch + step.sampled_at), size, np.float32)
-        if size > 0:
-            samples = floats_at(table.samples_at, step.head_dim, size)
-            score_means(query_of(step, entry, number % queries)[0], samples, sampled)
+        sampled = carray(at_address(scratch + step.sampled_at), table.columns, np.float32)
+        if table.columns > 0:
+            score_samples(query_of(step, entry, number % queries)[0], table.samples_at, sampled)
+            sampled = sampled[: table.clusters * table.sampled]
         lse[number, 0], share = attend_and_estimate(
             like, rows, scores, count, owners, step.scale, step.softcap, left, weights, sampled, sums, out
         )

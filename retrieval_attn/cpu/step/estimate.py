@@ -55,31 +55,50 @@ def add_sums(weights, sums, out):
                 out[j] += weight * sums[c, j]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
+def _part_of_sample(logit, least, shift):
+    """How much of a sample counts, see STEEPNESS, and its weight relative to exp(shift)."""
+    inside = max(np.float32(0.0), min(np.float32(1.0), (least - logit) * STEEPNESS))
+    return inside, inside * exp(min(logit - shift, np.float32(0.0)))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")  # a division that may raise is not taken several at a time
 def _weigh_clusters(weights, left, sampled, least, shift):
     """weights (clusters,), logits of mean keys: overwritten by what a key that is left weighs, relative to exp(shift).
 
-    sampled (clusters * number,): logits of samples, of which those below `least` count, see STEEPNESS. Returns the sum
-    over all keys that are left.
+    sampled (number * clusters,): logits of samples, of which those below `least` count, see STEEPNESS; overwritten, the
+    i-th of all clusters before those after it. Returns the sum over all keys that are left.
     """
     clusters = left.shape[0]
     number = sampled.shape[0] // clusters
-    estimated = 0.0
     for c in range(clusters):
-        if left[c] <= 0:
-            weights[c] = np.float32(0.0)
-            continue
-        weight = exp(min(weights[c] - shift, np.float32(0.0)))
-        if number > 0:
-            total, count = weight * PRIOR, PRIOR
-            for i in range(c * number, (c + 1) * number):
-                inside = max(np.float32(0.0), min(np.float32(1.0), (least - sampled[i]) * STEEPNESS))
-                total += inside * exp(min(sampled[i] - shift, np.float32(0.0)))
-                count += inside
-            weight = total / count
-        weights[c] = weight
-        estimated += np.float64(weight) * np.float64(left[c])
-    return estimated
+        weights[c] = exp(min(weights[c] - shift, np.float32(0.0)))
+    if number > 0:
+        counts = sampled[:clusters]
+        for c in range(clusters):
+            inside, weight = _part_of_sample(sampled[c], least, shift)
+            weights[c] = weights[c] * PRIOR + weight
+            counts[c] = PRIOR + inside
+        for i in range(1, number):
+            logits = sampled[i * clusters : (i + 1) * clusters]
+            for c in range(clusters):
+                inside, weight = _part_of_sample(logits[c], least, shift)
+                weights[c] += weight
+                counts[c] += inside
+        for c in range(clusters):
+            weights[c] /= counts[c]
+    for c in range(clusters):
+        weights[c] = weights[c] if left[c] > 0 else np.float32(0.0)
+    return _sum_left(weights, left)
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def _sum_left(weights, left):
+    """Sum of weights * left (clusters,) in float64."""
+    total = 0.0
+    for c in range(left.shape[0]):
+        total += np.float64(weights[c]) * np.float64(left[c])
+    return total
 
 
 @njit(nogil=True, cache=True)
@@ -87,7 +106,7 @@ def attend_and_estimate(like, rows, scores, count, owners, scale, softcap, left,
     """As `gather.attend_rows`, and the keys that are `left` as the module says; returns the lse and their share.
 
     owners (at least count,) int16: the cluster of each row, -1 for none. left (clusters,) float32: keys that are no
-    rows. weights (clusters,) and sampled (clusters * number,): inner products of the query and the mean keys, and the
+    rows. weights (clusters,) and sampled (number * clusters,): inner products of the query and the mean keys, and the
     samples, overwritten. sums (clusters, value_dim): of the values of all keys, rows among them. The share of the
     weights that is estimated lies in [0, 1]; 0 where nothing is left.
     """

@@ -20,6 +20,7 @@ from retrieval_attn.cpu.attend import check_score_options
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
+from retrieval_attn.cpu.samples import columns_for
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
@@ -216,7 +217,7 @@ class LayerStep:
         capacity = max(min(2 * request.top_k + 64, 2 * longest + 1), request.top_k + 1, tables.most("capacity"))
         joined = tables.lists * list_words
         layout = Layout()
-        sizes = request.top_k, max((clusters * max(1, sampled) for clusters, sampled in request.clusters), default=0)
+        sizes = request.top_k, max((max(c, columns_for(c * sampled)) for c, sampled in request.clusters), default=0)
         places = _scratch_places(layout, (queries, padded), sizes, capacity, joined, tables.most("scratch"))
         stride = layout.nbytes + CACHE_LINE
         workers = self.pool.workers
@@ -396,7 +397,7 @@ def _scratch_places(
     layout: Layout, queries: tuple[int, int], sizes: tuple[int, int], capacity: int, joined: int, own: int
 ) -> dict[str, int]:
     """Fields of the descriptor that are places in a worker's scratch. queries: of an entry, and padded. sizes: top_k
-    and the most clusters or samples of a head.
+    and the most clusters, or columns of samples, of a head.
     """
     (number, padded), (top_k, clusters) = queries, sizes
     return {

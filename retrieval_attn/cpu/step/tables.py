@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.clusters import ClusterTable
+from retrieval_attn.cpu.samples import columns_for
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format
@@ -156,11 +157,17 @@ def place_clusters(entries: npt.NDArray[Any], heads: int, tables: Sequence[Clust
         own = entries[row * heads : (row + 1) * heads]
         own["clusters"] = 0 if table is None else table.clusters
         own["sampled"] = 0 if table is None else table.sampled
+        own["columns"] = 0 if table is None else columns_for(table.clusters * table.sampled)
         if table is not None:
-            arrays = {"counts_at": table.counts, "means_at": table.means, "sums_at": table.value_sums}
-            for name, array in {**arrays, "samples_at": table.samples}.items():
-                if array is not None:
-                    own[name] = address_of(array) + array.strides[0] * np.arange(heads)
+            arrays: dict[str, npt.NDArray[Any]] = {
+                "counts_at": table.counts,
+                "means_at": table.means,
+                "sums_at": table.value_sums,
+            }
+            if table.samples is not None:
+                arrays["samples_at"] = table.samples.packed
+            for name, array in arrays.items():
+                own[name] = address_of(array) + array.strides[0] * np.arange(heads)
 
 
 def place_budgets(entries: npt.NDArray[Any], counts: npt.NDArray[np.int64] | None) -> None:

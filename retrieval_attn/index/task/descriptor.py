@@ -66,7 +66,7 @@ STEP = np.dtype(
         ("owners_at", _WORD),  # int16 (top_k,): clusters of attended keys, -1 for none
         ("left_at", _WORD),  # float32 (clusters,): keys that were not attended to
         ("weights_at", _WORD),  # float32 (clusters,)
-        ("sampled_at", _WORD),  # float32 (clusters * sampled,)
+        ("sampled_at", _WORD),  # float32 (columns,)
         ("counts_at", _WORD),  # int64 (queries,)
         ("bars_at", _WORD),  # int64 (queries,)
         ("bounds_at", _WORD),  # float32 (padded,), or int32 (padded / 4, BOUND_WORDS)
@@ -88,7 +88,8 @@ ENTRY = np.dtype(
         ("counts_at", _WORD),  # float32 (clusters,): keys
         ("means_at", _WORD),  # float32 (head_dim, clusters): mean keys
         ("sums_at", _WORD),  # float32 (clusters, value_dim): summed values
-        ("samples_at", _WORD),  # float32 (head_dim, clusters * sampled): keys of each cluster
+        ("samples_at", _WORD),  # bfloat16 (columns * head_dim,): keys of each cluster, see `cpu/samples.py`
+        ("columns", _WORD),
         ("sampled", _WORD),  # of a cluster
         ("budgets_at", _WORD),  # int64 (queries,): keys that each query attends to, at most top_k; 0: top_k
     ]

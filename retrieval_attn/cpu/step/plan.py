@@ -343,7 +343,7 @@ def _failure(step: npt.NDArray[Any], tables: Tables, heads: int) -> str:
     if task < searches:
         entry, query = int(tables.tasks["entry"][task]), None
     else:
-        entry, query = divmod(task - searches, int(step["queries"][0]))
+        query, entry = divmod(task - searches, int(step["entries"][0]))
     where = f"sequence {entry // heads}, key-value head {entry % heads}"
     if query is not None:
         where += f", query {query} of its group"

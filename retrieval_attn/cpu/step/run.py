@@ -39,8 +39,11 @@ def _run_task(descriptor, number, worker):
         atomic_add(step.pending_at + task.entry * 64, -1)
         meter.search_time += nanoseconds() - since
         return code
-    query = number - step.tasks
-    pending = step.pending_at + query // step.queries * 64
+    # entries take turns: with two threads each mostly meets the samples of one head, and finds them in its cache
+    turn = number - step.tasks
+    entry = turn % step.entries
+    query = entry * step.queries + turn // step.entries
+    pending = step.pending_at + entry * 64
     if atomic_load(pending) != 0:
         # searches of the same entry are still running elsewhere: waiting is no work of this task's
         wait_for(pending, 0)

@@ -1,5 +1,7 @@
 """How much of attention was estimated: by the host's step, by a layer, in an answer's statistics."""
 
+from copy import copy
+
 import numpy as np
 import pytest
 import torch
@@ -64,6 +66,22 @@ def test_a_layer_sums_shares_of_all_keys() -> None:
     layer, head, share = largest_share({0: none, 4: tail}) or (-1, -1, 0.0)
     assert (layer, head) == (4, int(expected.argmax())) and share == pytest.approx(expected.max() / 8)
     assert mean_share({0: none}) is None and largest_share({}) is None
+
+
+def test_many_tokens_are_summed_with_those_that_wait() -> None:
+    """Tokens one by one, more than wait at once, then a question; a copy made in between goes its own way."""
+    generator = torch.Generator().manual_seed(1)
+    tail, shares, copies = TailShare(), [], []
+    for new in [1] * 300 + [7, 1]:
+        rest, host = (torch.rand(1, 3, new, generator=generator) for _ in range(2))
+        tail.add(rest, host, host + 1)
+        shares.append(rest.double().numpy()[0] / np.e)
+        if len(shares) in (5, 200):
+            copies.append((copy(tail), np.concatenate(shares, axis=1)))
+    np.testing.assert_allclose(tail.means(), np.concatenate(shares, axis=1).mean(axis=1), rtol=1e-6)
+    for other, before in copies:
+        assert other.count == before.shape[1]
+        np.testing.assert_allclose(other.means(), before.mean(axis=1), rtol=1e-6)
 
 
 def test_what_was_not_estimated_was_captured(loaded: Loaded, text: str) -> None:

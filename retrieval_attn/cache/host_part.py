@@ -28,7 +28,7 @@ from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
 from retrieval_attn.cache.uploaded_part import UploadedPart
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import HeadBudgets
-from retrieval_attn.cpu.host_attend import attend_paths, exact_head, exact_lse
+from retrieval_attn.cpu.host_attend import HostPartial, attend_paths, exact_head, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
@@ -128,6 +128,13 @@ class HostPart:
             self.rest = None if part.rest is None else unstacked(part.rest, self._shape[0])
             stats.host_seconds += time.perf_counter() - began
             return Partial(*(unstacked(one, self._shape[0]) for one in found))
+        if len(self._shared) == 1 and len(self._shared[0].rows) == self._shape[0]:  # nor here
+            ((k, group),) = self._apart.items()
+            (answer,) = self._ask(k, group, stats)
+            self.rest = None if answer.rest is None else self._by_row(answer.rest)
+            out, lse = self._by_row(answer.out), self._by_row(answer.lse)
+            stats.host_seconds += time.perf_counter() - began
+            return Partial(out, lse)
         out = torch.zeros(*self._shape, value_dim, dtype=torch.float32, device=self._device)
         lse = torch.full(self._shape, -torch.inf, dtype=torch.float32, device=self._device)
         self.rest = torch.zeros_like(lse)
@@ -137,23 +144,28 @@ class HostPart:
             self._place(one, self._finish(part, stats), (out, lse))
             self._place_rest(one, part.rest)
         for k, group in self._apart.items():
-            answers = attend_paths(
-                [one.host for one in group],
-                [self._host_queries(one) for one in group],
-                [(one.start, one.stop) for one in group],
-                k,
-                scale=self._scoring.scale,
-                softcap=self._scoring.softcap,
-            )
-            for one, answer in zip(group, answers, strict=True):
+            for one, answer in zip(group, self._ask(k, group, stats), strict=True):
                 self._place(one, Partial(*map(torch.from_numpy, (answer.out, answer.lse))), (out, lse))
                 self._place_rest(one, None if answer.rest is None else torch.from_numpy(answer.rest))
-                stats.keys_scanned += answer.keys_scanned
-                stats.bytes_read += answer.bytes_read
-                stats.search_seconds += answer.search_seconds
-                stats.attend_seconds += answer.attend_seconds
         stats.host_seconds += time.perf_counter() - began
         return Partial(out, lse)
+
+    def _ask(self, k: int | HeadBudgets | None, group: list[_Shared], stats: LayerStats) -> list[HostPartial]:
+        """What the host attends to for some paths, k keys per query. Adds to `stats`, but for the time."""
+        answers = attend_paths(
+            [one.host for one in group],
+            [self._host_queries(one) for one in group],
+            [(one.start, one.stop) for one in group],
+            k,
+            scale=self._scoring.scale,
+            softcap=self._scoring.softcap,
+        )
+        for answer in answers:
+            stats.keys_scanned += answer.keys_scanned
+            stats.bytes_read += answer.bytes_read
+            stats.search_seconds += answer.search_seconds
+            stats.attend_seconds += answer.attend_seconds
+        return answers
 
     def _finish(self, part: CodedPart | UploadedPart, stats: LayerStats) -> Partial:
         found, cost = part.finish()
@@ -220,6 +232,10 @@ class HostPart:
     def _host_queries(self, one: _Shared) -> np.ndarray:
         """The queries of the rows that share a path, float32: (q_heads, rows * new, head_dim)."""
         return stacked(self._host_query, one.rows).contiguous().numpy()
+
+    def _by_row(self, part: np.ndarray) -> Tensor:
+        """(q_heads, batch * new, ...) that all rows got together, (batch, q_heads, new, ...) on the query's device."""
+        return unstacked(torch.from_numpy(part), self._shape[0]).to(self._device)
 
     def _place_rest(self, one: _Shared, rest: Tensor | None) -> None:
         if rest is None or self.rest is None:

@@ -14,6 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+AT_ONCE = 128
+"""Tokens of one forward each that are summed at once: a few numbers per token cost what beginning an operation does."""
+NUMBERS_AT_ONCE = 1024
+"""Shares that wait to be summed, at most."""
+
 
 class TailShare:
     """Of one layer. count: rows times tokens that were added."""
@@ -21,16 +26,33 @@ class TailShare:
     def __init__(self) -> None:
         self.count = 0
         self._sums: Tensor | None = None
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # of one shape
 
-    @torch.no_grad()
+    def __copy__(self) -> TailShare:
+        """What was added so far; what is added to either later is its own."""
+        other = object.__new__(TailShare)
+        other.__dict__.update(self.__dict__, _waiting=self._waiting.copy())
+        return other
+
     def add(self, rest: Tensor, host_lse: Tensor, lse: Tensor) -> None:
-        """Some tokens of some rows more. All (batch, q_heads, new) float32 on one device.
+        """Some tokens of some rows more. All (batch, q_heads, new) float32 on one device, not written to any more.
 
         rest: the share of the host's weights that is estimated; host_lse: of the host's partial; lse: of all keys.
         """
-        shares = torch.exp(host_lse - lse).mul_(rest).sum(dim=(0, 2), dtype=torch.float64)
-        self._sums = shares if self._sums is None else self._sums + shares
+        if self._waiting and self._waiting[0][0].shape != rest.shape:
+            self._sum_waiting()
+        self._waiting.append((rest, host_lse, lse))
         self.count += rest.shape[0] * rest.shape[2]
+        if len(self._waiting) >= AT_ONCE or len(self._waiting) * rest.numel() >= NUMBERS_AT_ONCE:
+            self._sum_waiting()
+
+    @torch.no_grad()
+    def _sum_waiting(self) -> None:
+        if self._waiting:
+            rest, host_lse, lse = (torch.stack(some) for some in zip(*self._waiting, strict=True))
+            shares = torch.exp(host_lse - lse).mul_(rest).sum(dim=(0, 1, 3), dtype=torch.float64)
+            self._sums = shares if self._sums is None else self._sums + shares
+            self._waiting.clear()
 
     @torch.no_grad()
     def add_sums(self, sums: Tensor, count: int) -> None:
@@ -42,6 +64,7 @@ class TailShare:
 
     def means(self) -> npt.NDArray[np.float64]:
         """(q_heads,): the mean over what was added, of each head; of no head if nothing was."""
+        self._sum_waiting()
         if self._sums is None or not self.count:
             return np.empty(0)
         means: npt.NDArray[np.float64] = self._sums.cpu().numpy() / self.count

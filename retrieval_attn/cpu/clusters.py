@@ -159,9 +159,10 @@ class KeyClusters:
     def members(self, segment: Segment, low: int, high: int, fmt: Format) -> npt.NDArray[np.uint8]:
         """ids (kv_heads, capacity) of a segment, right for its tokens [low, high): those without a cluster join one."""
         with self._joining:
+            known = self._members.get(segment)
+            if known is not None and known.first <= low and high <= known.stop:  # nearly always
+                return known.ids
             held = self._of(segment)
-            if held.first <= low and high <= held.stop:
-                return held.ids
             if held.first == held.stop:
                 held.first = held.stop = low
             # a gap would be told from nothing: what lies between joins, too

@@ -74,9 +74,9 @@ def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
     return [None if codes is None else (codes, stop) for codes in found]
 
 
-def new_mass(entries: int, value_dim: int, device: torch.device) -> ClusterMass:
-    """The device's estimate for so many key-value heads, whatever the number of their clusters."""
-    return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device)
+def new_mass(entries: int, value_dim: int, device: torch.device, *, waits: bool = True) -> ClusterMass:
+    """The device's estimate for so many key-value heads, whatever the number of their clusters; waits: see there."""
+    return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device, waits=waits)
 
 
 def device_cluster_bytes(paths: Sequence[SequenceKV]) -> int:

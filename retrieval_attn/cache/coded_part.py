@@ -24,7 +24,7 @@ from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.mass import ClusterMass, RestPart, name_with_mass
-from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch, question_search
+from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task.descriptor import METER_WORDS, WORDS
@@ -251,8 +251,8 @@ class _Desk:
         with torch.inference_mode(False), torch.no_grad():  # the next question may come outside inference mode
             self.slots = [_Slot(shape, pool) for _ in range(2)]
             members = shape.group * shape.most
-            self.search: QuestionSearch = question_search(shape.kv_heads, members, shape.codes, shape.device)
-            self.mass = new_mass(shape.kv_heads, shape.value_dim, shape.device)
+            self.search: QuestionSearch = QuestionSearch(shape.kv_heads, members, shape.codes, shape.device)
+            self.mass = new_mass(shape.kv_heads, shape.value_dim, shape.device, waits=False)
 
     @classmethod
     def take(cls, shape: QuestionShape, pool: Pool) -> _Desk:

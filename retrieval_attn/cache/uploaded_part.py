@@ -32,7 +32,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.mass import RestPart
 from retrieval_attn.gpu.codes.late import LateClusters, attend_late
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
-from retrieval_attn.gpu.codes.search import question_search
+from retrieval_attn.gpu.codes.search import QuestionSearch
 from retrieval_attn.offload.upload import Stretch
 
 GATHERED_PER_UPLOADED = 1.0
@@ -145,8 +145,8 @@ class UploadedPart:
     def _name(self, part: slice) -> Tensor:
         """Ids (q_heads * positions, room) int32 for queries of some positions."""
         queries, path = self._queries[:, part].flatten(0, 1), self._over.path
-        search = question_search(path.num_kv_heads, len(queries) // path.num_kv_heads, self._over.shape, queries.device)
-        mass = new_mass(path.num_kv_heads, path.value_dim, queries.device)
+        search = QuestionSearch(path.num_kv_heads, len(queries) // path.num_kv_heads, self._over.shape, queries.device)
+        mass = new_mass(path.num_kv_heads, path.value_dim, queries.device, waits=False)
         with on_device(queries.device):
             search.bind(self._over.codes)
             if self._over.parts.entries is not None:

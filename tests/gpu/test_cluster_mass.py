@@ -22,7 +22,7 @@ from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass, RestPart
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, question_search, size_class
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
 from retrieval_attn.index.kernels.key_codes import CodeSpace, learn_space
 from retrieval_attn.index.sketch.index import learn_projection
 from tests.gpu.test_code_search import on
@@ -222,7 +222,7 @@ def test_a_question_in_turns(device: str, rows: int) -> None:
     """Each query's estimate is what it is alone, however few have room at once."""
     case = Case(device, [650, 640], group=19)
     where = case.query.device
-    search: QuestionSearch = question_search(2, 19, case.shape, where)
+    search: QuestionSearch = QuestionSearch(2, 19, case.shape, where)
     search.bind(case.ranges)
     into = case.mass.room(38)
     flat = case.query.reshape(1, 38, 1, 64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores, estimated
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, shared_scratch, size_class
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, shared_scratch, size_class
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
@@ -160,7 +160,7 @@ def test_many_queries_in_blocks_and_turns(device: str, rows: int) -> None:
     shape, where = search.shape, torch.device(device)
     ranges: list[tuple[DeviceCodes, int] | None] = [(codes[0], 650), (codes[1], 649)]
     query = torch.randn(heads, members, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
-    many = question_search(heads, members + 3, shape, where)
+    many = QuestionSearch(heads, members + 3, shape, where)
     many.bind(ranges)
     ids = torch.full((heads * members, shape.room), 77, dtype=torch.int32, device=device)
     scratch = Scratch(min(rows, heads * members), size_class(650), shape.room, where)

@@ -17,7 +17,7 @@ from retrieval_attn.engine.graph.host import code_shape, split_microbatches
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, question_search, size_class
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
 from retrieval_attn.gpu.decode.kernels import (
     HostPart,
     Parts,
@@ -96,7 +96,7 @@ class LayerLaunches:
         codes, device = self._question_codes, self._key.device
         if codes is None:
             return
-        search = question_search(self._kv_heads, self._q_heads // self._kv_heads, codes, device)
+        search = QuestionSearch(self._kv_heads, self._q_heads // self._kv_heads, codes, device)
         self._run(search, self._zeros(1, self._q_heads, 1, self._dim), codes.room, self._q_heads, None)
 
     def attend_named(self) -> None:

@@ -25,6 +25,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.table import TableWriter
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 2
@@ -59,8 +60,18 @@ class RestPart(NamedTuple):
 class ClusterMass:
     """The estimate of one layer: `bind` says which clusters, `run` is recorded, or called outside a capture."""
 
-    def __init__(self, entries: int, clusters: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """entries: key-value heads of all rows. clusters: a power of 2, 16 to 256. dtype: of the mean values.
+    def __init__(
+        self,
+        entries: int,
+        clusters: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """entries: key-value heads of all rows. clusters: a power of 2, 16 to 256. dtype: of the mean values. waits:
+        `bind` waits for the device, which otherwise must be done with the estimate before the next `bind`.
 
         Raises BackendError for other numbers of clusters.
         """
@@ -72,6 +83,7 @@ class ClusterMass:
         self.clusters, self.value_dim, self.dtype = clusters, value_dim, dtype
         self.entries: list[ClusterEntry | None] = [None] * entries
         self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
+        self._writer = TableWriter(self.table, waits=waits)
 
     def bind(self, entries: Sequence[ClusterEntry | None]) -> None:
         """Clusters of key-value head h of row b, at b * kv_heads + h; None: there is no estimate for its queries."""
@@ -91,7 +103,7 @@ class ClusterMass:
         rows = [
             [0, 0] if entry is None else [entry.members.data_ptr(), entry.mean_values.data_ptr()] for entry in entries
         ]
-        self.table.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, TABLE_WORDS))
+        self._writer.write(rows)
 
     def forget(self) -> None:
         """Let the clusters go; `bind` names others before the next `run`."""
@@ -169,11 +181,13 @@ class ClusterMass:
             into.lse[here] = (top + torch.log(total))[:, 0]
 
 
-def mass_grid(entries: int, members: int) -> tuple[int, int, int]:
+def mass_grid(entries: int, members: int, *, step: bool = True) -> tuple[int, int, int]:
     """How `members` queries of each of so many heads are shared out: queries that a program serves, programs side by
     side for a head's queries, and programs that share a head's keys, at most.
+
+    step: they are those of a step, whose number is always the same; one kernel serves any number of a question's.
     """
-    group = min(GROUP, max(4, 1 << max(0, members - 1).bit_length()))
+    group = min(GROUP, max(4, 1 << max(0, members - 1).bit_length())) if step else GROUP
     blocks = -(-members // group)
     return group, blocks, max(1, PROGRAMS // (entries * blocks))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, mass_grid
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
-from retrieval_attn.gpu.codes.search import CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS, FINE
 
 TILE = BLOCK_KEYS
@@ -202,7 +202,7 @@ def estimate(
     """Write the rows of `into` of a turn's queries, out of query (batch, q_heads, 1, head_dim)."""
     q_heads, dim, shape = query.shape[1], query.shape[3], search.shape
     members, rank = q_heads // search.kv_heads, shape.num_8bit + shape.num_4bit
-    group, blocks, programs = mass_grid(turn.entries, turn.members)
+    group, blocks, programs = mass_grid(turn.entries, turn.members, step=not isinstance(search, QuestionSearch))
     clusters = mass.clusters
     low = 16 if clusters <= FEW_CLUSTERS else 32
     programs = max(1, min(programs, scratch.max_keys // TILE))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
+from retrieval_attn.gpu.codes.table import TableWriter
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
@@ -144,6 +145,7 @@ class CodeSearch:
         self.shape, self.kv_heads = shape, kv_heads
         self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
         self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
+        self._writer = TableWriter(self.table)
         # zeros where the kernel does not write: padding up to the width of a matrix instruction counts nothing
         width = max(MIN_WIDTH, _power(shape.num_8bit + shape.num_4bit // 2))
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
@@ -166,10 +168,7 @@ class CodeSearch:
         ]  # fmt: skip
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
-        self._upload(torch.tensor(rows, dtype=torch.int64))
-
-    def _upload(self, rows: Tensor) -> None:
-        self.table.copy_(rows)
+        self._writer.write(rows)
 
     def forget(self) -> None:
         """Let the codes go; `bind` names others before the next `run`."""
@@ -229,7 +228,7 @@ def name_keys(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
     """
     shape = CodeShape(codes.space.num_8bit, codes.space.num_4bit, k)
     ids = torch.empty((len(queries), shape.room), dtype=torch.int32, device=queries.device)
-    search = question_search(1, len(queries), shape, queries.device)
+    search = QuestionSearch(1, len(queries), shape, queries.device)
     search.bind([(codes, stop)])
     search.name(queries, ids)
     return ids
@@ -241,13 +240,10 @@ class QuestionSearch(CodeSearch):
     `bind` does not wait for the device, which must be done with the search before the next `bind`.
     """
 
-    _rows: Tensor | None = None
-
-    def _upload(self, rows: Tensor) -> None:
-        if self._rows is None:
-            self._rows = _page_locked(rows) if self.table.is_cuda else rows
-        self._rows.copy_(rows)
-        self.table.copy_(self._rows, non_blocking=True)
+    def __init__(self, kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> None:
+        """members: queries of each key-value head at most."""
+        super().__init__(1, kv_heads * members, kv_heads, shape, device, block=BLOCK)
+        self._writer = TableWriter(self.table, waits=False)
 
     def name(self, queries: Tensor, ids: Tensor, after: Callable[[Scratch, Turn], None] | None = None) -> bool:
         """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does.
@@ -258,19 +254,6 @@ class QuestionSearch(CodeSearch):
         query = queries[None, :, None]
         self.run(query, ids, None, scratch, lambda function, *arguments: function(*arguments), after)
         return kernels_for(query, "codes.search_triton") is not None and scratch.suits_kernels
-
-
-def _page_locked(like: Tensor) -> Tensor:
-    """Memory for numbers like these; ordinary memory where page-locked memory is refused: copies then wait."""
-    try:
-        return torch.empty_like(like, pin_memory=True)
-    except RuntimeError:
-        return torch.empty_like(like)
-
-
-def question_search(kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> QuestionSearch:
-    """A search for up to `members` queries of each key-value head."""
-    return QuestionSearch(1, kv_heads * members, kv_heads, shape, device, block=BLOCK)
 
 
 def question_scratch(queries: int, keys: int, room: int, device: torch.device) -> Scratch:

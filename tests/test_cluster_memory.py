@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -98,6 +99,7 @@ def test_a_gpu_holds_what_is_planned() -> None:
     tokens, held = 40_000, {}
     for tail in (False, True, False, True):  # twice: what is kept between contexts is there then
         config = ra.Config(index="device", graph=False, tail=tail)
+        gc.collect()  # of the last turn
         before = torch.cuda.memory_allocated()
         model: Any = ra.enable(AutoModelForCausalLM.from_config(shape).cuda(), config)
         cache = ra.RetrievalCache(model, config)
@@ -105,6 +107,7 @@ def test_a_gpu_holds_what_is_planned() -> None:
             model(torch.randint(97, (1, tokens), device="cuda"), past_key_values=cache)
             for _ in range(3):
                 model(torch.randint(97, (1, 1), device="cuda"), past_key_values=cache)
+        gc.collect()
         held[tail] = torch.cuda.memory_allocated() - before
         del model, cache
     planned = item(plan(shape, tokens, config=ra.Config(index="device"), host_memory="4GiB").device, ON_DEVICE)

@@ -25,7 +25,8 @@ class TailShare:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums: Tensor | None = None
+        self._sums: Tensor | None = None  # (q_heads,) float64, on the device of what was added
+        self._host_sums: Tensor | None = None
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # of one shape
 
     def __copy__(self) -> TailShare:
@@ -59,16 +60,14 @@ class TailShare:
         """What was summed elsewhere: (q_heads,) sums of the shares of `count` rows times tokens."""
         if count:
             sums = sums.double().cpu()
-            self._sums = sums if self._sums is None else self._sums + sums.to(self._sums.device)
+            self._host_sums = sums if self._host_sums is None else self._host_sums + sums
             self.count += count
 
     def means(self) -> npt.NDArray[np.float64]:
         """(q_heads,): the mean over what was added, of each head; of no head if nothing was."""
         self._sum_waiting()
-        if self._sums is None or not self.count:
-            return np.empty(0)
-        means: npt.NDArray[np.float64] = self._sums.cpu().numpy() / self.count
-        return means
+        sums = [some.cpu().numpy() for some in (self._sums, self._host_sums) if some is not None]
+        return np.sum(sums, axis=0) / self.count if sums and self.count else np.empty(0)
 
 
 def mean_share(layers: Mapping[int, TailShare]) -> float | None:

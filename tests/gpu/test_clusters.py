@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.clusters import cluster
-from retrieval_attn.gpu.clusters.cluster import make_clusters, members_of, metric_of, spread
+from retrieval_attn.gpu.clusters.cluster import make_clusters, metric_of, probes_of, spread
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -46,12 +46,15 @@ def test_sums_are_those_of_the_members(
     monkeypatch.setattr(cluster, "BYTES_AT_ONCE", 40_000)
     pieces = make_clusters(keys, values, metric, 16)
     assert torch.equal(pieces.counts.sum(dim=1), found.counts.sum(dim=1))
-    assert torch.equal(members_of(keys, pieces.centers, metric), pieces.members)
+    probes, offsets = probes_of(pieces.centers, metric)
+    nearest = (keys.float() @ probes.transpose(1, 2) + offsets[:, None]).argmax(dim=2)
+    assert int((nearest != pieces.members).sum()) <= count // 1000  # rounded differently
 
 
-def test_groups_become_clusters_and_members_are_nearest(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_become_clusters_and_members_are_nearest(device: str, dtype: torch.dtype) -> None:
     """In the metric of the queries, by distances in float64; spreads are near the groups' own."""
-    keys, values, queries = made(device, 20_000, torch.float32)
+    keys, values, queries = made(device, 20_000, dtype)
     metric = metric_of(queries)
     found = make_clusters(keys, values, metric, 32)
     projected = keys.double() @ metric.double().transpose(1, 2)

@@ -27,6 +27,8 @@ FLOOR = 1e-6
 BYTES_AT_ONCE = 192 << 20
 """Of scores, one-hot matrices and float32 keys at a time: less than the activations of a chunk that was read before.
 On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8 heads and 256 clusters, 15.2 of them to launch."""
+ALIGNED_COLUMNS = 8
+"""Numbers of two bytes that a matrix unit's rows begin on."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -96,18 +98,6 @@ def make_clusters(keys: Tensor, values: Tensor, metric: Tensor | None, clusters:
         means = torch.where(filled, sums.keys / sums.counts.clamp_min(1)[..., None], means)
     members, sums = _pass(keys, values, means, metric)
     return Clusters(_projected(means, metric), members, sums.counts.int(), sums.keys, sums.values)
-
-
-def members_of(keys: Tensor, centers: Tensor, metric: Tensor | None) -> Tensor:
-    """The nearest of centers (heads, clusters, head_dim), as `make_clusters` has them, for keys (heads, n, head_dim).
-
-    uint8 (heads, n); of equally near ones the first.
-    """
-    members = torch.empty(keys.shape[:2], dtype=torch.uint8, device=keys.device)
-    sides, bias = _sides(centers, metric)
-    for start, stop in _pieces(keys.shape[1], _bytes_per_key(keys, centers.shape[1])):
-        members[:, start:stop] = _nearest(keys[:, start:stop], sides, bias)
-    return members
 
 
 def spread(count: int, total: int, device: torch.device) -> Tensor:
@@ -184,7 +174,24 @@ def _sides(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _nearest(keys: Tensor, sides: Tensor, bias: Tensor) -> Tensor:
     """int64 (heads, n)."""
-    return torch.baddbmm(bias, keys.float(), sides).argmax(dim=2)
+    if not (keys.is_cuda and keys.dtype == torch.bfloat16):
+        return torch.baddbmm(bias, keys.float(), sides).argmax(dim=2)
+    # by matrix units, in one product: two bfloat16 numbers for each of a side, three for a bias
+    terms = _terms(sides, 2) + _terms(bias, 3)
+    columns = sum(term.shape[1] for term in terms)
+    padding = -columns % ALIGNED_COLUMNS
+    right = torch.cat([*terms, bias.new_zeros(len(bias), padding, bias.shape[2], dtype=keys.dtype)], dim=1)
+    ones = keys.new_ones(1, 1, 3 + padding).expand(*keys.shape[:2], -1)
+    return torch.bmm(torch.cat([keys, keys, ones], dim=2), right, out_dtype=torch.float32).argmax(dim=2)
+
+
+def _terms(numbers: Tensor, count: int) -> list[Tensor]:
+    """`count` bfloat16 numbers for each of `numbers`, float32, of which they are the sum but for the last one's error."""
+    terms = []
+    for _ in range(count):
+        terms.append(numbers.to(torch.bfloat16))
+        numbers = numbers - terms[-1].float()
+    return terms
 
 
 def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) -> tuple[Tensor, _Sums]:
@@ -201,7 +208,8 @@ def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) ->
         members[:, start:stop] = own
         # products with 0 and 1 are exact: matrix units for halves add them in float32
         halves = keys.is_cuda and keys.dtype == values.dtype and keys.dtype in (torch.bfloat16, torch.float16)
-        chosen = (own[:, None] == every).to(keys.dtype if halves else torch.float32)  # (heads, clusters, piece)
+        chosen = keys.new_empty(heads, clusters, stop - start, dtype=keys.dtype if halves else torch.float32)
+        torch.eq(own[:, None], every, out=chosen)
         sums.counts.add_(chosen.sum(dim=2, dtype=torch.float32))
         for into, rows in ((sums.keys, keys), (sums.values, values)):
             some = rows[:, start:stop]
@@ -213,8 +221,8 @@ def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) ->
 
 
 def _bytes_per_key(keys: Tensor, clusters: int) -> int:
-    """Of what a pass holds for a key of every head: its float32 numbers; scores, choices, and these as numbers."""
-    return keys.shape[0] * (4 * keys.shape[2] + 9 * clusters)
+    """Of what a pass holds for a key of every head: its float32 numbers, or two copies; scores and choices."""
+    return keys.shape[0] * (4 * keys.shape[2] + 8 * clusters)
 
 
 def _pieces(count: int, bytes_per_key: int) -> list[tuple[int, int]]:

@@ -27,8 +27,8 @@ FLOOR = 1e-6
 BYTES_AT_ONCE = 192 << 20
 """Of scores, one-hot matrices and float32 keys at a time: less than the activations of a chunk that was read before.
 On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8 heads and 256 clusters, 15.2 of them to launch."""
-ALIGNED_COLUMNS = 8
-"""Numbers of two bytes that a matrix unit's rows begin on."""
+ALIGNED = 64
+"""Keys of a piece are a multiple of this: matrix units take others at half the pace."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -172,21 +172,35 @@ def _sides(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     return (away if metric is None else away @ metric).transpose(1, 2).contiguous(), bias
 
 
-def _nearest(keys: Tensor, sides: Tensor, bias: Tensor) -> Tensor:
-    """int64 (heads, n)."""
-    if not (keys.is_cuda and keys.dtype == torch.bfloat16):
-        return torch.baddbmm(bias, keys.float(), sides).argmax(dim=2)
-    # by matrix units, in one product: two bfloat16 numbers for each of a side, three for a bias
-    terms = _terms(sides, 2) + _terms(bias, 3)
-    columns = sum(term.shape[1] for term in terms)
-    padding = -columns % ALIGNED_COLUMNS
-    right = torch.cat([*terms, bias.new_zeros(len(bias), padding, bias.shape[2], dtype=keys.dtype)], dim=1)
-    ones = keys.new_ones(1, 1, 3 + padding).expand(*keys.shape[:2], -1)
-    return torch.bmm(torch.cat([keys, keys, ones], dim=2), right, out_dtype=torch.float32).argmax(dim=2)
+class _Nearest:
+    """Assigns keys to the nearest of centres, a piece at a time."""
+
+    def __init__(self, keys: Tensor, centers: Tensor, metric: Tensor | None, most: int) -> None:
+        """keys: like those to come, at most `most` at once."""
+        self._sides, self._bias = _sides(centers, metric)
+        self._left: Tensor | None = None
+        if not (keys.is_cuda and keys.dtype == torch.bfloat16):
+            return
+        # by matrix units, in one product: two bfloat16 numbers for each of a side, three for a bias
+        terms = _terms(self._sides, 2) + _terms(self._bias, 3)
+        heads, _, dim = keys.shape
+        padding = -(2 * dim + 3) % 8  # rows begin on multiples of 16 bytes
+        none = self._bias.new_zeros(heads, padding, self._bias.shape[2], dtype=keys.dtype)
+        self._right = torch.cat([*terms, none], dim=1)
+        self._left = keys.new_ones(heads, most, self._right.shape[1])
+
+    def __call__(self, keys: Tensor) -> Tensor:
+        """int64 (heads, n)."""
+        if self._left is None:
+            return torch.baddbmm(self._bias, keys.float(), self._sides).argmax(dim=2)
+        count, dim = keys.shape[1:]
+        left = self._left[:, :count]
+        left[..., : 2 * dim].unflatten(2, (2, dim)).copy_(keys[:, :, None])
+        return torch.bmm(left, self._right, out_dtype=torch.float32).argmax(dim=2)
 
 
 def _terms(numbers: Tensor, count: int) -> list[Tensor]:
-    """`count` bfloat16 numbers for each of `numbers`, float32, of which they are the sum but for the last one's error."""
+    """`count` bfloat16 numbers for each of `numbers`, float32: their sum but for the last one's error."""
     terms = []
     for _ in range(count):
         terms.append(numbers.to(torch.bfloat16))
@@ -198,18 +212,19 @@ def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) ->
     """Assign keys (heads, n, head_dim) to the nearest of means (heads, clusters, head_dim), and sum."""
     heads, count, dim = keys.shape
     clusters = means.shape[1]
-    sides, bias = _sides(_projected(means, metric), metric)
     members = torch.empty(heads, count, dtype=torch.uint8, device=keys.device)
     counts = torch.zeros(heads, clusters, dtype=torch.float32, device=keys.device)
     sums = _Sums(counts, means.new_zeros(means.shape), means.new_zeros(heads, clusters, values.shape[2]))
-    every = torch.arange(clusters, device=keys.device)[:, None]
-    for start, stop in _pieces(count, _bytes_per_key(keys, clusters)):
-        own = _nearest(keys[:, start:stop], sides, bias)
+    pieces = _pieces(count, _bytes_per_key(keys, clusters))
+    most = max((-((start - stop) // ALIGNED) * ALIGNED for start, stop in pieces), default=0)
+    nearest = _Nearest(keys, _projected(means, metric), metric, most)
+    # products with 0 and 1 are exact: matrix units for halves add them in float32
+    halves = keys.is_cuda and keys.dtype == values.dtype and keys.dtype in (torch.bfloat16, torch.float16)
+    one_hot = keys.new_empty(heads, clusters, most, dtype=keys.dtype if halves else torch.float32)
+    for start, stop in pieces:
+        own = nearest(keys[:, start:stop])
         members[:, start:stop] = own
-        # products with 0 and 1 are exact: matrix units for halves add them in float32
-        halves = keys.is_cuda and keys.dtype == values.dtype and keys.dtype in (torch.bfloat16, torch.float16)
-        chosen = keys.new_empty(heads, clusters, stop - start, dtype=keys.dtype if halves else torch.float32)
-        torch.eq(own[:, None], every, out=chosen)
+        chosen = one_hot[..., : stop - start].zero_().scatter_(1, own[:, None], 1)
         sums.counts.add_(chosen.sum(dim=2, dtype=torch.float32))
         for into, rows in ((sums.keys, keys), (sums.values, values)):
             some = rows[:, start:stop]
@@ -226,5 +241,5 @@ def _bytes_per_key(keys: Tensor, clusters: int) -> int:
 
 
 def _pieces(count: int, bytes_per_key: int) -> list[tuple[int, int]]:
-    at_once = max(1, BYTES_AT_ONCE // bytes_per_key)
+    at_once = max(ALIGNED, BYTES_AT_ONCE // bytes_per_key // ALIGNED * ALIGNED)
     return [(start, min(count, start + at_once)) for start in range(0, count, at_once)]

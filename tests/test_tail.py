@@ -454,7 +454,10 @@ def test_captured_steps_equal_eager_ones_on_a_gpu(
     model = ra.enable(model_of("llama", group, dim).cuda(), config)
     options: dict[str, Any] = {"config": config, "prompt": 300, "new": 20, "batch": batch}
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
-    assert graphed.difference(eager) <= 1e-3 and graphed.steps.replays == 20
+    apart = (torch.stack(graphed.logits) - torch.stack(eager.logits)).abs().flatten(1).amax(dim=1)
+    # a key at the edge of what codes name is attended to or estimated by the last bit of its score: once in 500 steps
+    assert graphed.difference(eager) <= 2e-3 and int((apart > 1e-5).sum()) <= 1
+    assert graphed.steps.replays == 20
 
 
 @pytest.mark.cuda

@@ -90,9 +90,14 @@ def clusters_for(tokens: int) -> int:
 class _Members:
     """The clusters of a segment's tokens [first, stop): ids (kv_heads, capacity) uint8."""
 
-    def __init__(self, heads: int, capacity: int) -> None:
-        self.ids = mapped(max(1, heads * capacity), "clusters of keys", False)[: heads * capacity].reshape(heads, -1)
-        self.first = self.stop = 0
+    def __init__(self, ids: npt.NDArray[np.uint8], first: int = 0, stop: int = 0) -> None:
+        self.ids, self.first, self.stop = ids, first, stop
+
+    @classmethod
+    def none(cls, heads: int, capacity: int) -> _Members:
+        """With room for so many tokens."""
+        ids = mapped(max(1, heads * capacity), "clusters of keys", False)
+        return cls(ids[: heads * capacity].reshape(heads, -1))
 
 
 class KeyClusters:
@@ -187,10 +192,37 @@ class KeyClusters:
         if self.late is not None:
             self.late.forget(segment, length)
 
+    def joined(self, segment: Segment) -> tuple[int, int]:
+        """First token of `segment` whose cluster is known and the token after the last; (0, 0) for none."""
+        held = self._members.get(segment)
+        return (0, 0) if held is None else (held.first, held.stop)
+
+    def restore(self, segment: Segment, span: tuple[int, int], members: npt.NDArray[np.uint8]) -> None:
+        """Tokens span[0] .. span[1] of `segment` belong to members (kv_heads, that many), those besides that are known
+        keep theirs; or, where none is, to members (kv_heads, capacity), which are taken as they are.
+
+        Raises ShapeError for another shape, or a gap to those that are known.
+        """
+        (start, stop), shape = span, (len(segment.keys), segment.capacity)
+        with self._joining:
+            held = self._members.get(segment)
+            if held is None and members.shape == shape:
+                self._members[segment] = _Members(members, start, stop)
+                return
+            held = self._of(segment)
+            known = (held.first, held.stop) if held.first < held.stop else (start, start)
+            if members.shape != (shape[0], stop - start) or stop < known[0] or start > known[1]:
+                raise ShapeError(
+                    f"members of tokens {span} must be {(shape[0], stop - start)} and join those of {known}, got "
+                    f"{members.shape}"
+                )
+            held.ids[:, start:stop] = members
+            held.first, held.stop = min(start, known[0]), max(stop, known[1])
+
     def _of(self, segment: Segment) -> _Members:
         held = self._members.get(segment)
         if held is None:
-            held = self._members[segment] = _Members(len(segment.keys), segment.capacity)
+            held = self._members[segment] = _Members.none(len(segment.keys), segment.capacity)
         return held
 
 
@@ -243,6 +275,24 @@ class PathClusters:
         """The clusters of the tokens that a device has no codes of; None where no device has any."""
         if self._late is None and self.shared.late is not None:
             self._late = PathClusters.empty(self.shared.late, self._fmt, self._sums.value_sums.shape[2])
+        return self._late
+
+    @property
+    def shared_sums(self) -> ClusterSums:
+        """Sums over the tokens [start, stop), which stay as they are: the path copies them before it changes its
+        own.
+        """
+        self._own = False
+        return self._sums
+
+    def restored_late(self, span: tuple[int, int], sums: ClusterSums) -> None:
+        """`late` has these sums over the path's tokens span[0] .. span[1]."""
+        assert self.shared.late is not None
+        self._late = PathClusters(self.shared.late, self._fmt, span, sums)
+
+    @property
+    def begun_late(self) -> PathClusters | None:
+        """`late` where it was asked for."""
         return self._late
 
     def truncate(self, length: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> None:

@@ -5,9 +5,10 @@ Memory is reserved as address space and taken page by page as tokens are written
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.errors import ConfigError, MemoryPlanError
+from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import search_exact
-from retrieval_attn.index.formats import Format
+from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.memory import HUGE_PAGE, PAGE, mapped
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.index.spec import IndexSpec
@@ -269,6 +270,35 @@ class Segment:
                 finally:
                     self._changes += 1
             return index
+
+
+def restored_segment(
+    keys: npt.NDArray[Any], values: npt.NDArray[Any], fmt: Format, first: int, heads: tuple[base.KeyIndex, ...]
+) -> Segment:
+    """A frozen segment of keys (kv_heads, n, head_dim) and values (kv_heads, n, value_dim), as stored, taken as they
+    are: maps of files, say. heads: the index of each head over the tokens from `first` on, () for none.
+
+    Raises ShapeError for arrays that are not C-contiguous and writable, as kernels are compiled for.
+    """
+    for name, array in (("keys", keys), ("values", values)):
+        check_rows(name, array, fmt, 3)
+        if not array.flags.c_contiguous or not array.flags.writeable:
+            raise ShapeError(f"{name} of a saved segment must be C-contiguous and writable; map them copy on write")
+    heads_held, length, _ = keys.shape
+    dims = fmt.dim_of(keys), fmt.dim_of(values)
+    if values.shape[:2] != (heads_held, length):
+        raise ShapeError(f"values must be ({heads_held}, {length}, {dims[1]}) as keys are, got {values.shape}")
+    segment = Segment(heads_held, 0, *dims, fmt)
+    segment.keys, segment.values, segment.length, segment.frozen = keys, values, length, True
+    segment._index = _SegmentIndex(first, heads) if heads else None
+    return segment
+
+
+@contextlib.contextmanager
+def steady_index(segment: Segment) -> Iterator[tuple[base.KeyIndex, ...]]:
+    """The index of each head, () without one; meanwhile no path inserts tokens into it."""
+    with segment._extending:
+        yield segment.indexes
 
 
 class PathPart(NamedTuple):

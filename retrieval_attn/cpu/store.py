@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ COPIED_TOKENS = 256
 """A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of crumbs."""
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """The first `length` tokens of `segment`, as part of a path."""
 
     segment: Segment
@@ -85,7 +85,7 @@ class SequenceKV:
         self.clusters: PathClusters | None = None
         """By which attention estimates what it does not retrieve; None: it leaves that out."""
         self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
-        self._spans: list[_Span] = []
+        self._spans: list[Span] = []
         self._length = 0
         self._reserved = RESERVE_TOKENS
 
@@ -161,11 +161,11 @@ class SequenceKV:
         head = min(room, count)
         if head:
             self._spans[-1].segment.append(keys[:, :head], values[:, :head], each)
-            self._spans[-1] = _Span(self._spans[-1].segment, self._spans[-1].segment.length)
+            self._spans[-1] = Span(self._spans[-1].segment, self._spans[-1].segment.length)
         if added is not None:
             replaced, segment = added
             segment.append(keys[:, head:], values[:, head:], each)
-            self._spans[len(self._spans) - replaced :] = [_Span(segment, segment.length)]
+            self._spans[len(self._spans) - replaced :] = [Span(segment, segment.length)]
         self._length += count
 
     def _new_tail(self, count: int) -> tuple[int, Segment]:
@@ -192,12 +192,12 @@ class SequenceKV:
             raise ConfigError(f"length={length} must lie in 0 .. {self._length}, the tokens held")
         if self.clusters is not None:
             self.clusters.truncate(length, self.parts)  # while the tokens are there
-        kept: list[_Span] = []
+        kept: list[Span] = []
         left = length
         for span in self._spans:
             if left <= 0:
                 break
-            kept.append(_Span(span.segment, min(span.length, left)))
+            kept.append(Span(span.segment, min(span.length, left)))
             left -= kept[-1].length
         if kept and kept[-1].length < kept[-1].segment.length and not kept[-1].segment.frozen:
             kept[-1].segment.truncate(kept[-1].length)
@@ -297,6 +297,23 @@ def _shapes(path: SequenceKV, tokens: int) -> tuple[tuple[int, int, int], tuple[
     """Shapes of stored keys and values."""
     widths = path.fmt.width(path.head_dim), path.fmt.width(path.value_dim)
     return (path.num_kv_heads, tokens, widths[0]), (path.num_kv_heads, tokens, widths[1])
+
+
+def path_spans(path: SequenceKV) -> tuple[Span, ...]:
+    """The segments of a path and how many tokens of each it sees, in order."""
+    return tuple(path._spans)
+
+
+def take_spans(path: SequenceKV, kept: int, added: Sequence[Span]) -> None:
+    """A path of its first `kept` spans and these behind them; what it holds next begins a segment, as after a fork.
+
+    Its clusters are left as they are. Raises ConfigError where the path has fewer spans.
+    """
+    if not 0 <= kept <= len(path._spans):
+        raise ConfigError(f"kept={kept} spans must lie in 0 .. {len(path._spans)}, what the path has")
+    path._spans = [*path._spans[:kept], *added]
+    path._length = sum(span.length for span in path._spans)
+    path.reserve(0)
 
 
 def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | None:

@@ -201,16 +201,28 @@ class KeyIndex(SearchedInSteps, ABC):
     def state(self) -> dict[str, StateValue]:
         """What `from_state` needs besides the keys: arrays and plain values, for saving to a file.
 
-        Raises ConfigError if this kind cannot be saved.
+        Arrays are views where a later insert leaves alone what they hold, else copies: the index may grow while they
+        are written. Raises ConfigError if this kind cannot be saved.
         """
         raise ConfigError(f"an index of kind {self.kind!r} cannot be saved; build it again from its keys")
 
     @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> KeyIndex:
-        """The index whose `state()` was `state`, over the same keys (n, head_dim).
+    def from_state(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        state: Mapping[str, StateValue],
+        *,
+        coder: Any = None,
+        trusted: bool = False,
+    ) -> KeyIndex:
+        """The index whose `state()` was `state`, over the same keys (n, head_dim). It answers and grows as that does.
 
-        Arrays, the keys too, may be read-only maps of a file: copy what a later insert changes.
-        Raises ConfigError if this kind cannot be saved, InputDataError for a state that does not fit the keys.
+        Arrays, the keys too, may be read-only maps of a file: copy what a later insert changes. coder: see `Training`;
+        it takes codes that a device kept. trusted: checksums were compared with those of the `state()` that was
+        saved, so large arrays are taken as they are (`memory.usable`), not read; they must be writable, as maps that
+        copy on write are. Raises ConfigError if this kind cannot be saved, InputDataError for a state that does not
+        fit the keys.
         """
         raise ConfigError(f"an index of kind {cls.kind!r} cannot be loaded; build it from its keys")
 

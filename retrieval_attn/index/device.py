@@ -7,19 +7,20 @@ it scans every one, and the host reads twice as many keys as are wanted and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import NotFiniteError
+from retrieval_attn.errors import InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
     DeviceBytes,
     HeadShape,
     HeldBytes,
     SearchResult,
+    StateValue,
     Training,
     check_search,
     check_training,
@@ -60,6 +61,9 @@ class KeyCodes(Protocol):
     def cut(self, length: int) -> None:
         """Forget the codes from `length` on."""
 
+    def rows(self) -> npt.NDArray[np.uint8]:
+        """The codes (n, key_bytes) in host memory: a view, or what holds until the calling thread's next call."""
+
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
         """Ids (m, count or a few more) of the keys below `stop` whose codes promise queries (m, head_dim) most.
 
@@ -67,8 +71,14 @@ class KeyCodes(Protocol):
         """
 
 
-Coder = Callable[[CodeSpace, Format, int], KeyCodes]
-"""Makes empty codes of a space for keys in a format, of which so many are expected."""
+class Coder(Protocol):
+    """Makes the codes of one head."""
+
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> KeyCodes:
+        """Empty codes of a space for keys in a format, of which so many are expected."""
+
+    def restored(self, space: CodeSpace, fmt: Format, rows: npt.NDArray[np.uint8]) -> KeyCodes:
+        """The codes whose `rows` were these (n, key_bytes); they are copied."""
 
 
 class HostCodes:
@@ -77,6 +87,13 @@ class HostCodes:
     def __init__(self, space: CodeSpace, fmt: Format, expected: int = 0) -> None:
         self._space, self._fmt = space, fmt
         self._codes = np.empty((0, space.key_bytes), np.uint8)
+
+    @classmethod
+    def restored(cls, space: CodeSpace, fmt: Format, rows: npt.NDArray[np.uint8]) -> HostCodes:
+        """The codes that had these rows (n, key_bytes), taken as they are: they are never written to."""
+        codes = cls(space, fmt)
+        codes._codes = rows
+        return codes
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +107,9 @@ class HostCodes:
 
     def cut(self, length: int) -> None:
         self._codes = self._codes[:length]
+
+    def rows(self) -> npt.NDArray[np.uint8]:
+        return self._codes
 
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -179,8 +199,7 @@ class DeviceIndex(RunsIndex):
         known = sample if len(sample) else identity
         sides = learn_projection(rows if len(rows) else identity, known, dim)
         space = learn_space(sides, known, options.bytes_for(dim))
-        coder: Coder = training.coder or HostCodes
-        codes = coder(space, fmt, len(keys))
+        codes = _coder(training.coder)(space, fmt, len(keys))
         codes.add(keys)
         return cls(runs, codes, space, int(options.rescore))
 
@@ -195,6 +214,37 @@ class DeviceIndex(RunsIndex):
         super().truncate(length)
         self.codes.cut(length)
         return True
+
+    def state(self) -> dict[str, StateValue]:
+        """The space and the codes, which a device is asked for: one copy from there."""
+        space: dict[str, StateValue] = dict(zip(CodeSpace._fields, self.space, strict=True))
+        return {"rescore": self._rescore, "codes": np.array(self.codes.rows()), **space}
+
+    @classmethod
+    def from_state(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        state: Mapping[str, StateValue],
+        *,
+        coder: Any = None,
+        trusted: bool = False,
+    ) -> DeviceIndex:
+        """See KeyIndex.from_state. Codes are not made again; without a coder they stay in host memory, as a reference.
+
+        Raises MemoryPlanError where the device has no room.
+        """
+        rescore, space, rows = state.get("rescore"), _space_of(state, fmt.dim_of(keys)), state.get("codes")
+        if (
+            space is None
+            or not isinstance(rescore, int)
+            or not isinstance(rows, np.ndarray)
+            or (rows.dtype, rows.shape) != (np.uint8, (len(keys), space.key_bytes))
+        ):
+            raise InputDataError(
+                f"the state is not one of codes of {len(keys)} keys of {fmt.dim_of(keys)}; build the index again"
+            )
+        return cls(KeyRuns(keys, fmt), _coder(coder).restored(space, fmt, rows), space, rescore)
 
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
@@ -248,3 +298,23 @@ class DeviceIndex(RunsIndex):
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
         return 0 if isinstance(self.codes, HostCodes) else self.codes.nbytes
+
+
+def _coder(given: Coder | None) -> Coder:
+    return HostCodes if given is None else given
+
+
+def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | None:
+    """The space that a state tells of, None where it does not fit keys of `head_dim` numbers."""
+    wide, narrow = state.get("wide"), state.get("narrow")
+    if not isinstance(wide, int) or not isinstance(narrow, int) or not 0 <= wide <= head_dim - narrow <= head_dim:
+        return None
+    rank = wide + narrow
+    shapes = (rank, head_dim), (rank, head_dim), (rank,), (2 + head_dim - rank, head_dim)
+    sides: list[npt.NDArray[np.float32]] = []
+    for name, shape in zip(CodeSpace._fields, shapes, strict=False):
+        array = state.get(name)
+        if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != shape:
+            return None
+        sides.append(array)
+    return CodeSpace(sides[0], sides[1], sides[2], sides[3], wide, narrow)

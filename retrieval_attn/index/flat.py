@@ -162,15 +162,22 @@ class FlatIndex(RunsIndex):
     kind: ClassVar[str] = "flat"
     Options = FlatOptions
 
-    def __init__(self, keys: npt.NDArray[Any], fmt: Format, codes: Codes | None = None, rescore: int = RESCORE) -> None:
+    def __init__(
+        self,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        codes: Codes | None = None,
+        rescore: int = RESCORE,
+        measured: int | None = None,
+    ) -> None:
         """keys (n, head_dim) of dtype fmt.dtype, rows contiguous; n may be 0. codes: of these keys, or None for an
-        exact scan. Raises ShapeError.
+        exact scan. measured: how many keys their range was taken from, None: all. Raises ShapeError.
         """
         self._keys = KeyRuns(keys, fmt)
         self._codes = codes
         self.exact = codes is None
         self._rescore = rescore
-        self._measured = len(keys)  # how many keys the range of the codes was taken from
+        self._measured = len(keys) if measured is None else measured
 
     @classmethod
     def host_bytes(cls, options: FlatOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
@@ -237,18 +244,31 @@ class FlatIndex(RunsIndex):
             return {"codes": "int8", "rescore": self._rescore}
         codes = self._codes
         rows: dict[str, StateValue] = {"rows": codes.codes[: len(self)], "mean": codes.mean, "scale": codes.scale}
-        return {"codes": "int8", "rescore": self._rescore, **rows}
+        return {"codes": "int8", "rescore": self._rescore, "measured": self._measured, **rows}
 
     @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> FlatIndex:
-        rescore = state.get("rescore")
-        if state.get("codes") not in ("none", "int8") or not isinstance(rescore, int):
+    def from_state(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        state: Mapping[str, StateValue],
+        *,
+        coder: Any = None,
+        trusted: bool = False,
+    ) -> FlatIndex:
+        rescore, measured = state.get("rescore"), state.get("measured")
+        if (
+            state.get("codes") not in ("none", "int8")
+            or not isinstance(rescore, int)
+            or not isinstance(measured, int | None)
+        ):
             raise InputDataError("the state is not one of a flat index; build the index again from its keys")
         codes = None
-        if state["codes"] == "int8":
-            stored = fmt is Format.INT8
-            codes = _no_codes(keys, fmt, 0) if stored else codes_from_state(state, len(keys), fmt.dim_of(keys))
-        return cls(keys, fmt, codes, rescore)
+        if state["codes"] == "int8" and fmt is Format.INT8:
+            codes = _no_codes(keys[:0] if trusted else keys, fmt, 0)
+        elif state["codes"] == "int8":
+            codes = codes_from_state(state, len(keys), fmt.dim_of(keys), trusted)
+        return cls(keys, fmt, codes, rescore, measured)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The exact best k; see KeyIndex.search."""

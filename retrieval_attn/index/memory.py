@@ -46,6 +46,19 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[A
     return buffer[offset : offset + nbytes].view(kind).reshape(shape)
 
 
+def usable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`array` itself where kernels can take and change it: writable, C-contiguous, begun on a cache line; else a copy.
+
+    Numba compiles kernels once more for read-only arrays, and vectors are loaded from whole cache lines.
+    """
+    flags = array.flags
+    if flags.writeable and flags.c_contiguous and flags.aligned and not (array.size and array.ctypes.data % CACHE_LINE):
+        return array
+    copied = aligned_empty(array.shape, array.dtype)
+    copied[...] = array
+    return copied
+
+
 def one_layout(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """`keys` (heads, n, d) as an array that is never contiguous: Numba compiles a kernel once more for those that are.
 

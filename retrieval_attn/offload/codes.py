@@ -29,6 +29,8 @@ from retrieval_attn.offload.transfer import stored_on, unpack
 
 SENT_AT_ONCE = 1 << 17
 """Keys that cross to the device at once."""
+SENT_BYTES = 2 << 20
+"""Of saved codes: one part crosses while the next is copied to page-locked memory."""
 
 Loan = tuple[Tensor, torch.cuda.Event | None]
 """Keys that lie on the device, and what has to be over before they may be read."""
@@ -72,6 +74,12 @@ class DeviceCoder:
         lent = self._lent
         return None if lent is None or head is None else (lent[0][head], lent[1])
 
+    def restored(self, space: CodeSpace, fmt: Format, rows: np.ndarray[Any, Any], head: int | None = None) -> HeadCodes:
+        """The codes that had these rows (n, key_bytes). Raises MemoryPlanError where the device has no room."""
+        codes = self(space, fmt, len(rows), head)
+        codes.fill(rows)
+        return codes
+
     def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
         shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
@@ -92,6 +100,9 @@ class HeadCoder(NamedTuple):
     def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
         return self.coder(space, fmt, expected, self.head)
 
+    def restored(self, space: CodeSpace, fmt: Format, rows: np.ndarray[Any, Any]) -> HeadCodes:
+        return self.coder.restored(space, fmt, rows, self.head)
+
     def rows(self, space: CodeSpace, fmt: Format, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self.coder.rows(space, fmt, keys, self.head)
 
@@ -110,6 +121,17 @@ class HeadCodes:
     @property
     def nbytes(self) -> int:
         return self.device.codes.nbytes
+
+    def fill(self, rows: np.ndarray[Any, Any]) -> None:
+        """These are the codes (n, key_bytes) of the first n keys, which were coded before; n at most what was expected.
+
+        They cross through page-locked memory, a part while the next is being read from its file.
+        """
+        codes = self.device
+        with beside(codes.codes.device):
+            for start, some in _outbox.parts(rows, codes.codes.device):
+                codes.codes[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
+        self._lent, codes.length = None, len(rows)
 
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
@@ -189,9 +211,25 @@ class _PinnedBuffer(threading.local):
         """The keys, there until the next call."""
         if device.type != "cuda" or not keys.nbytes:
             return keys
-        held = self.room(keys.nbytes).numpy().view(keys.dtype).reshape(keys.shape)
-        np.copyto(held, keys)
-        return held
+        return _copied(keys, self.room(keys.nbytes))
+
+    def parts(self, rows: np.ndarray[Any, Any], device: torch.device) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """Rows (n, ...) there, one part after the other with the number of its first row; all there until the next
+        call.
+        """
+        if device.type != "cuda" or not rows.nbytes:
+            yield 0, rows
+            return
+        room, each = self.room(rows.nbytes), rows.nbytes // len(rows)
+        for start in range(0, len(rows), max(1, SENT_BYTES // each)):
+            some = rows[start : start + max(1, SENT_BYTES // each)]
+            yield start, _copied(some, room[start * each :][: some.nbytes])
+
+
+def _copied(rows: np.ndarray[Any, Any], room: Tensor) -> np.ndarray[Any, Any]:
+    held = room.numpy().view(rows.dtype).reshape(rows.shape)
+    np.copyto(held, rows)
+    return held
 
 
 _outbox, _inbox = _PinnedBuffer(), _PinnedBuffer()

@@ -71,7 +71,15 @@ class LastKeys(RunsIndex):
         return {"skip": self._options.skip}
 
     @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> LastKeys:
+    def from_state(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        state: Mapping[str, StateValue],
+        *,
+        coder: Any = None,
+        trusted: bool = False,
+    ) -> LastKeys:
         return cls(KeyRuns(keys, fmt), LastOptions(int(str(state["skip"]))))
 
     @property

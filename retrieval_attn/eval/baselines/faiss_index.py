@@ -112,7 +112,15 @@ class _FaissIndex(KeyIndex):
         return index
 
     @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> Self:
+    def from_state(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        state: Mapping[str, StateValue],
+        *,
+        coder: Any = None,
+        trusted: bool = False,
+    ) -> Self:
         """The saved index; see KeyIndex.from_state."""
         index = cls(fmt.dim_of(keys), fmt, cls._saved_options(state))
         index._restore(state, len(keys))

@@ -23,7 +23,7 @@ from numba.core import cgutils, config
 from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
 from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.kernels.dots import _offset, _row_address, _shuffled, intrinsic, scale_of, widen
-from retrieval_attn.index.memory import aligned_empty, one_layout
+from retrieval_attn.index.memory import aligned_empty, one_layout, usable
 
 STEP = 64
 """Codes of a row that are taken per step: a row is padded to a multiple."""
@@ -163,10 +163,11 @@ def extend_codes(
     return encode_more(codes, keys, fmt, start), measured
 
 
-def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int) -> Codes:
+def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int, trusted: bool = False) -> Codes:
     """Codes from the arrays "rows", "mean" and "scale" of a saved state, for `length` keys; rows may be read-only.
 
-    Rows are copied (an insert writes behind them). Raises InputDataError for arrays that are not such codes.
+    Rows are copied unless they are trusted (`KeyIndex.from_state`): an insert makes room for more elsewhere. Raises
+    InputDataError for arrays that are not such codes.
     """
     shapes = {"rows": (np.uint8, (length, code_width(head_dim))), "mean": (np.float32, (head_dim,))}
     shapes["scale"] = shapes["mean"]
@@ -180,6 +181,8 @@ def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int) -> Co
             raise InputDataError(f"{name} of the codes must be finite numbers, scale >= 0; build the index again")
         arrays.append(array)
     rows, mean, scale = arrays
+    if trusted:
+        return Codes(usable(rows), np.array(mean), np.array(scale))
     copied = aligned_empty(rows.shape, np.uint8)
     copied[:] = rows
     return Codes(copied, np.array(mean), np.array(scale))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.codes import Codes, encode_keys, encode_more
-from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.memory import aligned_empty, usable
 from retrieval_attn.index.roargraph import build as graph_build
 from retrieval_attn.index.roargraph import landmarks
 from retrieval_attn.index.roargraph.insert import distance_terms, link_nodes
@@ -134,6 +134,13 @@ def link_tail(head: HeadGraph, options: GraphOptions) -> HeadGraph:
     return HeadGraph(graph, head.coded, minus)
 
 
+def with_own_links(head: HeadGraph) -> HeadGraph:
+    """The graph with a copy of its links: `link_tail` changes rows that others may be reading."""
+    copied = aligned_empty(head.graph.adjacency.shape, np.int32)
+    copied[:] = head.graph.adjacency
+    return head._replace(graph=head.graph._replace(adjacency=copied))
+
+
 def without_keys_from(head: HeadGraph, length: int) -> HeadGraph:
     """The graph without keys >= length; edges to them are dropped."""
     graph, nodes = head.graph, head.nodes
@@ -199,10 +206,11 @@ def graph_state(head: HeadGraph) -> dict[str, Any]:
     }
 
 
-def graph_from_state(state: Mapping[str, Any], head_dim: int, num_keys: int) -> HeadGraph:
+def graph_from_state(state: Mapping[str, Any], head_dim: int, num_keys: int, trusted: bool = False) -> HeadGraph:
     """The graph whose `graph_state` was `state`. Raises InputDataError if the arrays do not fit each other or the keys.
 
-    Arrays are taken as they are (a map of a file stays one); numbers that would lead outside of them are refused.
+    Arrays are taken as they are (a map of a file stays one); numbers that would lead outside of them are refused,
+    unless they are trusted (`KeyIndex.from_state`).
     """
     try:
         codes, adjacency, ids = state["codes"], state["adjacency"], state["ids"]
@@ -228,26 +236,25 @@ def graph_from_state(state: Mapping[str, Any], head_dim: int, num_keys: int) -> 
         and mean.dtype == scale.dtype == np.float32
         and mean.shape == scale.shape == (head_dim,)
         and 0 <= counts[0] <= counts[1] == nodes <= counts[2] == num_keys
-        and _within(ids, 0, num_keys)
-        and _within(entries, 0, int(counts[0]))
-        and _within(adjacency[: int(counts[0])], -1, nodes)
-        and landmarks.cells_fit(cells, nodes, num_keys)
+        and (
+            trusted
+            or (
+                _within(ids, 0, num_keys)
+                and _within(entries, 0, int(counts[0]))
+                and _within(adjacency[: int(counts[0])], -1, nodes)
+                and landmarks.cells_fit(cells, nodes, num_keys)
+            )
+        )
     )
     if not fits:
         raise InputDataError(
             f"a saved graph does not fit {num_keys} keys of {head_dim} (shapes or numbers in it are wrong); "
             "load it with its own keys, or build the index again"
         )
-    arrays = [_writeable(array) for array in (codes, adjacency, ids, entries, counts)]
+    arrays = [usable(array) for array in (codes, adjacency, ids, entries, counts)]
     coded = Codes(arrays[0], np.array(mean), np.array(scale))
-    graph = Graph(*arrays, *(_writeable(array) for array in cells))
+    graph = Graph(*arrays, *(usable(array) for array in cells))
     return HeadGraph(graph, coded, np.empty(0, np.int32))
-
-
-def _writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array itself if kernels can take and change it; Numba compiles once more for read-only ones."""
-    usable = array.flags.writeable and array.flags.c_contiguous and array.flags.aligned
-    return array if usable else np.array(array, order="C")
 
 
 def _within(array: npt.NDArray[Any], low: int, high: int) -> bool:

@@ -67,6 +67,7 @@ class RoarGraphIndex(RunsIndex):
         self._keys: JoinedKeys = JoinedKeys(keys, fmt)
         self._heads = heads
         self.options = options
+        self._saving = False  # whether somebody may still read the links as they are
 
     @classmethod
     def list_length(cls, options: GraphOptions, num_keys: int) -> int:
@@ -188,6 +189,9 @@ class RoarGraphIndex(RunsIndex):
         ids = np.arange(start, stop, dtype=np.int32)
         heads = [graph_head.append_nodes(head, keys, fmt, ids, stop) for head in self._heads]
         if heads and heads[0].nodes - heads[0].linked > self.options.tail:
+            if self._saving:
+                heads = [graph_head.with_own_links(head) for head in heads]
+            self._saving = False
             heads = [graph_head.link_tail(head, self.options) for head in heads]
         self._keys.add(keys)
         self._heads = heads
@@ -203,6 +207,7 @@ class RoarGraphIndex(RunsIndex):
 
     def state(self) -> dict[str, Any]:
         """Options and arrays of every graph. Keys that are not linked yet are saved so."""
+        self._saving = True
         plain: dict[str, Any] = {f"option.{name}": value for name, value in self.options.plain().items()}
         plain["graphs"] = len(self._heads)
         for i, head in enumerate(self._heads):
@@ -210,14 +215,16 @@ class RoarGraphIndex(RunsIndex):
         return plain
 
     @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, Any]) -> RoarGraphIndex:
+    def from_state(
+        cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, Any], *, coder: Any = None, trusted: bool = False
+    ) -> RoarGraphIndex:
         """The index whose `state()` was `state`, over the same keys; see KeyIndex.from_state."""
         check_rows("keys", keys, fmt, 2)
         plain = {name.removeprefix("option."): v for name, v in state.items() if name.startswith("option.")}
         heads = []
         for i in range(int(state.get("graphs", 0))):
             own = {name.removeprefix(f"{i}."): v for name, v in state.items() if name.startswith(f"{i}.")}
-            heads.append(graph_head.graph_from_state(own, fmt.dim_of(keys), len(keys)))
+            heads.append(graph_head.graph_from_state(own, fmt.dim_of(keys), len(keys), trusted))
         return cls(keys, fmt, GraphOptions.from_plain(plain), heads)
 
     def search_arguments(self) -> list[SearchArguments]:

@@ -147,7 +147,8 @@ class SketchIndex(RunsIndex):
         self._search = arguments
         self._key_side = key_side
         self._rescore = rescore
-        self._measured = len(self)  # how many keys the steps were taken from
+        self._measured = len(self)
+        """How many keys the steps were taken from."""
 
     @classmethod
     def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
@@ -316,14 +317,28 @@ class SketchIndex(RunsIndex):
         return self._search.leaves.share if self._search.leaves.ordered else 1.0
 
     def state(self) -> dict[str, StateValue]:
-        return {"rescore": self._rescore, **saved_arguments(self._search, self._key_side)}
+        return {
+            "rescore": self._rescore,
+            "measured": self._measured,
+            **saved_arguments(self._search, self._key_side, len(self)),
+        }
 
     @classmethod
-    def from_state(cls, keys: npt.NDArray[Any], fmt: Format, state: Mapping[str, StateValue]) -> SketchIndex:
-        rescore = state.get("rescore")
-        if not isinstance(rescore, int):
+    def from_state(
+        cls,
+        keys: npt.NDArray[Any],
+        fmt: Format,
+        state: Mapping[str, StateValue],
+        *,
+        coder: Any = None,
+        trusted: bool = False,
+    ) -> SketchIndex:
+        rescore, measured = state.get("rescore"), state.get("measured", len(keys))
+        if not isinstance(rescore, int) or not isinstance(measured, int):
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
-        return cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys)), rescore)
+        index = cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys), trusted), rescore)
+        index._measured = measured
+        return index
 
     @property
     def nbytes(self) -> int:

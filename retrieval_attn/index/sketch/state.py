@@ -10,21 +10,25 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.base import StateValue
-from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.memory import aligned_empty, usable
 from retrieval_attn.index.sketch.blocks import BLOCK, KeyBlocks, key_bytes
 from retrieval_attn.index.sketch.leaves import Leaves
 from retrieval_attn.index.sketch.search import SketchArguments
 
 
-def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32]) -> dict[str, StateValue]:
-    """What `restored_arguments` makes the same sketch of."""
+def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32], num_keys: int) -> dict[str, StateValue]:
+    """What `restored_arguments` makes the same sketch of `num_keys` keys of. Not while keys are inserted."""
     blocks, means = search.keys, search.leaves.means
+    rows = search.total + search.total % 2
+    blocks.blocks[search.total : rows] = 0  # no keys yet; a scan takes blocks by twos
+    ids = search.ids[: rows * BLOCK]
     return {
         "wide": blocks.wide,
         "ordered": search.leaves.ordered,
         "share": search.leaves.share,
-        "blocks": blocks.blocks[: search.total],
-        "ids": search.ids[: search.total * BLOCK],
+        "total": search.total,
+        "blocks": blocks.blocks[:rows],
+        "ids": np.where(ids < num_keys, ids, np.int32(-1)),  # a copy: later keys take free places of the last block
         "mean": blocks.mean,
         "step": blocks.step,
         "reach": blocks.reach,
@@ -38,13 +42,20 @@ def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32]) 
 
 
 def restored_arguments(
-    state: Mapping[str, StateValue], num_keys: int, head_dim: int
+    state: Mapping[str, StateValue], num_keys: int, head_dim: int, trusted: bool = False
 ) -> tuple[SketchArguments, npt.NDArray[np.float32]]:
-    """The sketch of `num_keys` keys and the projection of keys that were saved. Raises InputDataError."""
+    """The sketch of `num_keys` keys and the projection of keys that were saved. Raises InputDataError.
+
+    trusted: see `KeyIndex.from_state`; numbers are not looked at then, and arrays are not copied.
+    """
     wide, ordered, share = (state.get(name) for name in ("wide", "ordered", "share"))
-    rank, total, coded = (_rows_of(state.get(name)) for name in ("step", "blocks", "leaf_blocks"))
+    rank, rows, coded = (_rows_of(state.get(name)) for name in ("step", "blocks", "leaf_blocks"))
+    total = state.get("total", rows)
     if (
-        not isinstance(wide, int)
+        not isinstance(total, int)
+        or not 0 <= total <= rows
+        or (trusted and rows % 2 + coded % 2)
+        or not isinstance(wide, int)
         or not 0 <= wide <= rank
         or not isinstance(ordered, int)
         or not 0 <= ordered <= min(total, coded * BLOCK)
@@ -54,8 +65,8 @@ def restored_arguments(
         raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
     width, numbers = key_bytes(wide, rank - wide) * BLOCK, _rows_of(state.get("leaf_step"))
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
-        "blocks": (np.uint8, (total, width)),
-        "ids": (np.int32, (total * BLOCK,)),
+        "blocks": (np.uint8, (rows, width)),
+        "ids": (np.int32, (rows * BLOCK,)),
         "leaf_blocks": (np.uint8, (coded, key_bytes(numbers, 0) * BLOCK)),
     }
     expected |= {name: (np.float32, (rank,)) for name in ("mean", "step", "reach")}
@@ -69,19 +80,22 @@ def restored_arguments(
             raise InputDataError(
                 f"{name} of the sketch must be {np.dtype(dtype)} {shape}, got {given}; build the index again"
             )
-        if not np.isfinite(array).all():
+        if not trusted and not np.isfinite(array).all():
             raise InputDataError(f"{name} of the sketch must be finite; build the index again")
         arrays[name] = array
-    known = np.sort(arrays["ids"][arrays["ids"] >= 0])
-    if not np.array_equal(known, np.arange(num_keys)):
-        raise InputDataError(f"the ids of the sketch are not those of {num_keys} keys; build the index again")
-    blocks = _aligned(arrays["blocks"])
-    ids = np.full(len(blocks) * BLOCK, -1, np.int32)
-    ids[: len(arrays["ids"])] = arrays["ids"]
+    blocks, ids = arrays["blocks"], arrays["ids"]
+    if trusted:
+        blocks, ids, leaf_blocks = usable(blocks), usable(ids), usable(arrays["leaf_blocks"])
+    else:
+        if not np.array_equal(np.sort(ids[ids >= 0]), np.arange(num_keys)) or (ids[total * BLOCK :] >= 0).any():
+            raise InputDataError(f"the ids of the sketch are not those of {num_keys} keys; build the index again")
+        blocks, leaf_blocks = _aligned(blocks), _aligned(arrays["leaf_blocks"])
+        ids = np.full(len(blocks) * BLOCK, -1, np.int32)
+        ids[: len(arrays["ids"])] = arrays["ids"]
     mean, step, reach = (np.array(arrays[name]) for name in ("mean", "step", "reach"))
     coded_keys = KeyBlocks(blocks, mean, step, reach, wide)
     mean, step, reach = (np.array(arrays[f"leaf_{name}"]) for name in ("mean", "step", "reach"))
-    leaves = Leaves(KeyBlocks(_aligned(arrays["leaf_blocks"]), mean, step, reach, numbers), ordered, share)
+    leaves = Leaves(KeyBlocks(leaf_blocks, mean, step, reach, numbers), ordered, share)
     search = SketchArguments(coded_keys, ids, total, np.array(arrays["query_side"]), leaves)
     return search, np.array(arrays["key_side"])
 

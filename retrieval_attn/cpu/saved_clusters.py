@@ -1,0 +1,168 @@
+"""The clusters of a path as arrays and plain values, and back; `cpu/saved.py` has the rest of the path.
+
+Names of arrays: "clusters/NAME" of what paths share and of this path's sums, "clusters/late/NAME" of the fewer clusters
+of tokens that came late; "members/i" (kv_heads, tokens) of the i-th piece of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, PathClusters
+from retrieval_attn.cpu.samples import SampledKeys
+from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.cpu.store import SequenceKV, path_spans
+from retrieval_attn.errors import InputDataError
+
+Arrays = dict[str, npt.NDArray[Any]]
+_SHARED = ("probes", "offsets", "mean_values", "distances")
+
+
+class ClusterMark(NamedTuple):
+    """What was known of a path's clusters: those that paths share, and the tokens of each segment that had joined one,
+    for these and for their `late`.
+    """
+
+    shared: KeyClusters
+    joined: dict[Segment, tuple[int, int]]
+    late: dict[Segment, tuple[int, int]]
+
+
+def cluster_mark(path: SequenceKV) -> ClusterMark | None:
+    """What a later `path_state` need not tell again, once a state of `path` was saved now; None without clusters."""
+    if path.clusters is None:
+        return None
+    shared = path.clusters.shared
+    segments = path.segments
+    late = {} if shared.late is None else {segment: shared.late.joined(segment) for segment in segments}
+    return ClusterMark(shared, {segment: shared.joined(segment) for segment in segments}, late)
+
+
+def clusters_state(
+    path: SequenceKV, since: int, tokens: Sequence[int], mark: ClusterMark | None
+) -> tuple[dict[str, Any] | None, Arrays]:
+    """The clusters of a path; of its first `since` spans, what `mark` does not know. None for a path without.
+
+    tokens: of each span's segment, those that are saved.
+    """
+    clusters = path.clusters
+    if clusters is None:
+        return None, {}
+    if mark is not None and mark.shared is not clusters.shared:
+        mark = None
+    plain, arrays = _state(clusters, "clusters/", mark is not None)
+    shared, late = clusters.shared, clusters.shared.late
+    pieces = _Pieces(path, since, tokens)
+    plain["members"], members = pieces.of(shared, {} if mark is None else mark.joined, "members/")
+    arrays.update(members)
+    if late is not None:
+        plain["late_members"], members = pieces.of(late, {} if mark is None else mark.late, "late_members/")
+        arrays.update(members)
+    return plain, arrays
+
+
+def restore_clusters(path: SequenceKV, plain: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> None:
+    """Give `path`, whose spans were restored, the clusters that a state tells of. Raises InputDataError."""
+    if plain is None:
+        path.clusters = None
+        return
+    if plain["known"]:
+        if path.clusters is None:
+            raise InputDataError("the clusters of a saved path are those of one saved before, which has none")
+        shared = path.clusters.shared
+    else:
+        shared = _shared(plain, arrays, "clusters/")
+    path.clusters = PathClusters(shared, path.fmt, tuple(plain["span"]), _sums(arrays, "clusters/"))
+    if plain.get("late_span") is not None:
+        path.clusters.restored_late(tuple(plain["late_span"]), _sums(arrays, "clusters/late/"))
+    _restore_members(path, shared, plain["members"], arrays, "members/")
+    if shared.late is not None:
+        _restore_members(path, shared.late, plain["late_members"], arrays, "late_members/")
+
+
+def _state(clusters: PathClusters, prefix: str, known: bool) -> tuple[dict[str, Any], Arrays]:
+    """known: the shared ones are told elsewhere."""
+    plain: dict[str, Any] = {"known": known, "span": [clusters.start, clusters.stop]}
+    arrays: Arrays = {f"{prefix}{name}": array for name, array in clusters.shared_sums._asdict().items()}
+    late = clusters.begun_late
+    if late is not None:
+        plain["late_span"] = [late.start, late.stop]
+        arrays.update({f"{prefix}late/{name}": array for name, array in late.shared_sums._asdict().items()})
+    if not known:
+        told, own = _shared_state(clusters.shared, prefix)
+        plain.update(told)
+        arrays.update(own)
+    return plain, arrays
+
+
+def _shared_state(shared: KeyClusters, prefix: str) -> tuple[dict[str, Any], Arrays]:
+    arrays: Arrays = {}
+    for name in _SHARED:
+        array = getattr(shared, name)
+        if array is not None:
+            arrays[f"{prefix}{name}"] = array
+    plain: dict[str, Any] = {"samples": None, "late": None}
+    if shared.samples is not None:
+        arrays[f"{prefix}samples"] = shared.samples.packed
+        plain["samples"] = [shared.samples.clusters, shared.samples.number]
+    if shared.late is not None:
+        plain["late"], own = _shared_state(shared.late, f"{prefix}late/")
+        arrays.update(own)
+    return plain, arrays
+
+
+def _shared(plain: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> KeyClusters:
+    late = None if plain["late"] is None else _shared(plain["late"], arrays, f"{prefix}late/")
+    samples = None
+    if plain["samples"] is not None:
+        samples = SampledKeys(arrays[f"{prefix}samples"], *plain["samples"])
+    probes, offsets, means, distances = (arrays.get(f"{prefix}{name}") for name in _SHARED)
+    if probes is None or offsets is None:
+        raise InputDataError("the clusters of a saved path lack their probes; save the context again")
+    return KeyClusters(probes, offsets, means, late, distances, samples)
+
+
+def _sums(arrays: Mapping[str, Any], prefix: str) -> ClusterSums:
+    return ClusterSums(*(arrays[f"{prefix}{name}"] for name in ClusterSums._fields))
+
+
+class _Pieces(NamedTuple):
+    """Which tokens of a path are told of: see `clusters_state`."""
+
+    path: SequenceKV
+    since: int
+    tokens: Sequence[int]
+
+    def of(
+        self, shared: KeyClusters, known: Mapping[Segment, tuple[int, int]], prefix: str
+    ) -> tuple[list[list[int]], Arrays]:
+        """Pieces [span, first, stop] of tokens with their clusters, and the arrays. known: tokens that are left out.
+
+        Those of a span from `since` on have all places of its segment, right where the piece says, so that they can be
+        taken as they are.
+        """
+        pieces: list[list[int]] = []
+        arrays: Arrays = {}
+        for number, (span, tokens) in enumerate(zip(path_spans(self.path), self.tokens, strict=True)):
+            first, stop = shared.joined(span.segment)
+            stop = min(stop, tokens)
+            ids = shared.known(span.segment)
+            whole = number >= self.since
+            low, high = known.get(span.segment, (first, first))
+            low, high = (first, first) if whole or low >= high else (low, high)
+            for start, end in ((first, low), (high, stop)):
+                if start < end:
+                    arrays[f"{prefix}{len(pieces)}"] = ids[:, :tokens] if whole else ids[:, start:end]
+                    pieces.append([number, start, end])
+        return pieces, arrays
+
+
+def _restore_members(
+    path: SequenceKV, shared: KeyClusters, pieces: list[list[int]], arrays: Mapping[str, Any], prefix: str
+) -> None:
+    spans = path_spans(path)
+    for number, (span, low, high) in enumerate(pieces):
+        shared.restore(spans[span].segment, (low, high), arrays[f"{prefix}{number}"])

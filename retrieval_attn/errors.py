@@ -12,7 +12,13 @@
     ├── BackendError           no attention backend can serve a shape, dtype or device
     ├── MemoryPlanError        a plan that does not fit the memory it was given
     ├── InputDataError         a user's file or text that is missing, empty or malformed     (also ValueError)
-    └── RunFolderError         a results folder that belongs to another configuration
+    ├── RunFolderError         a results folder that belongs to another configuration
+    └── StoreError             saved contexts that cannot be written or read, with the file
+        ├── UnknownContextError    a name or a node that the store does not have
+        ├── StoreDamagedError      a saved context whose bytes are not those that were written
+        ├── StoreMismatchError     a context of another model, tokenizer or version of the store
+        ├── StoreFullError         no room on the disk, or in the bytes that the store may have
+        └── StoreBusyError         another process kept the store locked
 
 Messages say three things: what was needed, what was given, what to do.
 """
@@ -70,3 +76,27 @@ class InputDataError(RetrievalAttentionError, ValueError):
 
 class RunFolderError(RetrievalAttentionError):
     """A results folder that belongs to another configuration."""
+
+
+class StoreError(RetrievalAttentionError):
+    """Saved contexts that cannot be written or read; the message names the file and what to do."""
+
+
+class UnknownContextError(StoreError):
+    """A name, or a node of a chain, that the store does not have."""
+
+
+class StoreDamagedError(StoreError):
+    """A saved context whose bytes are not those that were written; nothing of it may be used."""
+
+
+class StoreMismatchError(StoreError):
+    """A saved context of another model, tokenizer, format or version; the message says what differs."""
+
+
+class StoreFullError(StoreError):
+    """No room for a context: the disk is full, or a quota, or the bytes that the store may have."""
+
+
+class StoreBusyError(StoreError):
+    """Another process kept the store locked for longer than is waited."""

@@ -24,6 +24,7 @@ MAX_LINES = {True: 500, False: 600}
 # What each part may import from the package. "" is the package's own __init__, the public API.
 ALLOWED: dict[str, set[str]] = {
     "compiled": {"", "compiled"},
+    "store": {"errors", "compiled", "store"},
     "index": {"errors", "compiled", "index"},
     "cpu": {"errors", "compiled", "index", "cpu"},
     "gpu": {"errors", "compiled", "gpu"},
@@ -118,7 +119,7 @@ def test_imports_run_one_way(path: Path) -> None:
         first, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)} imports {name}"
         assert first not in {"tests", "training", "tools", *ROOMS}, f"{where}: not part of the package"
-        if part in ("index", "cpu"):
+        if part in ("index", "cpu", "store"):
             assert first not in {"torch", "transformers"}, f"{where}: {part} must work without torch"
         if part == "gpu":
             assert first != "transformers", f"{where}: gpu knows tensors, not models"
@@ -141,7 +142,10 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["retrieval_attn", "retrieval_attn.index", "retrieval_attn.cpu.host_attend"])
+@pytest.mark.parametrize(
+    "name",
+    ["retrieval_attn", "retrieval_attn.index", "retrieval_attn.cpu.host_attend", "retrieval_attn.store.crc_kernels"],
+)
 def test_light_modules_import_neither_torch_nor_transformers(name: str) -> None:
     """A search-only user, and every --help, must not pay seconds and gigabytes for torch."""
     code = f"import sys, {name}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"

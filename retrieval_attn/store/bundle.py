@@ -1,0 +1,333 @@
+"""A bundle: plain values and arrays in one file, every bit of it under a checksum; written as a stream, read as a map.
+
+Layout, all numbers little-endian:
+    32 bytes  magic, version of the layout, bytes of the header, bytes of data, CRC-32C of the header, of the prefix
+    header    JSON: plain values and the table of arrays; spaces up to a multiple of 4096
+    data      arrays, each from a multiple of 64 bytes on (4096 from 64 KiB), zeros between; a multiple of 64
+    table     CRC-32C of every 64 KiB of data, then that of the table
+Checksums find damage, not malice: the store is private to its user.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.store.crc import block_sums, crc32c
+from retrieval_attn.store.disk import Disk
+from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.mapped import Mapped
+from retrieval_attn.store.polynomial import BLOCK
+from retrieval_attn.store.record import canonical
+
+MAGIC = b"RABUNDLE"
+VERSION = 1
+PAGE = 4096
+LINE = 64
+_BIG = 1 << 16
+_PREFIX = struct.Struct("<8sIIQII")
+_SEALED = struct.Struct("<8sIIQI")
+_PIECE = 1 << 24
+"""Bytes that are written, or checked, at a time."""
+_DIRTY = 1 << 28
+"""Bytes of a file that may wait in memory for the disk."""
+_NAME = re.compile(r"[\w./-]+", re.ASCII)
+
+
+class Bundle(NamedTuple):
+    """plain: JSON values. arrays: of plain numbers (kinds b, u, i, f; at most 8 bytes each) by their names.
+
+    A name has letters, digits and _ . / - only.
+    """
+
+    plain: dict[str, Any]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a node remembers of a bundle's file, so that no other file can stand in for it."""
+
+    nbytes: int
+    header_crc: int
+    table_crc: int
+
+
+class _Place(NamedTuple):
+    """Where an array lies in the data."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def laid_out(bundle: Bundle) -> tuple[bytes, int, int]:
+    """Prefix and header of the file that `bundle` becomes, the bytes of its data, and of the whole file.
+
+    Raises ConfigError for arrays that are not of plain numbers, and for values that are not plain.
+    """
+    table, place = [], 0
+    for name, array in bundle.arrays.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"an array's name has letters, digits and _ . / - only, got {name!r:.80}")
+        if array.dtype.kind not in "buif" or array.dtype.itemsize > 8:
+            raise ConfigError(f"array {name} of dtype {array.dtype} cannot be saved; use plain numbers")
+        place = _aligned(place, PAGE if array.nbytes >= _BIG else LINE)
+        table.append([name, array.dtype.newbyteorder("<").str, list(array.shape), place])
+        place += array.nbytes
+    place = _aligned(place, LINE)
+    text = canonical({"plain": bundle.plain, "arrays": table}, "bundle").encode()
+    header = text.ljust(_aligned(_PREFIX.size + len(text), PAGE) - _PREFIX.size)
+    sealed = _SEALED.pack(MAGIC, VERSION, len(header), place, crc32c(header))
+    start = sealed + struct.pack("<I", crc32c(sealed)) + header
+    return start, place, len(start) + place + 4 * (-(-place // BLOCK)) + 4
+
+
+def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
+    """Write `bundle` to a new file and wait until it is on the disk.
+
+    An array may be a view of any strides: it is written by contiguous parts and copied part by part at most.
+    """
+    start, data_bytes, nbytes = laid_out(bundle)
+    handle = disk.create(path)
+    try:
+        stream = _Stream(disk, handle)
+        stream.write(np.frombuffer(start, np.uint8), count=False)
+        for array, place in zip(bundle.arrays.values(), _places(start), strict=True):
+            stream.write(np.zeros(place.offset - stream.data_bytes, np.uint8))
+            for piece in _pieces(array.astype(place.dtype, copy=False)):
+                stream.write(piece)
+        stream.write(np.zeros(data_bytes - stream.data_bytes, np.uint8))
+        table = stream.table()
+        disk.write(handle, memoryview(table + struct.pack("<I", crc32c(table))))
+        disk.fsync(handle)
+    finally:
+        disk.close(handle)
+    return Seal(nbytes, crc32c(start[_PREFIX.size :]), crc32c(table))
+
+
+def _places(start: bytes) -> list[_Place]:
+    """The table of arrays in the bytes before the data."""
+    places = []
+    for _, kind, shape, offset in json.loads(start[_PREFIX.size :])["arrays"]:
+        dtype = np.dtype(kind)
+        places.append(_Place(dtype, tuple(shape), offset, math.prod(shape) * dtype.itemsize))
+    return places
+
+
+def _pieces(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
+    """The array's bytes in C order, as contiguous parts of at most _PIECE bytes."""
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1).view(np.uint8)
+        for first in range(0, len(flat), _PIECE):
+            yield flat[first : first + _PIECE]
+    elif array.ndim == 1 or array.nbytes <= BLOCK:
+        step = max(1, _PIECE // max(array[:1].nbytes, 1))
+        for first in range(0, len(array), step):
+            yield np.ascontiguousarray(array[first : first + step]).reshape(-1).view(np.uint8)
+    else:
+        for row in array:
+            yield from _pieces(row)
+
+
+class _Stream:
+    """Writes data and sums up its blocks, whatever the sizes of the parts that it comes in."""
+
+    def __init__(self, disk: Disk, handle: int) -> None:
+        self._disk, self._handle = disk, handle
+        self._sums: list[npt.NDArray[np.uint32]] = []
+        self._open, self._filled, self._dirty = 0, 0, 0
+        self.data_bytes = 0
+
+    def write(self, part: npt.NDArray[np.uint8], *, count: bool = True) -> None:
+        """Contiguous bytes. count: they are data."""
+        if not len(part):
+            return
+        self._disk.write(self._handle, part.data)
+        if count:
+            self._sum(part)
+            self.data_bytes += len(part)
+        self._dirty += len(part)
+        if self._dirty >= _DIRTY:
+            self._disk.flush(self._handle)
+            self._dirty = 0
+
+    def _sum(self, part: npt.NDArray[np.uint8]) -> None:
+        if self._filled:
+            part = self._continue(part)
+        whole = len(part) // BLOCK * BLOCK
+        if whole:
+            self._sums.append(block_sums(part[:whole]))
+        if whole < len(part):
+            self._continue(part[whole:])
+
+    def _continue(self, part: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Put bytes to the block that is begun; returns those that it has no room for."""
+        taken = part[: BLOCK - self._filled]
+        self._open = crc32c(taken, self._open)
+        self._filled += len(taken)
+        if self._filled == BLOCK:
+            self._close()
+        return part[len(taken) :]
+
+    def _close(self) -> None:
+        self._sums.append(np.array([self._open], np.uint32))
+        self._open, self._filled = 0, 0
+
+    def table(self) -> bytes:
+        """The sums of all blocks."""
+        if self._filled:
+            self._close()
+        return np.concatenate([np.zeros(0, np.uint32), *self._sums]).astype("<u4").tobytes()
+
+
+class BundleFile:
+    """A bundle's file: its header is checked when it is first used, its blocks when they are asked for, each once.
+
+    Any thread. All methods raise StoreDamagedError for bytes that were not written so, StoreError where the disk fails.
+    """
+
+    def __init__(self, path: Path, mapped: Mapped, seal: Seal, report: Callable[[], None]) -> None:
+        """seal: what the node knows of the file. report: called once damage is found."""
+        self.path, self.nbytes = path, seal.nbytes
+        self._mapped, self._seal, self._report = mapped, seal, report
+        self._lock = threading.Lock()
+        self._places: dict[str, _Place] | None = None
+        self._plain: dict[str, Any] = {}
+        self._start = 0
+        self._sums = np.zeros(0, np.uint32)
+        self._checked = np.zeros(0, np.bool_)
+        if mapped.nbytes != seal.nbytes:
+            raise self._damage(f"it must have {seal.nbytes} bytes, it has {mapped.nbytes}")
+
+    def _damage(self, why: str) -> Exception:
+        self._report()
+        return damaged(self.path, why)
+
+    def _bytes(self) -> npt.NDArray[np.uint8]:
+        with guarded("read", self.path):
+            data = self._mapped.data
+        return data
+
+    def _opened(self) -> dict[str, _Place]:
+        """Places by name; reads and checks prefix, header and table the first time."""
+        with self._lock:
+            if self._places is None:
+                self._places = self._open()
+            return self._places
+
+    def _open(self) -> dict[str, _Place]:
+        with guarded("read", self.path):
+            self._mapped.populate(0, min(PAGE, self.nbytes))
+        data = self._bytes()
+        prefix = data[: _PREFIX.size].tobytes()
+        if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
+            raise self._damage("it does not begin as a bundle")
+        _, version, header_bytes, data_bytes, header_crc, prefix_crc = _PREFIX.unpack(prefix)
+        if crc32c(prefix[:-4]) != prefix_crc:
+            raise self._damage("the checksum of its beginning differs")
+        if version != VERSION:
+            raise self._damage(f"its layout is version {version}, not {VERSION}")
+        self._start = _PREFIX.size + header_bytes
+        blocks = -(-data_bytes // BLOCK)
+        if self._start + data_bytes + 4 * blocks + 4 != self.nbytes:
+            raise self._damage("its sizes do not add up")
+        with guarded("read", self.path):
+            self._mapped.populate(0, self._start)
+            self._mapped.populate(self._start + data_bytes, self.nbytes)
+        header = data[_PREFIX.size : self._start]
+        if crc32c(header) != header_crc:
+            raise self._damage("the checksum of its header differs")
+        table = data[self._start + data_bytes : -4]
+        table_crc = crc32c(table)
+        if table_crc != int.from_bytes(data[-4:].tobytes(), "little"):
+            raise self._damage("the checksum of its table differs")
+        if (header_crc, table_crc) != (self._seal.header_crc, self._seal.table_crc):
+            raise self._damage("it is another file than the one that was saved")
+        fields = json.loads(header.tobytes())
+        self._plain = fields["plain"]
+        names = [item[0] for item in fields["arrays"]]
+        places = dict(zip(names, _places(data[: self._start].tobytes()), strict=True))
+        if any(place.offset % LINE or place.offset + place.nbytes > data_bytes for place in places.values()):
+            raise self._damage("an array lies outside of it")
+        self._sums = table.view("<u4")
+        self._checked = np.zeros(blocks, np.bool_)
+        return places
+
+    def bundle(self, verify: bool | tuple[str, ...]) -> Bundle:
+        """Its values, and its arrays as views of the map. verify: True checks all blocks first, False none.
+
+        With suffixes: the blocks of arrays whose name ends with none of them.
+        """
+        places = self._opened()
+        if verify is True:
+            self.check()
+        elif verify:
+            for place in [place for name, place in places.items() if not name.endswith(verify)]:
+                self._check(place.offset // BLOCK, -(-(place.offset + place.nbytes) // BLOCK), lambda: False)
+        data = self._bytes()[self._start :]
+        arrays = {
+            name: data[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
+            for name, place in places.items()
+        }
+        return Bundle(self._plain, arrays)
+
+    def check(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Check the blocks that were not yet; `stop` is asked between pieces, and ends it early."""
+        self._opened()
+        self._check(0, len(self._checked), stop)
+
+    def populate(self, names: Iterable[str] | None) -> None:
+        """Read these arrays' bytes into memory; None: all of the file."""
+        places = self._opened()
+        with guarded("read", self.path):
+            if names is None:
+                self._mapped.populate(0, self.nbytes)
+                return
+            for place in [places[name] for name in names]:
+                first = self._start + place.offset
+                self._mapped.populate(first, first + place.nbytes)
+
+    def _check(self, first: int, last: int, stop: Callable[[], bool]) -> None:
+        data = self._bytes()
+        step = _PIECE // BLOCK
+        for begin in range(first, last, step):
+            if stop():
+                return
+            end = min(begin + step, last)
+            if self._checked[begin:end].all():
+                continue
+            low, high = self._start + begin * BLOCK, min(self._start + end * BLOCK, self.nbytes)
+            high = min(high, self.nbytes - 4 * len(self._sums) - 4)
+            with guarded("read", self.path):
+                self._mapped.populate(low, high)
+            wrong = np.flatnonzero(block_sums(data[low:high]) != self._sums[begin:end])
+            if len(wrong):
+                raise self._damage(f"the checksum of {self._owners(begin + int(wrong[0]))} differs")
+            self._checked[begin:end] = True
+
+    def _owners(self, block: int) -> str:
+        """Names of the arrays that have bytes in a block."""
+        low, high = block * BLOCK, (block + 1) * BLOCK
+        names = [
+            name
+            for name, place in (self._places or {}).items()
+            if place.offset < high and place.offset + place.nbytes > low and place.nbytes
+        ]
+        return f"block {block} (in it: {', '.join(names[:3]) or 'nothing'}{', ...' if len(names) > 3 else ''})"
+
+
+def _aligned(place: int, step: int) -> int:
+    return -(-place // step) * step

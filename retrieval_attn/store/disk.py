@@ -1,0 +1,204 @@
+"""The only way from the store to files: a small set of operations, so that tests can make each of them fail."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Protocol
+
+from retrieval_attn.store.mapped import Mapped, map_file, read_file
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment, unused-ignore]
+
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_PAUSE_SECONDS = 0.01
+_SHARED_KINDS = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "afs")
+"""Beginnings of the names of file systems whose files another machine may cut, or whose server may go away."""
+
+
+class Disk(Protocol):
+    """File operations. All raise OSError; paths are absolute. Files are for their owner alone: 0600, folders 0700."""
+
+    def create(self, path: Path) -> int:
+        """A handle to write a new file; FileExistsError where one is."""
+
+    def write(self, handle: int, data: memoryview) -> None:
+        """Append all bytes."""
+
+    def flush(self, handle: int) -> None:
+        """Wait until the bytes written so far are on the disk."""
+
+    def fsync(self, handle: int) -> None:
+        """Wait until the file is on the disk."""
+
+    def close(self, handle: int) -> None:
+        """Let a handle go."""
+
+    def fsync_folder(self, path: Path) -> None:
+        """Wait until a folder's names are on the disk."""
+
+    def mkdir(self, path: Path) -> None:
+        """Make one folder; FileExistsError where it is."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a folder to a place that is free."""
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Move a file; one that is at the target is gone."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
+
+    def listdir(self, path: Path) -> list[str]:
+        """Names in a folder, in any order."""
+
+    def stat(self, path: Path) -> os.stat_result:
+        """What the system knows about a file."""
+
+    def read(self, path: Path) -> bytes:
+        """A small file's bytes."""
+
+    def map(self, path: Path) -> Mapped:
+        """A file's bytes, as a private map where that is safe, else read when they are first needed."""
+
+    def lock(self, path: Path, *, wait_seconds: float) -> int | None:
+        """A handle that holds the lock of a file, made if it is not there; None if another held it all the time.
+
+        The lock ends with `close`, or with the process, however that ends.
+        """
+
+
+class OsDisk:
+    """The operating system's files."""
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
+
+    def write(self, handle: int, data: memoryview) -> None:
+        while data:
+            data = data[os.write(handle, data) :]
+
+    def flush(self, handle: int) -> None:
+        getattr(os, "fdatasync", os.fsync)(handle)
+
+    def fsync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def fsync_folder(self, path: Path) -> None:
+        if os.name == "nt":  # has no such operation
+            return
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path, 0o700)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def replace(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def listdir(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+    def stat(self, path: Path) -> os.stat_result:
+        return os.stat(path)
+
+    def read(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def map(self, path: Path) -> Mapped:
+        handle = os.open(path, os.O_RDONLY | _BINARY)
+        try:
+            status = os.fstat(handle)
+            if _is_ours_alone(status) and not _is_shared(path, status.st_dev):
+                return map_file(handle, status.st_size)
+            return read_file(path, status.st_size)
+        finally:
+            os.close(handle)
+
+    def lock(self, path: Path, *, wait_seconds: float) -> int | None:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
+        if fcntl is None:
+            return handle
+        until = time.monotonic() + wait_seconds
+        try:
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return handle
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        os.close(handle)
+                        return None
+                time.sleep(_PAUSE_SECONDS)
+        except OSError:
+            os.close(handle)
+            raise
+
+
+OS_DISK = OsDisk()
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    """Whether only this process's user and root may write to a file. Windows cuts no file that is mapped."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+_kinds: dict[int, bool] = {}
+
+
+def _is_shared(path: Path, device: int) -> bool:
+    """Whether other machines share the file system of `path`, by the kernel's list of mounts."""
+    if device not in _kinds:
+        _kinds[device] = file_system(path, device).startswith(_SHARED_KINDS)
+    return _kinds[device]
+
+
+def file_system(path: Path, device: int, mounts: str = "/proc/self/mountinfo") -> str:
+    """The kind of file system that `path` on `device` is in: "ext4", "nfs4", ...; "" where the system does not tell.
+
+    Fields of a line of the list: see proc_pid_mountinfo(5). Some file systems give files other device numbers than the
+    list has: there the longest mount point above the path counts.
+    """
+    best, kind = -1, ""
+    number, place = f"{os.major(device)}:{os.minor(device)}", str(path.resolve())
+    try:
+        lines = Path(mounts).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split()
+        if "-" not in fields[6:]:
+            continue
+        point = fields[4].encode().decode("unicode_escape")
+        found = fields[fields.index("-", 6) + 1]
+        above = place == point or place.startswith(point.rstrip("/") + "/")
+        # the same device is surer than any path
+        weight = len(point) + (1 << 20) * (fields[2] == number)
+        if (above or fields[2] == number) and weight >= best:
+            best, kind = weight, found
+    return kind

@@ -1,0 +1,221 @@
+"""Where things lie in a store, the store's lock, and the pins by which running saves keep nodes from `gc`.
+
+    STORE/VERSION LOCK tmp/ nodes/ab/<sha256>/node.json layer-000.ra ... contexts/<name>.json
+
+A pin is a locked file `tmp/<uuid>.lock` that lists digests: it holds as long as its process lives. What begins with the
+same uuid in `tmp` belongs to it. LOCK is held for moments only: to take a pin, to publish, to name, to find garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrieval_attn.errors import StoreBusyError, StoreDamagedError, StoreError, StoreMismatchError
+from retrieval_attn.store.disk import Disk
+from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.record import decode, encode
+
+VARIABLE = "RETRIEVAL_ATTN_STORE"
+"""Environment variable: the folder for saved contexts."""
+VERSION = 1
+BUSY_SECONDS = 30.0
+_KIND = "retrieval-attn contexts "
+_PARTS = {"VERSION", "LOCK", "tmp", "nodes", "contexts"}
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def default_folder() -> Path:
+    """The store's folder where nobody names one: RETRIEVAL_ATTN_STORE, else in the user's data folder."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given).expanduser().absolute()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Application Support"
+    else:
+        base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser().absolute() / "retrieval_attn" / "contexts"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths of one store. disk: the way to its files."""
+
+    root: Path
+    disk: Disk
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    @property
+    def contexts(self) -> Path:
+        return self.root / "contexts"
+
+    def node(self, digest: str) -> Path:
+        """The folder of a node. Raises StoreError for what is no digest."""
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise StoreError(f"a node's digest is 64 hexadecimal digits, got {digest!r:.80}")
+        return self.nodes / digest[:2] / digest
+
+    def fresh(self, suffix: str) -> Path:
+        """A path in `tmp` that nobody has."""
+        return self.tmp / f"{uuid.uuid4().hex}{suffix}"
+
+    def exists(self) -> bool:
+        """Whether there is a store. Raises StoreMismatchError for one of another version."""
+        path = self.root / "VERSION"
+        with guarded("read", path):
+            try:
+                text = self.disk.read(path).decode("ascii", "replace")
+            except FileNotFoundError:
+                return False
+        found = text.removeprefix(_KIND).removesuffix("\n")
+        if text != f"{_KIND}{found}\n" or not found.isdecimal():
+            raise damaged(path, f"it must say '{_KIND}{VERSION}', it says {text!r:.80}")
+        if found != str(VERSION):
+            raise StoreMismatchError(
+                f"the store {self.root} has version {found}, this program knows version {VERSION}; "
+                f"use the program that wrote it, or name another folder (--store, {VARIABLE})"
+            )
+        return True
+
+    def create(self) -> None:
+        """Make the store if it is not there. Raises StoreError where the folder holds other things."""
+        if self.exists():
+            return
+        with guarded("make", self.root):
+            self._make(self.root)
+            foreign = sorted(set(self.disk.listdir(self.root)) - _PARTS)
+            if foreign:
+                raise StoreError(
+                    f"{self.root} is no store of contexts: it holds {', '.join(foreign[:3])}; name an empty folder"
+                )
+            for path in (self.tmp, self.nodes, self.contexts):
+                with contextlib.suppress(FileExistsError):
+                    self.disk.mkdir(path)
+            new = self.fresh(".version")
+            write_file(self.disk, new, f"{_KIND}{VERSION}\n".encode())
+            self.disk.replace(new, self.root / "VERSION")
+            self.disk.fsync_folder(self.root)
+
+    def _make(self, folder: Path) -> None:
+        try:
+            self.disk.mkdir(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make(folder.parent)
+            self.disk.mkdir(folder)
+        self.disk.fsync_folder(folder.parent)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the store's lock inside the block. Raises StoreBusyError after BUSY_SECONDS."""
+        path = self.root / "LOCK"
+        with guarded("lock", path):
+            handle = self.disk.lock(path, wait_seconds=BUSY_SECONDS)
+        if handle is None:
+            raise StoreBusyError(
+                f"another process has held {path} for {BUSY_SECONDS:.0f} s; wait for its `gc`, or end that process"
+            )
+        try:
+            yield
+        finally:
+            self.disk.close(handle)
+
+    def listed(self, folder: Path) -> list[str]:
+        """Names in a folder, sorted; none where it is not there."""
+        with guarded("list", folder):
+            try:
+                return sorted(self.disk.listdir(folder))
+            except FileNotFoundError:
+                return []
+
+
+class Pin:
+    """Keeps nodes from `gc` while it is held. Made under the store's lock."""
+
+    def __init__(self, layout: Layout, digests: Sequence[str]) -> None:
+        """Raises StoreError where it cannot be written; nothing is left then."""
+        self._disk, self.path = layout.disk, layout.fresh(".lock")
+        self.digests = tuple(digests)
+        self._handle: int | None = None
+        with guarded("write", self.path):
+            self._handle = self._disk.lock(self.path, wait_seconds=0)
+            assert self._handle is not None, "nobody else knows this name"
+            try:
+                self._disk.write(self._handle, memoryview(encode({"digests": list(digests)})))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.release()
+                raise
+
+    @property
+    def stem(self) -> str:
+        """What the names of its things in `tmp` begin with."""
+        return self.path.name.removesuffix(".lock")
+
+    def release(self) -> None:
+        """Let the nodes go; a second time it does nothing. Raises OSError."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        try:
+            self._disk.unlink(self.path)
+        finally:
+            self._disk.close(handle)
+
+
+def write_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk. Raises OSError."""
+    handle = disk.create(path)
+    try:
+        disk.write(handle, memoryview(data))
+        disk.fsync(handle)
+    finally:
+        disk.close(handle)
+
+
+def read_record(disk: Disk, path: Path, fields: dict[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """A record whose `fields` have these types. Raises FileNotFoundError, StoreDamagedError, StoreError."""
+    try:
+        data = disk.read(path)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        with guarded("read", path):
+            raise
+        raise
+    try:
+        record = decode(data)
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
+    wrong = [name for name, kind in fields.items() if not isinstance(record.get(name), kind)]
+    if wrong:
+        raise damaged(path, f"it lacks {', '.join(wrong)}")
+    return record
+
+
+def check_format(path: Path, record: dict[str, Any], wanted: int) -> None:
+    """Raise StoreMismatchError for a record that a newer program wrote, StoreDamagedError for no version at all."""
+    found = record.get("format")
+    if not isinstance(found, int):
+        raise StoreDamagedError(f"{path} is damaged: it names no format")
+    if found != wanted:
+        raise StoreMismatchError(
+            f"{path} has format {found}, this program knows format {wanted}; use the program that saved it"
+        )

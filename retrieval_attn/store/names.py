@@ -1,0 +1,121 @@
+"""Names of contexts: small files that are replaced as a whole, and say which chain of nodes a context is."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
+from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.layout import Layout, check_format, read_record, write_file
+from retrieval_attn.store.record import encode
+
+FORMAT = 1
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "digest": str,
+    "chain": list,
+    "plain": dict,
+    "saved_at": (int, float),
+    "nbytes": int,
+}
+logger = logging.getLogger(__name__)
+
+
+class NamedContext(NamedTuple):
+    """A name in the store. digest: its last node's; chain: all of its nodes', root first; plain: what `name` was given.
+
+    saved_at: seconds since 1970. nbytes: of all its nodes, those that it shares with others too.
+    """
+
+    name: str
+    digest: str
+    chain: tuple[str, ...]
+    plain: dict[str, Any]
+    saved_at: float
+    nbytes: int
+
+
+def check_name(name: str) -> str:
+    """`name`, if it may be one. Raises StoreError."""
+    if isinstance(name, str) and _NAME.fullmatch(name) and name not in (".", ".."):
+        return name
+    path = isinstance(name, str) and ("/" in name or "\\" in name)
+    raise StoreError(
+        f"a context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, got {name!r:.80}"
+        + ("; it is not a path: the folder is the store's (--store, RETRIEVAL_ATTN_STORE)" if path else "")
+    )
+
+
+def _file(layout: Layout, name: str) -> Path:
+    return layout.contexts / f"{check_name(name)}.json"
+
+
+def write_name(layout: Layout, name: str, chain: Sequence[str], nbytes: int, plain: dict[str, Any]) -> None:
+    """Let `name` mean this chain from now on; under the store's lock. Raises StoreError, ConfigError."""
+    path, new = _file(layout, name), layout.fresh(".name")
+    record = {"format": FORMAT, "name": name, "digest": chain[-1], "chain": list(chain), "plain": plain}
+    data = encode({**record, "saved_at": time.time(), "nbytes": nbytes})
+    with guarded("write", path):
+        write_file(layout.disk, new, data)
+        layout.disk.replace(new, path)
+        layout.disk.fsync_folder(layout.contexts)
+
+
+def read_name(layout: Layout, name: str) -> NamedContext:
+    """What `name` means. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
+    path = _file(layout, name)
+    try:
+        record = read_record(layout.disk, path, {})
+    except FileNotFoundError:
+        raise _unknown(layout, name) from None
+    check_format(path, record, FORMAT)
+    record = read_record(layout.disk, path, _FIELDS)
+    if record["name"] != name:
+        raise StoreDamagedError(f"{path} is damaged: it was saved as {record['name']!r}; move it back")
+    fields = {field: record[field] for field in NamedContext._fields}
+    return NamedContext(**{**fields, "chain": tuple(record["chain"])})
+
+
+def _unknown(layout: Layout, name: str) -> UnknownContextError:
+    names = stored_names(layout)
+    near = difflib.get_close_matches(name, names, n=3) or names[:3]
+    there = f"near ones: {', '.join(near)}" if near else "it is empty"
+    return UnknownContextError(
+        f"no context {name!r} in the store {layout.root} ({there}); `retrieval-attn contexts ls` lists all of them"
+    )
+
+
+def stored_names(layout: Layout) -> list[str]:
+    """All names, sorted."""
+    return [name.removesuffix(".json") for name in layout.listed(layout.contexts) if name.endswith(".json")]
+
+
+def readable_names(layout: Layout) -> list[NamedContext]:
+    """All names that can be read; a damaged one is logged, and `verify` names it."""
+    found = []
+    for name in stored_names(layout):
+        try:
+            found.append(read_name(layout, name))
+        except UnknownContextError:  # removed meanwhile
+            continue
+        except StoreError as error:
+            logger.warning("a context is left out of the list: %s", error)
+    return found
+
+
+def remove_name(layout: Layout, name: str) -> None:
+    """Forget a name; under the store's lock. Raises UnknownContextError."""
+    path = _file(layout, name)
+    with guarded("remove", path):
+        try:
+            layout.disk.unlink(path)
+        except FileNotFoundError:
+            raise _unknown(layout, name) from None
+        layout.disk.fsync_folder(layout.contexts)

@@ -1,0 +1,191 @@
+"""A saved node: one immutable folder with what one save added, opened as maps of its files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.errors import ShapeError, StoreError, StoreMismatchError, UnknownContextError
+from retrieval_attn.store.bundle import Bundle, BundleFile, Seal
+from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.layout import Layout, check_format, read_record
+from retrieval_attn.store.record import canonical
+
+FORMAT = 1
+RECORD = "node.json"
+DAMAGED = "DAMAGED"
+"""An empty file in a node whose bytes were found to be wrong: the next save of the same tokens replaces the node."""
+IDS = "ids"
+SUFFIX = ".ra"
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "digest": str,
+    "parent": (str, type(None)),
+    "identity": str,
+    "options": dict,
+    "plain": dict,
+    "files": dict,
+    "nbytes": int,
+}
+logger = logging.getLogger(__name__)
+
+
+def check_ids(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Token ids (tokens,) as int32. Raises ShapeError for others."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ShapeError(f"token ids must be whole numbers of shape (tokens,), got {array.dtype} of {array.shape}")
+    if len(array) and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise ShapeError(f"token ids must fit 32 bits, got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, np.int32)
+
+
+def digest_of(identity: str, parent: str | None, options: dict[str, Any], ids: npt.NDArray[np.int32]) -> str:
+    """A node's digest in hexadecimal digits. No text has a zero byte, so none of them run together."""
+    texts = [identity, parent or "", canonical(options, "options"), ""]
+    return hashlib.sha256("\0".join(texts).encode() + ids.astype("<i4").tobytes()).hexdigest()
+
+
+def read_node(layout: Layout, digest: str) -> dict[str, Any]:
+    """A node's record. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
+    path = layout.node(digest) / RECORD
+    try:
+        record = read_record(layout.disk, path, {})
+        check_format(path, record, FORMAT)
+        record = read_record(layout.disk, path, _FIELDS)
+    except FileNotFoundError:
+        raise UnknownContextError(
+            f"the store {layout.root} has no node {digest}; it was removed, or its folder was copied in part: "
+            "read the text again and save it"
+        ) from None
+    if record["digest"] != digest:
+        raise damaged(path, f"it is the record of {record['digest']}")
+    return record
+
+
+def chain_of(layout: Layout, digest: str) -> list[dict[str, Any]]:
+    """The records from the root to this node. Raises as `read_node`."""
+    records = [read_node(layout, digest)]
+    while (parent := records[-1]["parent"]) is not None:
+        try:
+            records.append(read_node(layout, parent))
+        except UnknownContextError as error:
+            raise UnknownContextError(f"node {digest} continues another that is gone: {error}") from error
+    return records[::-1]
+
+
+def check_identity(layout: Layout, record: dict[str, Any], identity: str) -> None:
+    """Raise StoreMismatchError, naming what differs, unless the node was saved with this identity."""
+    if record["identity"] == identity:
+        return
+    saved, wanted = _fields(record["identity"]), _fields(identity)
+    differ = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
+    lines = [f"{name}: saved {_short(saved.get(name))}, now {_short(wanted.get(name))}" for name in differ]
+    raise StoreMismatchError(
+        f"the context {record['digest'][:12]} in {layout.root} was saved with something else ({'; '.join(lines)}); "
+        "load what it was saved with, or read the text again"
+    )
+
+
+def _fields(identity: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        fields = json.loads(identity)
+        if isinstance(fields, dict):
+            return fields
+    return {"identity": identity}
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class SavedNode:
+    """One node. Its files are mapped when it is opened, so it can be used to the end whatever `gc` does meanwhile.
+
+    (Where files are read instead of mapped, because other machines share the disk, each must be read before that.)
+    identity, options, plain: as they were saved. nbytes: of its files. files: the names that `add` was given.
+    """
+
+    def __init__(self, layout: Layout, digest: str) -> None:
+        """Raises UnknownContextError, StoreDamagedError for a record or sizes that are wrong, StoreMismatchError."""
+        record = read_node(layout, digest)
+        self.digest: str = digest
+        self.parent: str | None = record["parent"]
+        self.identity: str = record["identity"]
+        self.options: dict[str, Any] = record["options"]
+        self.plain: dict[str, Any] = record["plain"]
+        self.nbytes: int = record["nbytes"]
+        self._layout = layout
+        self._ids: npt.NDArray[np.int32] | None = None
+        folder = layout.node(digest)
+        self._files = {name: self._open(folder, name, Seal(*seal)) for name, seal in record["files"].items()}
+        if IDS not in self._files:
+            raise damaged(folder / RECORD, "it names no token ids")
+
+    def _open(self, folder: Path, name: str, seal: Seal) -> BundleFile:
+        path = folder / f"{name}{SUFFIX}"
+        with guarded("read", path):
+            try:
+                mapped = self._layout.disk.map(path)
+            except FileNotFoundError:
+                raise self._lost(path) from None
+        return BundleFile(path, mapped, seal, self._mark)
+
+    def _lost(self, path: Path) -> StoreError:
+        read_node(self._layout, self.digest)  # all of the node is gone: that is its own error
+        self._mark()
+        return damaged(path, "it is not there")
+
+    def _mark(self) -> None:
+        """Remember that this node is damaged, where the disk lets us."""
+        path = self._layout.node(self.digest) / DAMAGED
+        try:
+            self._layout.disk.close(self._layout.disk.create(path))
+        except OSError as error:
+            if not isinstance(error, FileExistsError):
+                logger.warning("cannot mark %s as damaged: %s", path.parent, error)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of its bundles, sorted, but for the token ids'."""
+        return sorted(name for name in self._files if name != IDS)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """Token ids (tokens,), checked: they, identity, options and parent give the node's digest."""
+        if self._ids is None:
+            bundle = self.bundle(IDS, verify=True)
+            ids = bundle.arrays[IDS].astype(np.int32, copy=False)
+            if digest_of(self.identity, self.parent, self.options, ids) != self.digest:
+                self._mark()
+                raise damaged(self._files[IDS].path, "its token ids are not those of the node")
+            self._ids = ids
+        return self._ids
+
+    def _file(self, file: str) -> BundleFile:
+        if file not in self._files:
+            raise StoreError(f"node {self.digest[:12]} has no file {file!r}; it has {', '.join(self.files)}")
+        return self._files[file]
+
+    def bundle(self, file: str, *, verify: bool | tuple[str, ...]) -> Bundle:
+        """A bundle; its arrays are private maps. verify: True checks every byte now, False only values and the table.
+
+        With suffixes, all arrays are checked whose name ends with none of them. Raises StoreDamagedError, StoreError.
+        """
+        return self._file(file).bundle(verify)
+
+    def check(self, file: str, stop: Callable[[], bool] = lambda: False) -> None:
+        """Check what of a bundle was not checked yet, until `stop`. Raises StoreDamagedError, StoreError."""
+        self._file(file).check(stop)
+
+    def populate(self, file: str, names: Iterable[str] | None = None) -> None:
+        """Read the bytes of these arrays into memory; None: of all. Raises StoreDamagedError, StoreError."""
+        self._file(file).populate(names)

@@ -1,0 +1,139 @@
+"""The store: nodes by digest, names for them. Truth is in files; nothing is kept in memory but what runs."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.store.disk import OS_DISK, Disk
+from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.layout import Layout, Pin, default_folder
+from retrieval_attn.store.names import NamedContext, check_name, read_name, readable_names, remove_name, write_name
+from retrieval_attn.store.node import SavedNode, chain_of, check_identity
+from retrieval_attn.store.sweep import Freed, stored_bytes, sweep
+from retrieval_attn.store.verify import Damage, verify
+from retrieval_attn.store.writer import NodeWriter
+
+
+class ContextStore:
+    """Saved contexts in one folder. Several processes and threads may use it at once.
+
+    A node that this object published stays, whatever `gc` does elsewhere, until it is named, or until `close`, or until
+    the process ends.
+    """
+
+    def __init__(
+        self, folder: str | Path | None = None, *, disk_bytes: int | None = None, disk: Disk = OS_DISK
+    ) -> None:
+        """folder: None takes RETRIEVAL_ATTN_STORE or the user's data folder; the first save makes it.
+
+        disk_bytes: what all nodes may take together; a save that needs more is refused. disk: the way to files.
+        """
+        whole = isinstance(disk_bytes, int) and not isinstance(disk_bytes, bool)
+        if disk_bytes is not None and not (whole and disk_bytes >= 0):
+            raise ConfigError(f"disk_bytes must be None or a whole number of bytes, got {disk_bytes!r}")
+        self.folder = default_folder() if folder is None else Path(folder).expanduser().absolute()
+        self._layout = Layout(self.folder, disk)
+        self._disk_bytes = disk_bytes
+        self._pins: builtins.list[Pin] = []
+        self._lock = threading.Lock()
+
+    def writer(
+        self, identity: str, parent: str | None, ids: npt.NDArray[np.int32], options: dict[str, Any]
+    ) -> NodeWriter:
+        """A writer for the node of these token ids (tokens,) after `parent`; use it in a `with` block.
+
+        Raises UnknownContextError where the parent is gone, StoreMismatchError where it has another identity.
+        """
+        return NodeWriter(self._layout, (identity, parent, ids, options), self._disk_bytes, self._keep)
+
+    def _keep(self, pin: Pin) -> None:
+        with self._lock:
+            self._pins.append(pin)
+
+    def get(self, digest: str, identity: str | None = None) -> SavedNode:
+        """A node, mapped. identity: None takes any.
+
+        Raises UnknownContextError, StoreDamagedError, and StoreMismatchError for another identity.
+        """
+        self._layout.exists()
+        node = SavedNode(self._layout, digest)
+        if identity is not None:
+            check_identity(self._layout, {"digest": digest, "identity": node.identity}, identity)
+        return node
+
+    def chain(self, digest: str) -> builtins.list[SavedNode]:
+        """All nodes from the root to this one, mapped. Raises as `get`; a parent that is gone: UnknownContextError."""
+        self._layout.exists()
+        return [SavedNode(self._layout, record["digest"]) for record in chain_of(self._layout, digest)]
+
+    def name(self, name: str, digest: str, plain: dict[str, Any]) -> None:
+        """Let `name` mean this node from now on, as a whole or not at all; what it meant before is for `gc`.
+
+        plain: JSON values that come with the name. Raises StoreError for a name that may not be one, ConfigError for
+        other values, UnknownContextError for a node that is gone, StoreFullError.
+        """
+        check_name(name)
+        layout = self._layout
+        layout.create()
+        with layout.locked():
+            records = chain_of(layout, digest)
+            digests = [record["digest"] for record in records]
+            with guarded("write", layout.nodes):
+                for folder in {layout.node(one).parent for one in digests}:
+                    layout.disk.fsync_folder(folder)  # who published them may have died before it did this
+                layout.disk.fsync_folder(layout.nodes)
+            write_name(layout, name, digests, sum(record["nbytes"] for record in records), plain)
+        self._release(set(digests))
+
+    def _release(self, digests: set[str] | None) -> None:
+        """Let go the pins of these nodes; None: all."""
+        with self._lock:
+            over = [pin for pin in self._pins if digests is None or pin.digests[-1] in digests]
+            self._pins = [pin for pin in self._pins if pin not in over]
+        for pin in over:
+            with guarded("remove", pin.path):
+                pin.release()
+
+    def resolve(self, name: str) -> NamedContext:
+        """What a name means. Raises UnknownContextError, which names near ones, and StoreDamagedError."""
+        check_name(name)
+        self._layout.exists()
+        return read_name(self._layout, name)
+
+    def list(self) -> builtins.list[NamedContext]:
+        """All names, sorted; one whose file is damaged is left out and logged, `verify` tells more."""
+        return readable_names(self._layout) if self._layout.exists() else []
+
+    def remove(self, name: str) -> None:
+        """Forget a name; `gc` then removes what no other name needs. Raises UnknownContextError."""
+        check_name(name)
+        if not self._layout.exists():
+            read_name(self._layout, name)
+        with self._layout.locked():
+            remove_name(self._layout, name)
+
+    def verify(
+        self, names: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> builtins.list[Damage]:
+        """Read every byte of these contexts, or of all. progress: told checked bytes and all bytes after each node."""
+        return verify(self._layout, names, progress)
+
+    def gc(self) -> Freed:
+        """Remove nodes that no name reaches, and what dead saves left. Raises StoreDamagedError for a damaged name."""
+        return sweep(self._layout)
+
+    def nbytes(self) -> int:
+        """Bytes of all nodes, and of saves under way."""
+        return stored_bytes(self._layout)
+
+    def close(self) -> None:
+        """Let go nodes that were published and not named: the next `gc` may remove them."""
+        self._release(None)

@@ -1,0 +1,118 @@
+"""Removing what no name reaches, and what dead processes left behind; safe beside loads and saves.
+
+A node leaves in one rename, so that there is never half of one. Whoever has it mapped keeps it.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from retrieval_attn.errors import StoreDamagedError
+from retrieval_attn.store.disk import Disk
+from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.layout import Layout, read_record
+from retrieval_attn.store.names import read_name, stored_names
+
+
+class Freed(NamedTuple):
+    """What `gc` removed. nodes: how many; leftovers: files and folders of saves that died; nbytes: of all of them."""
+
+    nodes: int
+    leftovers: int
+    nbytes: int
+
+
+def sweep(layout: Layout) -> Freed:
+    """Remove nodes that neither a name nor a running save reaches, and what dead saves left in `tmp`.
+
+    Raises StoreDamagedError, before anything is removed, where a name's file is damaged: what it reaches is unknown.
+    """
+    if not layout.exists():
+        return Freed(0, 0, 0)
+    with layout.locked():
+        kept = _named(layout)
+        stale, pinned = _leftovers(layout)
+        nodes = []
+        for part in layout.listed(layout.nodes):
+            for digest in layout.listed(layout.nodes / part):
+                if digest in kept or digest in pinned:
+                    continue
+                gone = layout.fresh(".gone")
+                with guarded("remove", layout.nodes / part / digest):
+                    layout.disk.rename(layout.nodes / part / digest, gone)
+                nodes.append(gone)
+    nbytes = 0
+    for path in [*stale, *nodes]:
+        with guarded("remove", path):
+            nbytes += remove_tree(layout.disk, path)
+    return Freed(len(nodes), len(stale), nbytes)
+
+
+def _named(layout: Layout) -> set[str]:
+    """Digests of all nodes that names reach."""
+    with guarded("read", layout.contexts):
+        # a name that was removed or replaced must not come back after its nodes went
+        layout.disk.fsync_folder(layout.contexts)
+    kept = set[str]()
+    for name in stored_names(layout):
+        try:
+            kept.update(read_name(layout, name).chain)
+        except StoreDamagedError as error:
+            raise StoreDamagedError(
+                f"nothing was removed, for it is not known what {name!r} needs: {error}; "
+                f"or remove it with `retrieval-attn contexts rm {name}`"
+            ) from error
+    return kept
+
+
+def _leftovers(layout: Layout) -> tuple[list[Path], set[str]]:
+    """What is in `tmp` that no living process has pinned, and the digests that living ones have."""
+    entries = layout.listed(layout.tmp)
+    alive, pinned = set[str](), set[str]()
+    for entry in entries:
+        path = layout.tmp / entry
+        if not entry.endswith(".lock"):
+            continue
+        with guarded("lock", path):
+            handle = layout.disk.lock(path, wait_seconds=0)
+        if handle is not None:
+            layout.disk.close(handle)
+            continue
+        alive.add(entry.partition(".")[0])
+        try:
+            pinned.update(read_record(layout.disk, path, {"digests": list})["digests"])
+        except FileNotFoundError:  # it has just ended
+            continue
+    return [layout.tmp / entry for entry in entries if entry.partition(".")[0] not in alive], pinned
+
+
+def remove_tree(disk: Disk, path: Path) -> int:
+    """Remove a file or a folder with all that is in it; returns its bytes. What is gone already is no error."""
+    try:
+        status = disk.stat(path)
+        if not stat.S_ISDIR(status.st_mode):
+            disk.unlink(path)
+            return status.st_size
+        nbytes = sum(remove_tree(disk, path / name) for name in disk.listdir(path))
+        disk.rmdir(path)
+        return nbytes
+    except FileNotFoundError:
+        return 0
+
+
+def stored_bytes(layout: Layout) -> int:
+    """Bytes of all files of nodes, and of those that are being written."""
+
+    def size(path: Path) -> int:
+        try:
+            status = layout.disk.stat(path)
+        except FileNotFoundError:
+            return 0
+        if not stat.S_ISDIR(status.st_mode):
+            return status.st_size
+        return sum(size(path / name) for name in layout.listed(path))
+
+    with guarded("read", layout.root):
+        return size(layout.nodes) + size(layout.tmp)

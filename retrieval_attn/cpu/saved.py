@@ -55,6 +55,8 @@ def path_state(path: SequenceKV, since: int, clusters: ClusterMark | None = None
         told, held = _span_state(span, f"{number}/")
         plain["spans"].append(told)
         arrays.update(held)
+    # those of the first spans may have taken in tokens of theirs since they were saved
+    plain["indexed"] = [span.segment.indexed[1] for span in spans[:since]]
     plain["budgets"] = None if path.budgets is None else list(path.budgets.counts)
     tokens = [span.segment.length for span in spans[:since]] + [told["held"] for told in plain["spans"]]
     plain["clusters"], held = clusters_state(path, since, tokens, clusters)
@@ -78,6 +80,8 @@ def path_from_states(states: Sequence[State], path: SequenceKV, coder: HeadCoder
             added = [
                 _span(told, by_span.get(str(number), {}), path, coder) for number, told in enumerate(plain["spans"])
             ]
+            for span, stop in zip(path_spans(path), plain["indexed"], strict=False):
+                span.segment.extend_index(stop)
             take_spans(path, plain["since"], added)
             restore_clusters(path, plain["clusters"], own)
             path.budgets = None if plain["budgets"] is None else HeadBudgets(tuple(plain["budgets"]))

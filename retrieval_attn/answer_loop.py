@@ -137,7 +137,7 @@ class AnswerLoop:
         generated tokens: fork it before if it is still needed.
         """
         started = time.perf_counter()
-        held = batch.first(cache.get_seq_length()).valid.sum(dim=1).tolist()
+        held = (batch.first(cache.get_seq_length()).valid.sum(dim=1) - cache.batch.forgotten.tokens).tolist()
         with using_retrieval(self.model, cache.config.prefill_chunk):
             with _cancellable(cache, cancelled):
                 prompt = self.read(cache, batch)

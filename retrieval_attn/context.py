@@ -14,6 +14,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.config import Config, resolve
+from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
@@ -57,8 +58,9 @@ class Context:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the context, template and begin-of-sequence token included."""
-        return self._cache.batch.columns
+        """Tokens that are attended to, template and begin-of-sequence token included; not those that are forgotten."""
+        batch = self._cache.batch
+        return batch.columns - batch.forgotten.tokens
 
     @property
     def cache(self) -> RetrievalCache:
@@ -105,6 +107,21 @@ class Context:
             self._whole = before.undo()
             raise
         self._whole = True
+        return self
+
+    def forget(self, start: int, stop: int) -> Context:
+        """From now on nothing attends to tokens [start, stop), which make room for as many more. Returns self.
+
+        Tokens are numbered as they were read, also after others were forgotten. The first `start` stay as sinks: at
+        most config.sink, or as many as an earlier call left. stop: up to where the window of recent tokens begins, at
+        least an earlier call's. What came after `stop` has seen what is forgotten, and keeps what it made of it. Forks
+        keep their own tokens. Raises InputDataError for an empty context, ConfigError for other numbers,
+        UnsupportedModelError for layers with a state and where positions are not those of a fixed rotary embedding.
+        """
+        self._require_whole()
+        if not self._ids:
+            raise InputDataError("The context is empty: there is nothing to forget; call read(text) first.")
+        forget_tokens(self._cache, self.model, start, stop)
         return self
 
     def fork(self) -> Context:

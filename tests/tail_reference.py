@@ -290,7 +290,10 @@ def static_rows(layer: Any, window: Any, query: Tensor, scoring: dict[str, Any])
     for row, (start, stop) in enumerate(layer.held.ranges):
         sinks = int(valid[row, : window.sink_len].sum())
         # each token is in one part: sinks, middle, or the tail that begins at the middle's end
-        assert sinks == start and stop == layer.batch.real(row, layer.held.tail_start)
+        forgotten = layer.batch.forgotten
+        assert sinks == (forgotten.start if forgotten.tokens else start) and stop == layer.batch.real(
+            row, layer.held.tail_start
+        )
         heads = []
         for head in range(q_heads):
             own = []

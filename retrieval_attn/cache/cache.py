@@ -81,7 +81,7 @@ class RetrievalCache(LayeredCache):
 
     def require_room(self, new_tokens: int, cached: int | None = None) -> None:
         """Raise ContextLengthError when `new_tokens` more would pass the model's positions."""
-        cached = self.batch.columns if cached is None else cached
+        cached = (self.batch.columns if cached is None else cached) - self.batch.forgotten.tokens
         if self.max_positions is not None and cached + new_tokens > self.max_positions:
             raise ContextLengthError(
                 f"{cached} cached and {new_tokens} new tokens are more than the model's {self.max_positions} "
@@ -121,6 +121,11 @@ class RetrievalCache(LayeredCache):
         count = columns - min(given, columns) if given > 0 else -given
         if count > columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
+        if count != columns and columns - count <= self.batch.forgotten.stop:
+            raise CacheMismatchError(
+                f"cannot remove {count} of {columns} tokens: those before token {self.batch.forgotten.stop} are "
+                "forgotten. Fork a context before it forgets if it may go back that far."
+            )
         self.quiet()
         layers: list[Any] = self.layers
         for layer in layers:  # before any other layer: it may refuse

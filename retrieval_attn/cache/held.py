@@ -6,16 +6,18 @@ full. Retrieval covers what lies between sinks and tail.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
-from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.sequence import Batch, Forgotten
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_device
@@ -40,14 +42,14 @@ class HeldTokens:
         """Nothing held yet. key (batch, kv_heads, *, head_dim), value: what tokens of this layer look like."""
         self._config, self._batch, self._number, self._stats = config, batch, number, stats
         self.fmt = host_format(config.host_dtype, key.dtype)
-        self.window = self._new_window(key, value)
+        self.window = _new_window(config, key, value)
         self.tail_start = self.host_columns = 0
+        self.unturned_sinks: Tensor | None = None
+        """Keys of the sinks (batch, kv_heads, sinks, head_dim), on the host, as they stand at their own positions, once
+        tokens behind them are forgotten: the window has them turned."""
         self._sinks = [0] * key.shape[0]  # sink tokens per row
         self._retrieve_stops = [0] * key.shape[0]  # real tokens per row before tail_start
         batch.devices[number] = key.device
-
-    def _new_window(self, key: Tensor, value: Tensor) -> WindowCache:
-        return WindowCache(key, value, self._config.window + self._config.spill, self._config.sink)
 
     @property
     def columns(self) -> int:
@@ -66,8 +68,10 @@ class HeldTokens:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Per row, the tokens of its host path that retrieval covers: those between sinks and tail."""
-        return list(zip(self._sinks, self._retrieve_stops, strict=True))
+        """Per row, the tokens of its host path that retrieval covers: those between sinks and tail, not forgotten."""
+        forgotten = self._batch.forgotten
+        starts = [forgotten.stop] * len(self._sinks) if forgotten.tokens else self._sinks
+        return list(zip(starts, self._retrieve_stops, strict=True))
 
     @property
     def retrieves(self) -> bool:
@@ -136,7 +140,9 @@ class HeldTokens:
         """
         rows = range(self.window.batch)
         self._retrieve_stops = [self._batch.real(row, self.tail_start) for row in rows]
-        counts = [min(self._config.sink, middle) for middle in self._retrieve_stops]
+        forgotten = self._batch.forgotten
+        most = forgotten.start if forgotten.tokens else self._config.sink
+        counts = [min(most, middle) for middle in self._retrieve_stops]
         if counts == self._sinks and max(counts) == self.window.sink_len:
             return
         self._sinks = counts
@@ -158,7 +164,7 @@ class HeldTokens:
     def past(self) -> Past:
         """All tokens so far, to be attended to."""
         self.flush()
-        return Past(self._batch, self._number, self.window.tail()[0])
+        return Past(self._batch, self._number, self.window.tail()[0], sinks_of(self.window))
 
     def _from_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""
@@ -170,11 +176,24 @@ class HeldTokens:
         self.window.drop_oldest(count)
         self.tail_start += count
 
+    def forget(self, span: Forgotten, turn: Callable[[Tensor], Tensor]) -> None:
+        """Keep span.start sinks, their keys turned: turn(keys (batch, kv_heads, span.start, head_dim) at their own
+        positions). The batch counts `span` as forgotten from then on.
+        """
+        key, value = sinks_of(self.window)
+        plain = key.cpu() if self.unturned_sinks is None else self.unturned_sinks
+        self.unturned_sinks = plain[:, :, : span.start].clone()
+        turned = turn(self.unturned_sinks.to(self.device))
+        self.window.set_sinks(turned, value[:, :, : span.start].clone(), None)
+        self._sinks = [span.start] * self.window.batch
+
     # -- rows and cropping ---------------------------------------------------------------------------
 
     def select(self, rows: list[int]) -> None:
         """Keep the windows of these rows, in this order, repeats allowed."""
         self.window.select(torch.tensor(rows, dtype=torch.int64))
+        if self.unturned_sinks is not None:
+            self.unturned_sinks = self.unturned_sinks[rows]
         self._sinks = [self._sinks[row] for row in rows]
         self._retrieve_stops = [self._retrieve_stops[row] for row in rows]
 
@@ -209,7 +228,8 @@ class HeldTokens:
 
     def _reload_tail(self, columns: int) -> None:
         """The crop to so many columns went past the window: read a new tail back from the host."""
-        start = max(0, columns - self._config.window)
+        forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
+        start = max(forgotten.stop, columns - self._config.window)
         padding = self._batch.padding(start, columns)
         keys, values = [], []
         for row, host in enumerate(self.hosts):
@@ -219,11 +239,18 @@ class HeldTokens:
             keys.append(key)
             values.append(value)
         tail_key, tail_value = self.window.tail()
-        self.window = self._new_window(tail_key, tail_value)
+        self.window = _new_window(self._config, tail_key, tail_value)
         self.window.append(torch.stack(keys), torch.stack(values), None if padding is None else padding.to(self.device))
         self.tail_start = start
-        self._sinks = [0] * len(keys)
+        if forgotten.tokens:
+            self.window.set_sinks(*sinks, None)  # turned ones
+        else:
+            self._sinks = [0] * len(keys)
         self.place_sinks(None)
+
+
+def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
+    return WindowCache(key, value, config.window + config.spill, config.sink)
 
 
 def _spread(tokens: Tensor, real: Tensor) -> Tensor:

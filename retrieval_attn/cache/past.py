@@ -6,6 +6,8 @@ The keys stay on the host. They visit the device block by block, for all rows th
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from retrieval_attn.cache.layer_uploads import LayerUploads
@@ -21,12 +23,20 @@ QUERIES_AT_ONCE = 8192
 
 
 class Past:
-    """The paths of layer `number` as they are now; what is appended to them later is not part of it."""
+    """The paths of layer `number` as they are now; what is appended to them later is not part of it.
 
-    def __init__(self, batch: Batch, number: int, like: Tensor) -> None:
-        """like: a key tensor of the layer: its device, its dtype."""
+    Where tokens are forgotten, the sinks before them come from the window, which has them turned.
+    """
+
+    def __init__(self, batch: Batch, number: int, like: Tensor, sinks: tuple[Tensor, Tensor]) -> None:
+        """like: a key tensor of the layer: its device, its dtype. sinks: keys and values (batch, kv_heads, sinks, dim)
+        of the window.
+        """
         self._batch, self._number, self._like = batch, number, like
-        self._paths = [(Stretch.of(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
+        self._cut = functools.partial(Stretch.of, start=batch.forgotten.stop)
+        self._paths = [(self._cut(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
+        turned = batch.forgotten.tokens > 0 and sinks[0].shape[2] > 0
+        self._sinks = (sinks[0].clone(), sinks[1].clone()) if turned else None
 
     @property
     def empty(self) -> bool:
@@ -38,6 +48,13 @@ class Past:
 
         last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
         """
+        found = self._attend_paths(query, value_dim, scale, softcap, last)
+        if self._sinks is None:
+            return found
+        return merge([attend(query, *self._sinks, scale=scale, softcap=softcap), found])
+
+    def _attend_paths(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
+        """What lies on the host, behind what is forgotten."""
         at_once = max(1, QUERIES_AT_ONCE // query.shape[2])
         groups = [
             (one, rows[start : start + at_once]) for one, rows in self._paths for start in range(0, len(rows), at_once)
@@ -45,7 +62,7 @@ class Past:
         found: list[Partial | None] = [None] * len(groups)
         queries = [stacked(query, rows)[None] for _, rows in groups]
         uploads = LayerUploads(self._batch, self._number, self._like.device)
-        for number, key, value in uploads.walk([one for one, _ in groups], self._like.dtype, last=last):
+        for number, key, value in uploads.walk([one for one, _ in groups], self._like.dtype, last=last, cut=self._cut):
             part = attend(queries[number], key, value, scale=scale, softcap=softcap)
             before = found[number]
             found[number] = part if before is None else merge([before, part])
@@ -59,7 +76,10 @@ class Past:
         return whole
 
     def rows_of(self, row: int, which: int) -> Tensor | None:
-        """All past keys (which 0) or values (1) of a row (kv_heads, tokens, dim), on the device; None without any."""
+        """All past keys (which 0) or values (1) of a row (kv_heads, tokens, dim), on the device; None without any.
+
+        Those of tokens that are forgotten, and of sinks before them, are as they are stored.
+        """
         for one, rows in self._paths:
             if row in rows:
                 return to_device(one.host.read(0, one.stop)[which], one.host.fmt, self._like)

@@ -15,7 +15,7 @@ from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, indexed_from
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
@@ -88,7 +88,7 @@ class Reading:
             start, stop = held.ranges[row]
             if stop <= start:
                 continue
-            if not self._first and 2 * host.indexed_tokens >= stop - start:
+            if not self._first and 2 * indexed_from(host, start) >= stop - start:
                 work.extend(host, stop)
                 turn = done.new_of(row, 0)
                 if DRIFT_SHARE * turn.shape[1] >= stop - start and drifted(host, turn):

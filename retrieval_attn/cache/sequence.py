@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,20 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
 from retrieval_attn.offload.upload import Uploads
+
+
+class Forgotten(NamedTuple):
+    """Tokens [start, stop) of every row that nothing attends to any more. Those before are sinks, turned to stand
+    directly before `stop`.
+    """
+
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.stop - self.start
 
 
 class Sequence:
@@ -57,6 +71,7 @@ class Batch:
     """The rows of one cache. columns: how many columns every layer has stored. epoch: changes with them.
 
     valid: (batch, some first columns) CPU bool, True for a real token; None: no padding. Columns behind it are real.
+    forgotten: what no token attends to from now on; columns count them still.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
     """
 
@@ -65,6 +80,7 @@ class Batch:
         self.columns = 0
         self.valid: Tensor | None = None
         self.epoch = 0
+        self.forgotten = Forgotten()
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
 
@@ -125,7 +141,7 @@ class Batch:
     def reset(self) -> None:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
-        self.uploads = {}
+        self.uploads, self.forgotten = {}, Forgotten()
 
     def snapshot(self) -> dict[str, Any]:
         """The batch as it is, for `restore`."""
@@ -147,7 +163,7 @@ class Batch:
         """An independent batch of the same sequences: segments and indexes are shared, both may go on."""
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
-        other.devices = dict(self.devices)
+        other.devices, other.forgotten = dict(self.devices), self.forgotten
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:

@@ -6,6 +6,7 @@ layer of a model must speak the same handle protocol and survive crops, forks an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.sequence import Batch, Forgotten
 from retrieval_attn.config import Config
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.flash import attend
@@ -35,6 +36,8 @@ class SlidingLayer(CacheLayer):
         super().__init__(config, batch)
         self.sliding_window = sliding_window
         self.record_past = False
+        self.unseen = 0
+        """First columns that the window need not have: forgotten, or gone when others were forgotten."""
         self._window: WindowCache | None = None
 
     @property
@@ -53,7 +56,7 @@ class SlidingLayer(CacheLayer):
     def reset(self) -> None:
         super().reset()
         self._window = None
-        self.record_past = False
+        self.record_past, self.unseen = False, 0
 
     def mark(self) -> object:
         if self.record_past:
@@ -121,6 +124,29 @@ class SlidingLayer(CacheLayer):
             parts.append(attend(rows, key[:, :, span], value[:, :, span], scale=scale, mask=mask, softcap=softcap))
         return Partial(torch.cat([part.out for part in parts], dim=2), torch.cat([part.lse for part in parts], dim=2))
 
+    def forget(self, span: Forgotten, turn: Callable[[Tensor, int], Tensor]) -> None:
+        """Keep what the window has of the tokens before span.start, and those from span.stop on.
+
+        turn(keys (batch, kv_heads, n, head_dim), first): the former, of the tokens from `first` on, are to stand
+        directly before span.stop. The batch counts `span` as forgotten from then on. No row is padded.
+        """
+        window = self._window
+        if window is None:
+            return
+        # what an earlier call left of the first tokens lies before those that it left behind what was forgotten
+        earlier = self.batch.forgotten
+        last = min(window.tail_len, self.columns - earlier.stop)
+        first = earlier.start - (window.tail_len - last) if earlier.tokens else self.columns - last
+        kept, after = max(0, span.start - first), min(self.columns - span.stop, last)
+        key, value = (tensor.clone() for tensor in window.tail())
+        window.truncate(window.tail_len)
+        if kept:
+            window.append(turn(key[:, :, :kept], first), value[:, :, :kept], None)
+        if after:
+            window.append(key[:, :, -after:], value[:, :, -after:], None)
+        short = window.tail_len < self.sliding_window - 1
+        self.unseen = self.columns - window.tail_len if short else span.tokens
+
     def select(self, rows: Items[int]) -> None:
         if self._window is not None:
             self._window.select(torch.tensor(list(rows), dtype=torch.int64))
@@ -138,10 +164,10 @@ class SlidingLayer(CacheLayer):
         if self._window is None or not count:
             return
         if count == self.columns:
-            self._window = None
+            self._window, self.unseen = None, 0
             return
         left = self._window.tail_len - count
-        needed = min(self.columns - count, self.sliding_window - 1)
+        needed = min(max(0, self.columns - count - self.unseen), self.sliding_window - 1)
         if left < needed:
             raise CacheMismatchError(
                 f"Removing {count} tokens needs {needed} older ones of a sliding layer, {max(left, 0)} are kept: "

@@ -148,6 +148,12 @@ class KeyClusters:
         others = (self.mean_values, self.late, self.distances, self.samples)
         return self.probes.nbytes + self.offsets.nbytes + members + sum(one.nbytes for one in others if one is not None)
 
+    def kin(self) -> KeyClusters:
+        """The same clusters with the same members, for a path whose samples and mean values will differ."""
+        other = object.__new__(KeyClusters)
+        other.__dict__.update(self.__dict__, on_devices=weakref.WeakKeyDictionary())
+        return other
+
     def assign(self, keys: Floats) -> npt.NDArray[np.uint8]:
         """The cluster of each key (heads, n, head_dim): uint8 (heads, n)."""
         scores = keys @ self.probes.transpose(0, 2, 1) + self.offsets[:, None]
@@ -270,6 +276,25 @@ class PathClusters:
         other._late = None if self._late is None else self._late.fork()
         return other
 
+    def renewed(self, start: int, stop: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> PathClusters:
+        """Clusters of the tokens [start, stop) of the path alone, of which samples and mean values are new, too.
+
+        pieces: as in `cover`. For this path: its forks keep what it had.
+        """
+        other = self.fork()
+        other.shared = shared = self.shared.kin()
+        other.cover(start, stop, pieces)
+        if shared.samples is not None:
+            shared.samples = _sampled(other, shared.samples, list(pieces(start, stop)))
+            other._table = _table_of(other._sums, shared.samples)
+        if shared.mean_values is not None:
+            first = next(iter(pieces(start, stop)), None)  # what an index on a device may cover
+            known = other.fork()
+            shared.mean_values = mean_values(
+                known.cover(start, stop if first is None else first.first + first.high, pieces)
+            )
+        return other
+
     @property
     def late(self) -> PathClusters | None:
         """The clusters of the tokens that a device has no codes of; None where no device has any."""
@@ -359,6 +384,30 @@ def mean_values(sums: ClusterSums | ClusterTable) -> Floats:
     means = sums.value_sums / np.maximum(sums.counts, 1)[:, :, None]
     found: Floats = np.where(sums.counts[:, :, None] > 0, means, every).astype(np.float32)
     return found
+
+
+def _sampled(path: PathClusters, like: SampledKeys, parts: list[PathPart]) -> SampledKeys:
+    """Keys of the tokens in `parts`, as many of each cluster as `like` has, evenly spaced among its keys.
+
+    Clusters with fewer keys have some twice, those without any zeros.
+    """
+    shared, fmt, number = path.shared, path._fmt, like.number
+    heads, clusters, dim = shared.probes.shape
+    found = np.zeros((heads, clusters * number, dim), np.float32)
+    turn = np.arange(number)
+    for head in range(heads):
+        members = np.concatenate([shared.known(one.segment)[head, one.low : one.high] for one in parts])
+        ends = np.cumsum([0, *(one.high - one.low for one in parts)])
+        order = np.argsort(members, kind="stable")
+        counts = np.bincount(members, minlength=clusters)
+        places = (np.cumsum(counts) - counts)[:, None] + (2 * turn + 1) * counts[:, None] // (2 * number)
+        chosen = order[np.minimum(places, len(members) - 1).ravel()]
+        for one, begun, ended in zip(parts, ends, ends[1:], strict=False):
+            own = (chosen >= begun) & (chosen < ended)
+            rows = one.segment.keys[head, chosen[own] - begun + one.low]
+            found[head, own] = to_float32(rows, fmt)
+        found[head, np.repeat(counts == 0, number)] = 0
+    return SampledKeys.of(found.transpose(0, 2, 1), clusters)
 
 
 def _table_of(sums: ClusterSums, samples: SampledKeys | None) -> ClusterTable:

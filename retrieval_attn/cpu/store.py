@@ -111,11 +111,7 @@ class SequenceKV:
     @property
     def indexed_tokens(self) -> int:
         """Tokens of the path that indexes cover."""
-        covered = 0
-        for span in self._spans:
-            first, stop = span.segment.indexed
-            covered += max(0, min(stop, span.length) - first)
-        return covered
+        return indexed_from(self, 0)
 
     @property
     def index_kinds(self) -> dict[str, int]:
@@ -314,6 +310,15 @@ def take_spans(path: SequenceKV, kept: int, added: Sequence[Span]) -> None:
     path._spans = [*path._spans[:kept], *added]
     path._length = sum(span.length for span in path._spans)
     path.reserve(0)
+
+
+def indexed_from(path: SequenceKV, start: int) -> int:
+    """Tokens of a path from `start` on that indexes cover. Raises ConfigError outside the path."""
+    covered = 0
+    for segment, low, high, _ in path.parts(start, len(path)):
+        first, stop = segment.indexed
+        covered += max(0, min(stop, high) - max(first, low))
+    return covered
 
 
 def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | None:

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4
 class Rotation:
     """The rotary embedding of one attention layer of one model."""
 
-    def __init__(self, tables: Callable[[Tensor], tuple[Tensor, Tensor]], apply: Callable[..., Any]) -> None:
+    def __init__(self, tables: Callable[..., tuple[Tensor, Tensor]], apply: Callable[..., Any]) -> None:
         self._tables, self._apply = tables, apply
 
     @classmethod
@@ -52,11 +52,11 @@ class Rotation:
         # models for images turn by time, height and width; for text these are one number
         axes = (3, 1, -1) if hasattr(rotary, "mrope_section") else (1, -1)
 
-        def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
-            unused = torch.zeros(1, dtype=torch.float32, device=positions.device)
+        def tables(positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+            unused = torch.zeros(1, dtype=dtype, device=positions.device)
             cos, sin = rotary(unused, positions.expand(axes), **extra)
             # of a model on several devices, the tables live with its first layers
-            return cos.to(positions.device, torch.float32), sin.to(positions.device, torch.float32)
+            return cos.to(positions.device, dtype), sin.to(positions.device, dtype)
 
         return cls(tables, apply)
 
@@ -65,15 +65,15 @@ class Rotation:
 
         to: one position for all, or one for each (m,) int64.
 
-        float32 in and out. Raises UnsupportedModelError if the model's rotation cannot be undone; check=False does
-        not look (looking waits for the device).
+        float32 in and out, or float64. Raises UnsupportedModelError if the model's rotation cannot be undone;
+        check=False does not look (looking waits for the device).
         """
         if not queries.shape[1]:
             return queries.clone()
         # one call for all positions: some scaling rules depend on the longest
         count = len(positions)
         targets = positions.new_tensor([to]) if isinstance(to, int) else to
-        cos, sin = self._tables(torch.cat([positions, targets]))
+        cos, sin = self._tables(torch.cat([positions, targets]), queries.dtype)
         size = self._width(cos, sin, queries.shape[-1])
         plain = self._rotate(queries[..., :size], cos[:, :count], sin[:, :count], undo=True)
         if check:
@@ -109,6 +109,14 @@ class Rotation:
             cos, sin = cos / scale, -sin / scale
         rotated: Tensor = self._apply(queries[None], queries[None], cos, sin)[0][0]
         return rotated
+
+
+def rope_types(options: Any) -> set[str]:
+    """The kinds of rotary embedding that a config names, given as a dictionary."""
+    if not isinstance(options, dict):
+        return set()
+    own = {str(options[name]) for name in ("rope_type", "type") if isinstance(options.get(name), str)}
+    return own.union(*(rope_types(value) for value in options.values()))
 
 
 def _layer_type(model: Any, attention: Any) -> str:

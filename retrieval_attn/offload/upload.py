@@ -63,19 +63,20 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first `stop` tokens of a path, as blocks of `tokens` tokens of `heads` key-value heads."""
+    """Tokens [start, stop) of a path, as blocks of `tokens` tokens of `heads` key-value heads."""
 
     host: SequenceKV
     stop: int
     tokens: int
     heads: int
+    start: int = 0
 
     @classmethod
-    def of(cls, host: SequenceKV, stop: int | None = None) -> Stretch:
+    def of(cls, host: SequenceKV, stop: int | None = None, start: int = 0) -> Stretch:
         """Blocks of all heads. stop: None = all tokens of `host`."""
         # a power of two, whatever the format: a long question's attention makes a plan for each length of keys
         tokens = 1 << (max(1, BLOCK_BYTES // host.token_bytes).bit_length() - 1)
-        return cls(host, len(host) if stop is None else stop, tokens, host.num_kv_heads)
+        return cls(host, len(host) if stop is None else stop, tokens, host.num_kv_heads, start)
 
     @classmethod
     def by_heads(cls, host: SequenceKV, stop: int) -> Stretch:
@@ -86,14 +87,17 @@ class Stretch:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block at most."""
-        return ALIGNED + self.heads * min(self.tokens, self.stop) * self.host.token_bytes // self.host.num_kv_heads
+        return (
+            ALIGNED
+            + self.heads * min(self.tokens, self.stop - self.start) * self.host.token_bytes // self.host.num_kv_heads
+        )
 
     def blocks(self) -> list[Cut]:
         """What each block holds, tokens before heads; [] for no tokens."""
         heads = [
             (at, min(at + self.heads, self.host.num_kv_heads)) for at in range(0, self.host.num_kv_heads, self.heads)
         ]
-        starts = range(0, self.stop, self.tokens)
+        starts = range(self.start, self.stop, self.tokens)
         parts = [tuple(self.host.parts(start, min(start + self.tokens, self.stop))) for start in starts]
         return [Cut(some, *of) for some in parts for of in heads]
 
@@ -338,10 +342,10 @@ def as_blocks(
     On the CPU they lie in place where they are stored in that dtype. stored: as they are stored, whatever that is.
     """
     for number, one in enumerate(stretches):
-        if not one.stop:
+        if one.stop <= one.start:
             continue
         fmt = one.host.fmt
-        key, value = (torch.from_numpy(array).view(TORCH_DTYPE[fmt]) for array in one.host.read(0, one.stop))
+        key, value = (torch.from_numpy(array).view(TORCH_DTYPE[fmt]) for array in one.host.read(one.start, one.stop))
         if not stored:
             key, value = unpack(key, fmt, like.dtype), unpack(value, fmt, like.dtype)
         for keys, values in zip(key[None].split(one.heads, 1), value[None].split(one.heads, 1), strict=True):

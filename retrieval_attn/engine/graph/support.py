@@ -15,6 +15,7 @@ from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.model.capturable import is_capturable
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
+from retrieval_attn.model.rotation import rope_types
 
 
 def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
@@ -46,7 +47,7 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__} takes no position_ids: it counts tokens on the CPU"
     text = model.config.get_text_config(decoder=True)
-    changing = sorted(_rope_types(text.to_dict()) & {"dynamic", "longrope"})
+    changing = sorted(rope_types(text.to_dict()) & {"dynamic", "longrope"})
     if changing:
         return f"rotary embedding of type {changing[0]} looks at the position on the CPU"
     return _looks_at_values(model) or _hooked(model)
@@ -66,13 +67,6 @@ def _name_of(module: torch.nn.Module, model: torch.nn.Module) -> str:
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """The module's own forward hooks, which a replay does not call."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _rope_types(options: Any) -> set[str]:
-    if not isinstance(options, dict):
-        return set()
-    own = {str(options[name]) for name in ("rope_type", "type") if isinstance(options.get(name), str)}
-    return own.union(*(_rope_types(value) for value in options.values()))
 
 
 def _hooked(model: PreTrainedModel) -> str | None:

@@ -204,6 +204,13 @@ class WindowCache:
         self._capacity += tokens
 
 
+def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:
+    """Views of a window's sinks: keys and values, (batch, kv_heads, sink_len, dim)."""
+    low = window.span[0]
+    key, value = window.buffers
+    return key[:, :, low : low + window.sink_len], value[:, :, low : low + window.sink_len]
+
+
 def _room_for(like: Tensor, tokens: int) -> Tensor:
     """Uninitialised memory for `tokens` tokens of the shape, dtype and device of `like`."""
     return like.new_empty(like.shape[0], like.shape[1], tokens, like.shape[3])

@@ -155,7 +155,8 @@ class _Pieces(NamedTuple):
             low, high = (first, first) if whole or low >= high else (low, high)
             for start, end in ((first, low), (high, stop)):
                 if start < end:
-                    arrays[f"{prefix}{len(pieces)}"] = ids[:, :tokens] if whole else ids[:, start:end]
+                    # a copy, a byte per key: what lies beside these tokens changes when others join
+                    arrays[f"{prefix}{len(pieces)}"] = (ids[:, :tokens] if whole else ids[:, start:end]).copy()
                     pieces.append([number, start, end])
         return pieces, arrays
 

@@ -95,6 +95,9 @@ class Segment:
         self.fmt = fmt
         self.length = 0
         self.frozen = False
+        self.grown: tuple[int, ...] = ()
+        """Where the index ended after each insertion into the frozen segment: one that was saved before takes in the
+        same tokens together."""
         self._index: _SegmentIndex | None = None
         self._changes = 0  # of the index
         self._extending = threading.Lock()
@@ -201,7 +204,11 @@ class Segment:
             )
 
         heads = list(each(build, range(len(self.keys))))
-        self._index = _SegmentIndex(start, tuple(heads))
+        self.take_index(start, tuple(heads))
+
+    def take_index(self, first: int, heads: tuple[base.KeyIndex, ...]) -> None:
+        """The index of each head, over the tokens from `first` on, in place of what the segment has."""
+        self._index, self.grown = _SegmentIndex(first, heads), ()
         self._changes += 1
 
     def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
@@ -269,6 +276,8 @@ class Segment:
                             one.insert(self.read(index.first + len(one), stop)[0][head])
                 finally:
                     self._changes += 1
+                if self.frozen:
+                    self.grown = (*self.grown, stop)
             return index
 
 
@@ -290,7 +299,8 @@ def restored_segment(
         raise ShapeError(f"values must be ({heads_held}, {length}, {dims[1]}) as keys are, got {values.shape}")
     segment = Segment(heads_held, 0, *dims, fmt)
     segment.keys, segment.values, segment.length, segment.frozen = keys, values, length, True
-    segment._index = _SegmentIndex(first, heads) if heads else None
+    if heads:
+        segment.take_index(first, heads)
     return segment
 
 

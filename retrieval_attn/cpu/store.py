@@ -300,15 +300,16 @@ def path_spans(path: SequenceKV) -> tuple[Span, ...]:
     return tuple(path._spans)
 
 
-def take_spans(path: SequenceKV, kept: int, added: Sequence[Span]) -> None:
-    """A path of its first `kept` spans and these behind them; what it holds next begins a segment, as after a fork.
+def take_spans(path: SequenceKV, spans: Sequence[Span]) -> None:
+    """A path of these spans, of frozen segments; what it holds next begins a segment, as after a fork.
 
-    Its clusters are left as they are. Raises ConfigError where the path has fewer spans.
+    Its clusters are left as they are. Raises ConfigError for a span that is longer than its segment.
     """
-    if not 0 <= kept <= len(path._spans):
-        raise ConfigError(f"kept={kept} spans must lie in 0 .. {len(path._spans)}, what the path has")
-    path._spans = [*path._spans[:kept], *added]
-    path._length = sum(span.length for span in path._spans)
+    for segment, length in spans:
+        if not 0 <= length <= segment.length or not segment.frozen:
+            raise ConfigError(f"a span of {length} tokens needs a frozen segment of as many, got {segment.length}")
+    path._spans = list(spans)
+    path._length = sum(span.length for span in spans)
     path.reserve(0)
 
 

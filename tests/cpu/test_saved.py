@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters, largest_clusters, mean_values
 from retrieval_attn.cpu.host_attend import attend_paths
 from retrieval_attn.cpu.samples import SampledKeys
-from retrieval_attn.cpu.saved import State, path_from_states, path_state
+from retrieval_attn.cpu.saved import State, path_from_states, path_mark, path_state, spans_since
 from retrieval_attn.cpu.segment import HeadCoders
-from retrieval_attn.cpu.store import SequenceKV, cluster_table
+from retrieval_attn.cpu.store import SequenceKV, cluster_table, held_bytes
+from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
@@ -119,6 +121,27 @@ def assert_same(one: SequenceKV, other: SequenceKV, seed: int = 0, top_k: Any = 
                 np.testing.assert_array_equal(found.rest, wanted.rest)
 
 
+def reachable(thing: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """The arrays, and the tensors on the CPU, that something holds."""
+    seen: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | str | int | float | None):
+            continue
+        seen.add(id(one))
+        if isinstance(one, np.ndarray):
+            yield one
+        elif isinstance(one, torch.Tensor):
+            yield one.numpy()
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif hasattr(one, "__dict__"):
+            waiting += vars(one).values()
+
+
 def grow(paths: Sequence[SequenceKV], work: Callable[[SequenceKV, np.random.Generator], None], seed: int = 1) -> None:
     """The same for all of them."""
     for path in paths:
@@ -157,3 +180,138 @@ def test_a_loaded_path_is_the_one_that_was_saved(name: str, fmt: Format, dim: in
     grow((path, other), append(100), seed=2)
     assert_same(*forks)
     assert_same(path, other)
+
+
+@pytest.mark.parametrize("name", ["flat-int8", "roargraph", "device-cpu", "sketch"])
+def test_a_chain_of_states_is_one_path(name: str, tmp_path: Path) -> None:
+    """Turns tell what is theirs alone: new tokens, what was inserted into indexes before, clusters that were joined.
+
+    Turns of 400 tokens stay what they are; one of 100 is copied into what follows it.
+    """
+    path = filled(name, Format.BFLOAT16, 64, 2600, clusters=8)
+    states: list[State] = []
+    sizes, marks = [], []
+    for turn, tokens in enumerate((400, 400, 100, 100, 0)):
+        marks.append(path_mark(path))
+        since = spans_since(path, marks[-2]) if turn else 0
+        states.append(through_file(path_state(path, since, marks[-2] if turn else None), tmp_path))
+        assert [len(states[-1][0][part]) for part in ("before", "spans")] == [min(turn, 3), 1]
+        sizes.append(sum(array.nbytes for array in states[-1][1].values()))
+        other = loaded(states, path, name)
+        assert [len(segment.indexes) for segment in other.segments] == [len(s.indexes) for s in path.segments]
+        assert [segment.indexed for segment in other.segments] == [segment.indexed for segment in path.segments]
+        assert_same(path.fork(), other.fork())
+        path = path.fork()
+        rng = np.random.default_rng(turn)
+        path.append(*rows(rng, tokens, 64, path.fmt))
+        if turn == 1:
+            train = rng.standard_normal((HEADS * GROUP, 96, 64), dtype=np.float32)
+            path.build_index(len(path) - 400, len(path) - 50, train, coder=coder_of(name))
+        path.extend_index(len(path) - 150)
+        cluster_table(path, 4, len(path) - 30)
+    assert max(sizes[1:]) < 0.35 * sizes[0]
+
+
+def test_paths_that_shared_segments_share_them_again(tmp_path: Path) -> None:
+    """Two forks of one saved path, each with a state of its own: the second load adds its own tokens only."""
+    root = filled("flat-int8", Format.BFLOAT16, 64, 2600, clusters=8)
+    mark, base = path_mark(root), through_file(path_state(root, 0), tmp_path)
+    forks = [root.fork(), root.fork()]
+    own = []
+    for seed, fork in enumerate(forks):
+        fork.append(*rows(np.random.default_rng(seed), 300, 64, fork.fmt))
+        cluster_table(fork, 4, len(fork) - 20)
+        own.append(through_file(path_state(fork, spans_since(fork, mark), mark), tmp_path))
+    back = loaded([base], root, "flat-int8")
+    others = [back.fork(), back.fork()]
+    for state, other, fork in zip(own, others, forks, strict=True):
+        path_from_states([state], other, None)
+        assert other.segments[0] is back.segments[0]
+        assert other.clusters is not None and back.clusters is not None
+        assert other.clusters.shared is back.clusters.shared
+        assert_same(fork, other)
+    assert held_bytes([back, *others]) < held_bytes([back]) * 1.4
+
+
+def test_clusters_and_indexes_that_were_made_anew_are_told_anew(tmp_path: Path) -> None:
+    """A later state replaces what the one before it said of clusters, or of the index of the first span."""
+    path = filled("flat-int8", Format.BFLOAT16, 64, 2600, clusters=8)
+    mark, base = path_mark(path), through_file(path_state(path, 0), tmp_path)
+    path.append(*rows(np.random.default_rng(3), 300, 64, path.fmt))
+    take_some_clusters(path, np.random.default_rng(4), 16)
+    path.build_index(9, len(path) - 100)
+    path.budgets = HeadBudgets((25, 50, 100, 25))
+    state = through_file(path_state(path, spans_since(path, mark), mark), tmp_path)
+    other = loaded([base, state], path, "flat-int8")
+    assert other.budgets == path.budgets
+    assert_same(path, other)
+    assert_same(path, other, top_k=path.budgets)
+    # a later state without a mark of the earlier one says the same, in more bytes
+    again = through_file(path_state(path, 1), tmp_path)
+    assert_same(path, loaded([base, again], path, "flat-int8"))
+
+
+def test_a_cropped_path_is_told_by_how_much_it_sees(tmp_path: Path) -> None:
+    """Neither keys nor index of a segment are told again because a path sees less of it; nothing is known of more."""
+    path = filled("roargraph", Format.BFLOAT16, 64, 2600, clusters=8)
+    mark, base = path_mark(path), through_file(path_state(path, 0), tmp_path)
+    path.truncate(1700)
+    path.append(*rows(np.random.default_rng(3), 100, 64, path.fmt))
+    assert spans_since(path, mark) == 1
+    state = through_file(path_state(path, 1, mark), tmp_path)
+    assert_same(path, loaded([base, state], path, "roargraph"))
+    alone = through_file(path_state(path, 0), tmp_path)  # its index knows keys that the path does not see
+    assert_same(path, loaded([alone], path, "roargraph"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_state_stays_what_it_was_while_the_path_goes_on(name: str) -> None:
+    """It is written in the background: what later tokens change is no part of it."""
+    path = filled(name, Format.BFLOAT16, 64, 9000 if name == "sketch" else 2600, clusters=8)
+    _, arrays = path_state(path, 0)
+    before = {key: array.copy() for key, array in arrays.items()}
+    grown = path.fork()
+    grown.append(*rows(np.random.default_rng(1), 400, 64, path.fmt))
+    for stop in (len(path) - 150, len(path), len(grown)):
+        grown.extend_index(stop)
+        for one in (path, grown):
+            cluster_table(one, 4, min(stop, len(one)))
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(array, before[key], err_msg=key)
+
+
+def test_maps_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Keys, values, codes, links, members: nothing that grows with the text is copied."""
+    copied = {}
+    for name in ("flat-int8", "sketch", "roargraph", "device", "device-cpu"):
+        path = filled(name, Format.BFLOAT16, 64, 9000, clusters=8)
+        state = through_file(path_state(path, 0), tmp_path)
+        other = loaded([state], path, name)
+        held = list(reachable(other))
+        copied[name] = [
+            key
+            for key, array in state[1].items()
+            if array.nbytes > 1 << 14 and not any(np.shares_memory(array, one) for one in held)
+        ]
+    to_the_device = [f"0/index/{head}/codes" for head in range(HEADS)]
+    assert copied == {"flat-int8": [], "sketch": [], "roargraph": [], "device": [], "device-cpu": to_the_device}
+
+
+@pytest.mark.parametrize("change", ["shape", "span", "missing", "keys", "order"])
+def test_states_that_do_not_fit_are_refused(change: str) -> None:
+    path = filled("flat-int8", Format.BFLOAT16, 64, 2600, clusters=8)
+    plain, arrays = path_state(path, 0)
+    states: list[State] = [(json.loads(json.dumps(plain)), {name: array.copy() for name, array in arrays.items()})]
+    told, own = states[0][0], dict(states[0][1])
+    if change == "shape":
+        told["shape"][1] = 128
+    elif change == "span":
+        told["spans"][0]["length"] = 2601
+    elif change == "missing":
+        del own["clusters/counts"]
+    elif change == "keys":
+        own["0/keys"] = own["0/keys"][:, :-1].copy()
+    else:
+        told["before"] = [{"length": 5, "grown": []}]
+    with pytest.raises(InputDataError, match="save"):
+        loaded([(told, own)], path, "flat-int8")

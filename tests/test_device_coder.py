@@ -10,8 +10,9 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import ShapeError
+from retrieval_attn.errors import InputDataError, ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
+from retrieval_attn.index.base import Training
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.sketch.index import SketchIndex
@@ -66,6 +67,47 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
     bad[1, 7, 3] = torch.inf
     with coder.lent(bad, None), pytest.raises(ShapeError, match="finite"):
         path.build_index(0, 300, coder=coder)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_saved_codes_come_back_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that were there, and the same answers; keys that come later are coded as if nothing had happened."""
+    monkeypatch.setattr("retrieval_attn.offload.codes.SENT_BYTES", 5000)
+    rng = np.random.default_rng(8)
+    keys = rng.standard_normal((2, 3001, 64), dtype=np.float32)
+    more = rng.standard_normal((2, 5000, 64), dtype=np.float32)  # more than there is room for
+    queries = rng.standard_normal((6, 64), dtype=np.float32)
+    coder, other = (DeviceCoder(torch.device(device), 2) for _ in range(2))
+    for head in range(2):
+        made = DeviceIndex.make(
+            keys[head], Format.FLOAT32, DeviceIndex.Options(), Training(queries[None], coder=coder.for_head(head))
+        )
+        state = made.state()
+        back = DeviceIndex.from_state(keys[head], Format.FLOAT32, state, coder=other.for_head(head), trusted=True)
+        for index in (made, back):
+            codes: Any = index.codes
+            assert codes.device.codes.device.type == device and codes.device.length == len(index)
+        for _ in range(2):
+            assert np.array_equal(made.codes.rows().copy(), back.codes.rows())
+            found, wanted = (index.search(queries, 20) for index in (back, made))
+            assert np.array_equal(found.ids, wanted.ids) and np.array_equal(found.scores, wanted.scores)
+            for index in (made, back):
+                index.insert(more[head])
+        for one, same in zip(made.space, back.space, strict=True):
+            assert np.array_equal(one, same)
+
+
+def test_codes_of_other_keys_or_another_space_are_refused() -> None:
+    keys = np.random.default_rng(9).standard_normal((300, 64), dtype=np.float32)
+    state = DeviceIndex.build(keys, Format.FLOAT32).state()
+    changes: list[dict[str, Any]] = [{"codes": state["codes"][:-1]}, {"wide": 10}, {"wide": "8"}, {"rescore": None}]  # type: ignore[index]
+    changes += [{"shift": np.zeros(3, np.float32)}, {"estimate": np.zeros((2, 64))}, {"narrow": -2}]
+    for change in changes:
+        with pytest.raises(InputDataError, match="build the index again"):
+            DeviceIndex.from_state(keys, Format.FLOAT32, {**state, **change})
+    with pytest.raises(InputDataError, match="build the index again"):
+        DeviceIndex.from_state(keys[:, :32].copy(), Format.FLOAT32, state)
+    assert len(DeviceIndex.from_state(keys, Format.FLOAT32, state)) == 300
 
 
 def sketches_of(path: SequenceKV) -> list[SketchIndex]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from retrieval_attn.offload.transfer import stored_on, unpack
 
 SENT_AT_ONCE = 1 << 17
 """Keys that cross to the device at once."""
+_ALIGNED_FLOATS = 64
+"""Tensors of one copy begin on multiples of so many: kernels load several numbers at once."""
 SENT_BYTES = 2 << 20
 """Of saved codes: one part crosses while the next is copied to page-locked memory."""
 
@@ -114,7 +116,7 @@ class HeadCodes:
         """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head."""
         self._fmt, self._lent = fmt, lent
         with beside(memory.device):
-            query_side, key_side, shift, estimate = (torch.from_numpy(part).to(memory.device) for part in space[:4])
+            query_side, key_side, shift, estimate = _sent_together(space[:4], memory.device)
             there = DeviceSpace(query_side, key_side, shift, estimate, space.wide, space.narrow)
             self.device = DeviceCodes(there, memory)
 
@@ -224,6 +226,18 @@ class _PinnedBuffer(threading.local):
         for start in range(0, len(rows), max(1, SENT_BYTES // each)):
             some = rows[start : start + max(1, SENT_BYTES // each)]
             yield start, _copied(some, room[start * each :][: some.nbytes])
+
+
+def _sent_together(parts: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[Tensor]:
+    """These float32 arrays as tensors there, by one copy: each takes as long as another, however small it is."""
+    if device.type != "cuda":
+        return [torch.from_numpy(part) for part in parts]
+    sizes = [-(-part.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS for part in parts]
+    room = _outbox.room(4 * sum(sizes)).view(torch.float32)
+    for into, part in zip(room.split(sizes), parts, strict=True):
+        into[: part.size] = torch.from_numpy(part).reshape(-1)
+    there = room.to(device, non_blocking=True).split(sizes)  # the caller's stream is waited for
+    return [some[: part.size].view(part.shape) for some, part in zip(there, parts, strict=True)]
 
 
 def _copied(rows: np.ndarray[Any, Any], room: Tensor) -> np.ndarray[Any, Any]:

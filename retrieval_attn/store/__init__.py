@@ -6,9 +6,21 @@ from retrieval_attn.store.bundle import Bundle
 from retrieval_attn.store.disk import OS_DISK, Disk
 from retrieval_attn.store.names import NamedContext
 from retrieval_attn.store.node import SavedNode
+from retrieval_attn.store.shelf import Shelf
 from retrieval_attn.store.store import ContextStore
 from retrieval_attn.store.sweep import Freed
 from retrieval_attn.store.verify import Damage
 from retrieval_attn.store.writer import NodeWriter
 
-__all__ = ["OS_DISK", "Bundle", "ContextStore", "Damage", "Disk", "Freed", "NamedContext", "NodeWriter", "SavedNode"]
+__all__ = [
+    "OS_DISK",
+    "Bundle",
+    "ContextStore",
+    "Damage",
+    "Disk",
+    "Freed",
+    "NamedContext",
+    "NodeWriter",
+    "SavedNode",
+    "Shelf",
+]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def mark_damaged(layout: Layout, digest: str) -> None:
+    """Remember that a node is damaged, where the disk lets us."""
+    path = layout.node(digest) / DAMAGED
+    try:
+        layout.disk.close(layout.disk.create(path))
+    except OSError as error:
+        if not isinstance(error, FileExistsError):
+            logger.warning("cannot mark %s as damaged: %s", path.parent, error)
+
+
 class SavedNode:
     """One node. Its files are mapped when it is opened, so it can be used to the end whatever `gc` does meanwhile.
 
@@ -137,21 +148,13 @@ class SavedNode:
                 mapped = self._layout.disk.map(path)
             except FileNotFoundError:
                 raise self._lost(path) from None
-        return BundleFile(path, mapped, seal, self._mark)
+        # not a method of this node: a circle would keep the maps until the garbage collector runs
+        return BundleFile(path, mapped, seal, partial(mark_damaged, self._layout, self.digest))
 
     def _lost(self, path: Path) -> StoreError:
         read_node(self._layout, self.digest)  # all of the node is gone: that is its own error
-        self._mark()
+        mark_damaged(self._layout, self.digest)
         return damaged(path, "it is not there")
-
-    def _mark(self) -> None:
-        """Remember that this node is damaged, where the disk lets us."""
-        path = self._layout.node(self.digest) / DAMAGED
-        try:
-            self._layout.disk.close(self._layout.disk.create(path))
-        except OSError as error:
-            if not isinstance(error, FileExistsError):
-                logger.warning("cannot mark %s as damaged: %s", path.parent, error)
 
     @property
     def files(self) -> list[str]:
@@ -165,7 +168,7 @@ class SavedNode:
             bundle = self.bundle(IDS, verify=True)
             ids = bundle.arrays[IDS].astype(np.int32, copy=False)
             if digest_of(self.identity, self.parent, self.options, ids) != self.digest:
-                self._mark()
+                mark_damaged(self._layout, self.digest)
                 raise damaged(self._files[IDS].path, "its token ids are not those of the node")
             self._ids = ids
         return self._ids

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, UnknownContextError
 from retrieval_attn.store.disk import OS_DISK, Disk
 from retrieval_attn.store.failures import guarded
 from retrieval_attn.store.layout import Layout, Pin, default_folder
 from retrieval_attn.store.names import NamedContext, check_name, read_name, readable_names, remove_name, write_name
-from retrieval_attn.store.node import SavedNode, chain_of, check_identity
+from retrieval_attn.store.node import SUFFIX, SavedNode, chain_of, check_identity
 from retrieval_attn.store.sweep import Freed, stored_bytes, sweep
 from retrieval_attn.store.verify import Damage, verify
 from retrieval_attn.store.writer import NodeWriter
@@ -73,6 +73,14 @@ class ContextStore:
         """All nodes from the root to this one, mapped. Raises as `get`; a parent that is gone: UnknownContextError."""
         self._layout.exists()
         return [SavedNode(self._layout, record["digest"]) for record in chain_of(self._layout, digest)]
+
+    def files(self, digest: str) -> builtins.list[Path]:
+        """Paths of a node's bundles, sorted. Raises UnknownContextError for a node that is gone."""
+        folder = self._layout.node(digest)
+        names = [name for name in self._layout.listed(folder) if name.endswith(SUFFIX)]
+        if not names:
+            raise UnknownContextError(f"the store {self.folder} has no node {digest}; it was removed")
+        return [folder / name for name in names]
 
     def name(self, name: str, digest: str, plain: dict[str, Any]) -> None:
         """Let `name` mean this node from now on, as a whole or not at all; what it meant before is for `gc`.

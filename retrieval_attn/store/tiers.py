@@ -191,7 +191,7 @@ class Tiers:
         """See Policy."""
         ledger = self.ledger
         in_memory, on_disk = max(free_ram + ledger.ram_bytes, 0), max(free_disk + ledger.disk_bytes, 0)
-        window = math.ceil((in_memory + on_disk) / ledger.mean_bytes)
+        window = min(math.ceil((in_memory + on_disk) / ledger.mean_bytes), len(queue))
         drop: list[Digest] = []
         if free_disk < 0:  # in one go down to the spare bytes: what is dropped is looked for seldom
             wanted = _ranks(islice(queue, window), ledger)

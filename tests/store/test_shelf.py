@@ -1,0 +1,220 @@
+"""Moves between RAM and disk, on real files: what is fetched is in memory, what is given up is not."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
+from retrieval_attn.store import ContextStore
+from retrieval_attn.store.disk import file_system
+from retrieval_attn.store.pages import give_up, resident_bytes
+from retrieval_attn.store.shelf import Shelf
+from tests.store.test_contexts import IDS, save
+
+ROOMY = 1 << 40
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContextStore:
+    return ContextStore(tmp_path / "store")
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> None:
+    """Only where files are on a disk can memory forget them."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(b"x" * (1 << 20))
+    with probe.open("rb+") as file:
+        os.fsync(file.fileno())
+    give_up(probe)
+    if resident_bytes(probe):
+        pytest.skip(f"the file system ({file_system(tmp_path, tmp_path.stat().st_dev) or 'unknown'}) keeps its pages")
+
+
+def three(store: ContextStore) -> list[str]:
+    return [save(store, name, IDS + place, seed=10 * place) for place, name in enumerate(["a", "b", "c"])]
+
+
+def resident(store: ContextStore, name: str) -> float:
+    """Share of a context's bytes that are in memory."""
+    files = [path for node in store.resolve(name).chain for path in store.files(node)]
+    return sum(resident_bytes(path) or 0 for path in files) / sum(path.stat().st_size for path in files)
+
+
+def forget(store: ContextStore) -> None:
+    for context in store.list():
+        for node in context.chain:
+            for path in store.files(node):
+                give_up(path)
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_what_is_expected_comes_to_memory(store: ContextStore) -> None:
+    three(store)
+    forget(store)
+    assert max(resident(store, name) for name in "abc") < 0.1
+    with Shelf(store, ram_bytes=ROOMY) as shelf:
+        shelf.expect(["b", "not there", "a"])
+        assert shelf.settle(20)
+        assert min(resident(store, name) for name in "ab") > 0.99
+        assert resident(store, "c") < 0.1
+        assert sorted(digest for digest in shelf.ledger if shelf.ledger[digest].in_ram) == sorted(
+            store.resolve(name).digest for name in "ab"
+        )
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_memory_is_given_up_for_what_is_expected(store: ContextStore) -> None:
+    """Two contexts fit: what nobody waits for leaves, then what is needed last."""
+    digests = dict(zip("abc", three(store), strict=True))
+    nbytes = store.resolve("a").nbytes
+    forget(store)
+    with Shelf(store, ram_bytes=2 * nbytes + nbytes // 2) as shelf:
+        assert shelf.apply(["a", "b"]).fetched == [digests["a"], digests["b"]]
+        done = shelf.apply(["c", "b"])
+        assert (done.fetched, done.evicted, done.dropped) == ([digests["c"]], [digests["a"]], [])
+        assert done.nbytes >= nbytes - 4096
+        assert resident(store, "a") < 0.1 and min(resident(store, name) for name in "bc") > 0.99
+        with shelf.using("b"):
+            assert shelf.apply(["c", "a"]).evicted == [], "b is read now, c comes before a"
+        assert shelf.apply(["c", "a"]).evicted == [digests["b"]]
+    assert store.verify() == []
+
+
+def test_only_what_may_go_leaves_the_disk(store: ContextStore) -> None:
+    three(store)
+    budget = store.nbytes() + 1000
+    with Shelf(store, ram_bytes=ROOMY, disk_bytes=budget) as shelf:
+        assert shelf.make_room(100_000) == []
+    with Shelf(
+        store, ram_bytes=ROOMY, disk_bytes=budget, may_drop=lambda context: context.name != "a"
+    ) as shelf:  # fmt: skip
+        with shelf.using("b"):
+            assert shelf.make_room(100_000) == ["c"]
+        assert [context.name for context in store.list()] == ["a", "b"]
+        assert shelf.make_room(0) == []
+        assert shelf.make_room(budget) == ["b"]
+        assert [context.name for context in store.list()] == ["a"]
+    assert store.verify() == []
+
+
+def test_nodes_that_no_name_reaches_go_first(store: ContextStore) -> None:
+    three(store)
+    store.remove("b")
+    before = store.nbytes()
+    with Shelf(store, ram_bytes=ROOMY, disk_bytes=before, may_drop=lambda context: True) as shelf:
+        assert shelf.make_room(1000) == []
+    assert store.nbytes() < before and [context.name for context in store.list()] == ["a", "c"]
+
+
+def test_a_fork_leaves_without_what_it_shares(store: ContextStore) -> None:
+    """A chain of three nodes, a fork of the second: its own node goes alone, the rest with the last name."""
+    root = save(store, None)
+    turn = save(store, "long", IDS[:50], parent=root, seed=3)
+    save(store, "long", IDS[50:90], parent=turn, seed=4)
+    fork = save(store, "fork", IDS[90:], parent=turn, seed=5)
+    with Shelf(
+        store, ram_bytes=ROOMY, disk_bytes=store.nbytes(), may_drop=lambda context: context.name == "fork"
+    ) as shelf:  # fmt: skip
+        shelf.refresh()
+        assert len(list(shelf.ledger)) == 3, "root and turn are one group"
+        assert shelf.ledger[fork].parent == turn
+        assert shelf.make_room(1 << 30) == ["fork"]
+    assert store.resolve("long").chain[:2] == (root, turn)
+    assert store.verify() == []
+    with pytest.raises(UnknownContextError):
+        store.get(fork)
+
+
+def test_a_newer_queue_replaces_an_older_one(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second queue is looked at before the rest of the first."""
+    digests = dict(zip("abc", three(store), strict=True))
+    started, go_on = threading.Event(), threading.Event()
+    fetched: list[str] = []
+    with Shelf(store, ram_bytes=ROOMY) as shelf:
+
+        def fetch(group: object, stop: object) -> int:
+            fetched.append(group.digest)  # type: ignore[attr-defined]
+            started.set()
+            assert go_on.wait(20)
+            return 1
+
+        monkeypatch.setattr(shelf, "_fetch", fetch)
+        monkeypatch.setattr("retrieval_attn.store.groups.Group.resident_bytes", lambda group: 0)
+        shelf.expect(["a", "b"])
+        assert started.wait(20)
+        shelf.expect(["c"])
+        go_on.set()
+        assert shelf.settle(20)
+    assert fetched == [digests["a"], digests["c"]]
+
+
+def test_a_damaged_context_does_not_stop_the_others(store: ContextStore, caplog: pytest.LogCaptureFixture) -> None:
+    digests = three(store)
+    path = store.files(digests[0])[0]
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    forget(store)
+    with caplog.at_level(logging.WARNING), Shelf(store, ram_bytes=ROOMY) as shelf:
+        done = shelf.apply(["a", "b", "c"])
+    assert digests[0] not in done.fetched
+    if set(done.fetched) != {digests[1], digests[2]}:  # where memory cannot forget files, they are there already
+        assert done.fetched == []
+    else:
+        assert "damaged" in caplog.text
+
+
+def test_what_cannot_be(store: ContextStore) -> None:
+    with pytest.raises(ConfigError, match="must not be negative"):
+        Shelf(store, ram_bytes=-1)
+    shelf = Shelf(store, ram_bytes=1)
+    assert shelf.apply(["a"]) == ([], [], [], 0)  # a store that does not exist yet
+    shelf.close()
+    shelf.close()
+    with pytest.raises(StoreError, match="closed"):
+        shelf.expect([])
+    with pytest.raises(UnknownContextError), shelf.using("nobody"):
+        pass
+
+
+def test_saves_and_removals_beside_the_shelf(store: ContextStore) -> None:
+    """A thread of fetches while names come and go: nothing is lost, nothing raised."""
+    with Shelf(store, ram_bytes=1 << 20, disk_bytes=ROOMY) as shelf:
+        for turn in range(12):
+            save(store, f"n{turn % 4}", IDS + turn, seed=turn)
+            shelf.expect([f"n{place}" for place in range(4)])
+            if turn % 3 == 2:
+                store.remove(f"n{turn % 4}")
+                store.gc()
+        assert shelf.settle(20)
+    assert store.verify() == []
+
+
+def test_an_opened_node_lets_its_maps_go_at_once(store: ContextStore) -> None:
+    """They were in a circle of references: memory that they mapped could not be given up until a collection."""
+    save(store, "a")
+    node = store.get(store.resolve("a").digest)
+    kept = weakref.ref(node)
+    gc.disable()
+    try:
+        del node
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_pages_of_small_files(tmp_path: Path) -> None:
+    empty, small = tmp_path / "empty", tmp_path / "small"
+    empty.write_bytes(b"")
+    small.write_bytes(np.arange(100, dtype=np.uint8).tobytes())
+    assert resident_bytes(empty) == 0
+    assert resident_bytes(small) in (0, 100, None)
+    give_up(empty)

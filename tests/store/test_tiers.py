@@ -160,18 +160,19 @@ def test_the_simulated_sessions_are_the_papers() -> None:
     assert abs(sum(sum(one.tokens) > 4096 for one in drawn) / count - 0.30) < 0.02
 
 
-@pytest.mark.parametrize("workload", ["mixed", "windows"])
-def test_hit_rate_is_the_papers(workload: str) -> None:
-    """Within 4 points of 86 percent at 10 TB, with either order of turns. A quarter of all sessions, and of all room.
+def test_hit_rate_is_the_papers() -> None:
+    """Ours within 4 points of 86 percent at 10 TB, mixed turns; a quarter of all sessions, and of all room."""
+    assert abs(simulate("mixed", 10_000, "tiers", scale=0.25).rate - PAPER[10_000]["tiers"]) < 4
 
-    Of the paper's other rates, LRU's comes out so where every node takes a whole window. FIFO's does not in either
-    (docs/log.md).
+
+def test_hit_rates_are_apart_as_the_papers() -> None:
+    """Where every node takes a whole window, LRU's is within 4 points of 58 percent, and ours 20 points above it.
+
+    The paper's 48 percent of FIFO come out of neither workload (docs/log.md).
     """
-    rates = {policy: simulate(workload, 10_000, policy, scale=0.25).rate for policy in POLICIES}
-    assert abs(rates["tiers"] - PAPER[10_000]["tiers"]) < 4
-    assert rates["tiers"] > rates["lru"] and rates["tiers"] > rates["fifo"]
-    if workload == "windows":
-        assert abs(rates["lru"] - PAPER[10_000]["lru"]) < 4
+    rates = {policy: simulate("windows", 10_000, policy, scale=0.25).rate for policy in POLICIES}
+    assert abs(rates["lru"] - PAPER[10_000]["lru"]) < 4
+    assert rates["tiers"] > max(rates["lru"], rates["fifo"]) + 15
 
 
 def test_fetching_ahead_brings_the_hits_to_ram() -> None:

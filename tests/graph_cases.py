@@ -12,6 +12,7 @@ from torch import Tensor
 import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.decode import Steps, forward, positions
+from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.errors import BackendError
 from tests.tiny_models import random_ids, tiny_model
 
@@ -71,6 +72,7 @@ class Decoded:
         padded: int = 0,
         prompt: int = PROMPT,
         new: int = NEW,
+        forgotten: tuple[int, int] | None = None,
     ) -> None:
         self.cache = ra.RetrievalCache(model, config, check=False)
         device = model.device
@@ -78,6 +80,8 @@ class Decoded:
         place = positions(torch.ones(batch, prompt, device=device) if mask is None else mask)
         with torch.no_grad():
             logits = forward(model, self.cache, random_ids(batch, prompt).to(device), mask=mask, position_ids=place)
+        if forgotten is not None:
+            forget_tokens(self.cache, model, *forgotten)
         self.cache.batch_repeat_interleave(repeats)
         logits, position = logits.repeat_interleave(repeats, 0), place[:, -1].repeat_interleave(repeats)
         # rows that share a path must not stay equal

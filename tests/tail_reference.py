@@ -26,7 +26,7 @@ from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.clusters import KeyClusters
 from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, indexed_from
 from retrieval_attn.index.formats import Format, to_float32
 
 Floats = npt.NDArray[np.float64]
@@ -230,7 +230,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
                 queries = self._host_queries(one).astype(np.float64)
                 part = codes.get(id(one))
                 watch.named += part is not None
-                watch.late += bool(one.host.segments and one.stop > one.host.indexed_tokens + one.start)
+                watch.late += bool(one.host.segments and one.stop > indexed_from(one.host, one.start) + one.start)
                 counted = middle_rows(one.host, (one.start, one.stop), queries, k, scoring, part)
                 new = self._new
                 for place, row in enumerate(one.rows):

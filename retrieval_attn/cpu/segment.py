@@ -23,6 +23,7 @@ from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.memory import HUGE_PAGE, PAGE, mapped
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.index.task.search import SearchedInSteps
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
@@ -100,6 +101,7 @@ class Segment:
         same tokens together."""
         self._index: _SegmentIndex | None = None
         self._changes = 0  # of the index
+        self._tails: tuple[tuple[base.KeyIndex, ...], int, tuple[SearchedInSteps, ...]] | None = None
         self._extending = threading.Lock()
 
     @property
@@ -218,15 +220,31 @@ class Segment:
         """
         whole = SearchRange(self.keys, self.values, low, high, first)
         index = self._index
-        if index is None or all(head.exact for head in index.heads) or not low <= index.first < high:
+        if index is None or all(head.exact for head in index.heads) or index.first >= high:
             return [whole]
-        if high - index.stop > most_tail:
+        if high - index.stop > most_tail and low < index.stop:
             index = self._extended(low, high)
+        if low >= index.stop:
+            return [whole]
+        if low > index.first and not all(head.hides_first_keys for head in index.heads):
+            behind = self._behind(index, low)
+            piece = whole._replace(high=min(high, index.stop), indexes=behind, index_first=low, version=self._changes)
+            return (
+                [whole] if behind is None else [piece, *([whole._replace(low=index.stop)] if high > index.stop else [])]
+            )
         pieces = [whole._replace(high=index.first)] if low < index.first else []
-        stop = min(high, index.stop)
-        covered = whole._replace(low=index.first, high=stop, indexes=index.heads, index_first=index.first)
+        start, stop = max(low, index.first), min(high, index.stop)
+        covered = whole._replace(low=start, high=stop, indexes=index.heads, index_first=index.first)
         pieces.append(covered._replace(version=self._changes))
         return pieces if stop == high else [*pieces, whole._replace(low=stop)]
+
+    def _behind(self, index: _SegmentIndex, low: int) -> tuple[SearchedInSteps, ...] | None:
+        """What searches the index from token `low` on; the same objects until the index is another."""
+        tails = self._tails
+        if tails is None or tails[0] is not index.heads or tails[1] != low:
+            found = [head.behind(low - index.first) for head in index.heads]
+            tails = self._tails = index.heads, low, tuple(tail for tail in found if tail is not None)
+        return tails[2] if len(tails[2]) == len(index.heads) else None
 
     def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
         """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint results.

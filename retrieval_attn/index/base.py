@@ -104,8 +104,6 @@ class KeyIndex(SearchedInSteps, ABC):
     """Whether `build` learns from queries; callers then sample some while they read."""
     lists_suffice: ClassVar[bool] = False
     """Whether training lists replace training queries."""
-    keeps_device_keys: ClassVar[bool] = False
-    """Whether keys are coded on the device; callers then leave a layer's keys there until its indexes are built."""
     max_queries: ClassVar[int] = TRAIN_QUERIES
     """A kind that finds more in long contexts the more queries it saw asks for so many there."""
     may_be: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())

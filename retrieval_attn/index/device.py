@@ -34,7 +34,7 @@ from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.index import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
 from retrieval_attn.index.spec import register
-from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
+from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, SearchRequest
 
 MIN_DEFAULT_BYTES = 16
 """Bytes per key that small heads get if nothing is said."""
@@ -44,6 +44,8 @@ which make up for what the code no longer tells. Of the best 100 of 131,072 synt
 .955, .978, .972 and .954 (usual: .962), of a hard head .85, .89, .86 and .81 (.91)."""
 MAX_CANDIDATES = 2048
 """Keys named per query with those at most: what the GPU picks them from fits one program."""
+CODE_ALIGNED = 16
+"""Bytes on a multiple of which a device begins to read codes."""
 SPARE_TOKENS = 4096
 """Room that a device has for codes of keys that come later, before codes move."""
 
@@ -276,6 +278,9 @@ class DeviceIndex(RunsIndex):
     def device_codes(self, k: int, visible: int) -> Any:
         return getattr(self.codes, "device", None) if self.serves(k, visible) else None
 
+    def behind(self, first: int) -> DeviceTail | None:
+        return DeviceTail(self, first) if first * self.space.key_bytes % CODE_ALIGNED == 0 else None
+
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k of the keys that the codes put first; see KeyIndex.search."""
         queries, k = check_search(queries, self.head_dim, k, limit)
@@ -318,3 +323,26 @@ def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | Non
             return None
         sides.append(array)
     return CodeSpace(sides[0], sides[1], sides[2], sides[3], wide, narrow)
+
+
+class DeviceTail(SearchedInSteps):
+    """The keys of a `DeviceIndex` from `first` on, for steps: codes of others are not read."""
+
+    keeps_device_keys: ClassVar[bool] = True
+
+    def __init__(self, whole: DeviceIndex, first: int) -> None:
+        """first: of a key whose codes begin where a device may begin to read."""
+        self._whole, self._first = whole, first
+
+    def __len__(self) -> int:
+        return len(self._whole) - self._first
+
+    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
+        return self._whole.compiled_search(request)
+
+    def search_likeness(self, k: int, visible: int) -> Hashable | None:
+        return self._whole.search_likeness(k, visible)
+
+    def device_codes(self, k: int, visible: int) -> Any:
+        codes = self._whole.device_codes(k, visible)
+        return None if codes is None else codes.behind(self._first)

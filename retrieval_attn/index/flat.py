@@ -161,6 +161,7 @@ class FlatIndex(RunsIndex):
 
     kind: ClassVar[str] = "flat"
     Options = FlatOptions
+    hides_first_keys: ClassVar[bool] = True
 
     def __init__(
         self,

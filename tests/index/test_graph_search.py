@@ -105,7 +105,7 @@ def test_pool_equals_the_plain_search(degree: int) -> None:
 def search(
     case: Case, query: int, k: int, **changed: Any
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], int]:
-    given: dict[str, Any] = {"room": 60, "beam": 40, "beta": -1.0, "limit": 10**6}
+    given: dict[str, Any] = {"room": 60, "beam": 40, "beta": -1.0, "least": 0, "limit": 10**6}
     given.update(changed)
     ids, scores = np.full(k, 99, np.int32), np.full(k, 99, np.float32)
     scratch = make_scratch(given["room"], case.graph.adjacency.shape[1], len(case.graph.ids))
@@ -120,6 +120,7 @@ def search(
         given["room"],
         given["beam"],
         np.float32(given["beta"]),
+        given["least"],
         given["limit"],
         scratch,
         ids,
@@ -195,7 +196,7 @@ def test_rows_equal_single_searches() -> None:
         scratch = make_scratch(60, 12, 300, workers)
         found, scored, _ = search_rows(
             case.graph, case.keys[None], case.queries, case.coded.planes, case.coded.step, 10, 60, 40,
-            np.float32(-1.0), 10**6, scratch, ids, scores,
+            np.float32(-1.0), 0, 10**6, scratch, ids, scores,
         )  # fmt: skip
         assert (found == 10).all() and scored > 0
         for query in range(6):

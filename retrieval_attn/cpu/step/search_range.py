@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.task.search import SearchedInSteps
 
 
 class SearchRange(NamedTuple):
@@ -26,7 +26,7 @@ class SearchRange(NamedTuple):
     low: int
     high: int
     first: int
-    indexes: tuple[KeyIndex, ...] | None = None
+    indexes: tuple[SearchedInSteps, ...] | None = None
     index_first: int = 0
     version: int = 0
     members: npt.NDArray[np.uint8] | None = None

@@ -61,8 +61,8 @@ def likeness_of(rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> 
     for row in rows:
         for piece in row:
             searched: tuple[Any, ...] = ()
-            if piece.indexes is not None and piece.low == piece.index_first:
-                visible = piece.high - piece.index_first
+            if piece.indexes is not None:
+                visible = piece.high - piece.low
                 searched = tuple(index.search_likeness(request.keep, visible) for index in piece.indexes)
                 if None in searched:
                     return None
@@ -119,10 +119,18 @@ def make_tables(
             own_candidates = None if candidates is None else candidates[entry * queries : (entry + 1) * queries]
             for piece in own:
                 search: CompiledSearch | None = exact_search(fmt)
-                if piece.indexes is not None and piece.low == piece.index_first:
-                    visible = piece.high - piece.index_first
+                visible, hidden = piece.high - piece.low, piece.low - piece.index_first
+                if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
                     wanted = SearchRequest(
-                        fmt, queries, padded, request.keep, piece.index_first, visible, own_candidates, request.named
+                        fmt,
+                        queries,
+                        padded,
+                        request.keep,
+                        piece.index_first,
+                        visible,
+                        own_candidates,
+                        request.named,
+                        hidden,
                     )
                     search = piece.indexes[head].compiled_search(wanted)
                 if search is None:

@@ -51,6 +51,12 @@ class DeviceCodes:
         self.length = stop
         return True
 
+    def behind(self, first: int) -> DeviceCodes:
+        """The codes from `first` on, in the same memory, as they are now; nothing may be added to them."""
+        codes = DeviceCodes(self.space, self.codes[first:])
+        codes.length = self.length - first
+        return codes
+
     def find(self, queries: Tensor, count: int, stop: int) -> Tensor:
         """int32 (m, count): the ids below `stop` whose codes promise queries (m, head_dim) float32 most.
 

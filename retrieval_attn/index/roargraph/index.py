@@ -61,6 +61,7 @@ class RoarGraphIndex(RunsIndex):
     lists_suffice: ClassVar[bool] = True
     max_queries: ClassVar[int] = MAX_QUERIES
     Options = GraphOptions
+    hides_first_keys: ClassVar[bool] = True
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, heads: list[HeadGraph]) -> None:
         """Over keys that `heads` were built from; no heads: every search scans. Callers use `build`."""
@@ -169,7 +170,7 @@ class RoarGraphIndex(RunsIndex):
                 graph = head.graph
                 scratch = make_scratch(room, graph.adjacency.shape[1], head.nodes, workers)
                 _, count, _ = search_rows(
-                    graph, keys, own, coded.planes, coded.step, k, room, beam, beta, visible,
+                    graph, keys, own, coded.planes, coded.step, k, room, beam, beta, 0, visible,
                     scratch, ids[rows], scores[rows],
                 )  # fmt: skip
                 scored += int(count)

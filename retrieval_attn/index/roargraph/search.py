@@ -267,8 +267,8 @@ def _insert(pool, count, item):
 
 
 @njit(nogil=True, cache=True)
-def score_pool(graph, queries, query, keys, count, limit, scratch):
-    """Replace scratch.pool[:count] by exact scores and keys, best first, only keys below `limit`; returns how many."""
+def score_pool(graph, queries, query, keys, count, least, limit, scratch):
+    """Replace scratch.pool[:count] by exact scores and keys, best first, only keys [least, limit); returns how many."""
     ids = graph[2]
     pool = scratch[0]
     kept = 0
@@ -278,7 +278,7 @@ def score_pool(graph, queries, query, keys, count, limit, scratch):
         if i + AHEAD < count:
             prefetch_row(keys, np.int64(ids[(pool[i + AHEAD] & 0xFFFFFFFF) >> 1]))
         key = np.int64(ids[(pool[i] & 0xFFFFFFFF) >> 1])
-        if key >= limit:
+        if 0 <= key < least or key >= limit:  # of an id below 0 the step's last task tells
             continue
         _insert(pool, kept, pack_score(dot(queries, query, keys, key), key))  # nearly sorted already
         kept += 1
@@ -306,8 +306,8 @@ def gather_outside(graph, count, scratch):
 
 
 @njit(nogil=True, cache=True)
-def add_outside(queries, query, keys, first, count, kept, limit, scratch):
-    """Merge the keys scratch.pool[first : first + count] below `limit` into the scored ones, scratch.pool[:kept].
+def add_outside(queries, query, keys, first, count, kept, least, limit, scratch):
+    """Merge the keys [least, limit) of scratch.pool[first : first + count] into the scored ones, scratch.pool[:kept].
 
     kept <= first. Returns how many scored ones there are now.
     """
@@ -318,19 +318,19 @@ def add_outside(queries, query, keys, first, count, kept, limit, scratch):
         if i + AHEAD < count:
             prefetch_row(keys, pool[first + i + AHEAD])
         key = pool[first + i]
-        if key < limit:
+        if least <= key < limit:
             _insert(pool, kept, pack_score(dot(queries, query, keys, key), key))
             kept += 1
     return kept
 
 
 @njit(nogil=True, cache=True)
-def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta, limit, scratch, ids, scores):
-    """Search for one query: its best k keys below `limit` to ids[:k], scores[:k]; returns (found, scored, hops).
+def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta, least, limit, scratch, ids, scores):
+    """Search for one query: its best k keys of [least, limit) to ids[:k], scores[:k]; returns (found, scored, hops).
 
     keys (n, head_dim) stored format; queries (q, head_dim) float32 of which `query` is taken, planes and steps the
     same coded. room: length of the pool, >= k. beam: how many of its best are expanded. beta < 0: no range. Unused
-    places get id -1 and score -inf. Fewer than k are found if the graph leads to fewer or keys beyond `limit` took
+    places get id -1 and score -inf. Fewer than k are found if the graph leads to fewer or others took
     their places. A query that is not finite (step 0): some keys, with what its inner products are. Allocates nothing,
     checks nothing.
     """
@@ -341,10 +341,10 @@ def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta
     pool = scratch[0]
     outside = gather_outside(graph, count, scratch)
     first = count
-    if limit >= graph[4][2]:  # no place is lost to keys beyond it
+    if least == 0 and limit >= graph[4][2]:  # no place is lost to other keys
         count = min(count, k + max(8, k // SPARE))
-    found = score_pool(graph, queries, query, keys, count, limit, scratch)
-    found = min(k, add_outside(queries, query, keys, first, outside, found, limit, scratch))
+    found = score_pool(graph, queries, query, keys, count, least, limit, scratch)
+    found = min(k, add_outside(queries, query, keys, first, outside, found, least, limit, scratch))
     scored += outside
     for i in range(found):
         score = score_of(pool[i])
@@ -360,7 +360,7 @@ def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, limit, scratch, ids, scores):
+def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, least, limit, scratch, ids, scores):
     """`search_graph` of every query row; scratch with one more axis in front: workers. Returns keys scored and hops.
 
     keys (1 or more, n, head_dim), of which the first are searched: of one layout, see `memory.one_layout`.
@@ -376,6 +376,6 @@ def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, limit,
         own = Scratch(scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker])
         for i in range(worker, num, workers):
             found[i], scored[i], hops[i] = search_graph(
-                graph, rows, queries, planes, steps, i, k, room, beam, beta, limit, own, ids[i], scores[i]
+                graph, rows, queries, planes, steps, i, k, room, beam, beta, least, limit, own, ids[i], scores[i]
             )
     return found, scored.sum(), hops.sum()

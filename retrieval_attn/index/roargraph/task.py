@@ -119,7 +119,7 @@ def _search(descriptor, number, worker, like):
         carray(at_address(mine + row.survivors_at), row.fresh, np.int64),
     )
     # the range may end before the index does: what other sequences appended is not seen
-    limit = span.high - row.first
+    least, limit = span.low - row.first, span.high - row.first
     keys = rows_at(row.keys_at, limit, dim, like)
     ids = carray(at_address(mine + row.found_at), top_k, np.int32)
     scores = carray(at_address(mine + row.scores_at), top_k, np.float32)
@@ -129,17 +129,31 @@ def _search(descriptor, number, worker, like):
     count = np.int64(0)
     if bounds[1] == bounds[1]:  # the query is finite
         count, scored, _ = search_graph(
-            graph, keys, own, planes, bounds[:1], 0, top_k, row.room, row.beam, row.beta, limit, parts, ids, scores
+            graph,
+            keys,
+            own,
+            planes,
+            bounds[:1],
+            0,
+            top_k,
+            row.room,
+            row.beam,
+            row.beta,
+            least,
+            limit,
+            parts,
+            ids,
+            scores,
         )
         nbytes = scored * row.width + min(scored, row.room) * bytes_of_row(like, dim)
-    if count == min(top_k, limit) or (row.beta >= 0 and count > 0):
+    if count == min(top_k, limit - least) or (row.beta >= 0 and count > 0):
         for i in range(count):
             pool[i] = pack_score(scores[i], ids[i] + row.first)
     else:
         stored = rows_at(span.keys_at, span.high, dim, like)
         count = scan_alone(own, stored, span.low, span.high, top_k, pool)
-        scored += limit
-        nbytes += limit * bytes_of_row(like, dim)
+        scored += limit - least
+        nbytes += (limit - least) * bytes_of_row(like, dim)
     hand_in(pool, count, span.first, step, task.entry, query, lists[query])
     count_cost(step, worker, scored, nbytes)
     return np.int64(0)
@@ -159,7 +173,7 @@ def graph_search(
 ) -> CompiledSearch:
     """Search of the graphs of an index of `length` keys whose stored rows have `row_bytes` bytes."""
     rows = record(GRAPH, len(arguments), graphs=len(arguments), first=request.first)
-    # keys beyond the limit take places in the pool: it gets longer by their share
+    # keys that take no part take places in the pool: it gets longer by their share
     rooms = [-(-room_for(request.k, given.beam) * length // request.visible) for given in arguments]
     graphs = [given.graph for given in arguments]
     fresh = max(block_of(graph.adjacency.shape[1]) for graph in graphs)

@@ -140,6 +140,7 @@ class SketchIndex(RunsIndex):
     trains: ClassVar[bool] = True
     keeps_device_keys: ClassVar[bool] = True
     Options = SketchOptions
+    hides_first_keys: ClassVar[bool] = True
 
     def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
         """key_side (rank, head_dim): B. Callers use `build`."""
@@ -297,7 +298,11 @@ class SketchIndex(RunsIndex):
         kept = self.rescore_count(request.k)
         if request.visible < SCAN_SHARE * kept:
             return exact_search(request.fmt)
-        return sketch_search(request, self._search, kept)
+        # leaves of hidden keys take places: so many more are looked at
+        share = self._search.leaves.share
+        if request.hidden:
+            share *= len(self) / max(1, len(self) - request.hidden)
+        return sketch_search(request, self._search, kept, share)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The best k of the keys that the sketch puts first; see KeyIndex.search."""

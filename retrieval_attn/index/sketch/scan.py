@@ -164,8 +164,10 @@ def value_of_rank(values, count, rank):
 
 
 @njit(nogil=True, cache=True)
-def sample_bounds(blocks, ids, planes, wide, steps, num_queries, chosen, count, stop, kept, sample, bounds, scores):
-    """bounds[q] = a score that very likely at least `kept` keys below `stop` of the chosen blocks are above.
+def sample_bounds(
+    blocks, ids, planes, wide, steps, num_queries, chosen, count, least, stop, kept, sample, bounds, scores
+):
+    """bounds[q] = a score that very likely at least `kept` of the keys [least, stop) of the chosen blocks are above.
 
     Of the chosen blocks (see `scan_chosen`) evenly spaced ones are scanned, about SAMPLED keys. -inf where all keys
     are wanted or the sample is too small to say. sample: scratch, float32 (num_queries, 2 * SAMPLED).
@@ -185,11 +187,11 @@ def sample_bounds(blocks, ids, planes, wide, steps, num_queries, chosen, count, 
             for query in range(first, min(first + TILE_QUERIES, num_queries)):
                 for lane in range(BLOCK):
                     key_id = ids[left * BLOCK + lane]
-                    seen = (key_id >= 0) & (key_id < stop)
+                    seen = (key_id >= least) & (key_id < stop)
                     sample[query, taken + lane] = scores[query - first, lane] if seen else np.float32(-np.inf)
                 for lane in range(BLOCK):
                     key_id = ids[right * BLOCK + lane]
-                    seen = (key_id >= 0) & (key_id < stop)
+                    seen = (key_id >= least) & (key_id < stop)
                     value = scores[query - first + TILE_QUERIES, lane]
                     sample[query, taken + BLOCK + lane] = value if seen else np.float32(-np.inf)
         taken += PAIR
@@ -205,11 +207,13 @@ def sample_bounds(blocks, ids, planes, wide, steps, num_queries, chosen, count, 
 
 @njit(nogil=True, cache=True)
 def scan_chosen(
-    blocks, ids, planes, wide, steps, num_queries, chosen, first, last, stop, kept, pool, counts, bounds, scores
-):
-    """Approximate scores of the keys below `stop` in the blocks chosen[first:last]; the `kept` best of each query.
+    blocks, ids, planes, wide, steps, num_queries, chosen, first, last, least, stop, kept, pool, counts, bounds,
+    scores,
+):  # fmt: skip
+    """Approximate scores of the keys [least, stop) in the blocks chosen[first:last]; the `kept` best per query.
 
-    blocks as in `KeyBlocks`; ids (16 * blocks,) int32 the key of every place, -1 for none; planes (multiple of 4, rank)
+    least >= 0. blocks as in `KeyBlocks`;
+    ids (16 * blocks,) int32 the key of every place, -1 for none; planes (multiple of 4, rank)
     int8 and steps (2, at least as many) float32 as `encode_block_queries` gives them; chosen int32, first even and last
     even or the end of `chosen`, in which the last block is repeated if their number is odd. Only scores above
     bounds[query] count; bounds (rows of planes,) float32 may be raised here. Leaves counts[query] <= kept packed
@@ -239,7 +243,7 @@ def scan_chosen(
                     found &= found - 1
                     query, lane = tile + (bit >> 4), bit & 15
                     key_id = np.int64(ids[block * BLOCK + lane])
-                    if key_id < 0 or key_id >= stop:
+                    if key_id < least or key_id >= stop:
                         continue
                     count = counts[query]
                     pool[query, count] = pack_score(scores[TILE_QUERIES * j + (bit >> 4), lane], key_id)

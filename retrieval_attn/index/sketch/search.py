@@ -45,8 +45,8 @@ def _scan_parts(blocks, ids, planes, wide, steps, num_queries, chosen, count, st
         scores = np.empty((8, BLOCK), np.float32)
         own = bounds.copy()
         scan_chosen(
-            blocks, ids, planes, wide, steps, num_queries, chosen, first, last, stop, kept, pools[part], counts[part],
-            own, scores,
+            blocks, ids, planes, wide, steps, num_queries, chosen, first, last, 0, stop, kept, pools[part],
+            counts[part], own, scores,
         )  # fmt: skip
 
 
@@ -97,7 +97,20 @@ def _best_of_four(
         bounds, scores,
     )  # fmt: skip
     sample_bounds(
-        keys.blocks, search.ids, planes, keys.wide, steps, count, chosen, looked_at, stop, kept, sample, bounds, scores
+        keys.blocks,
+        search.ids,
+        planes,
+        keys.wide,
+        steps,
+        count,
+        chosen,
+        looked_at,
+        0,
+        stop,
+        kept,
+        sample,
+        bounds,
+        scores,
     )
     lost = np.isnan(steps[0, :count])
 

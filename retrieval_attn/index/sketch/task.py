@@ -20,6 +20,7 @@ from retrieval_attn.index.task.search import CODED_TOKENS, CompiledSearch, Layou
 from retrieval_attn.index.task.tasks import (
     hand_in_codes,
     lists_of,
+    part_of,
     range_at,
     scratch_of,
     task_address,
@@ -72,7 +73,7 @@ def _prepare(step, task, span, row, scratch):
     Four queries at a time look together. Returns how many (query, place) pairs will be scored, leaves included.
     """
     queries, dim, padded, rank = step.queries, step.head_dim, step.padded, row.rank
-    length = span.high - row.first
+    hidden, length = span.low - row.first, span.high - row.first
     tiles = tiles_of(step, task.entry)
     mine = scratch + step.own_at
     projected = floats_at(mine + row.projected, TILE_QUERIES, rank)
@@ -105,7 +106,7 @@ def _prepare(step, task, span, row, scratch):
             bounds[four], scores,
         )  # fmt: skip
         sample_bounds(
-            blocks, ids, planes[four], row.wide, steps[tile], own, chosen[tile], counts[tile], length, row.kept,
+            blocks, ids, planes[four], row.wide, steps[tile], own, chosen[tile], counts[tile], hidden, length, row.kept,
             sample, bounds[four], scores,
         )  # fmt: skip
         scored += own * (counts[tile] * BLOCK + (row.ordered if counts[tile] < row.total else 0))
@@ -132,7 +133,7 @@ def _scan(descriptor, number, worker, like):
         return np.int64(0)
     wait_for(row.ready_at, step.generation)
     rank, part, parts = row.rank, task.part, task.parts
-    length = span.high - row.first  # a sketch is searched from its first key on
+    hidden, length = span.low - row.first, span.high - row.first
     blocks = carray(at_address(row.blocks_at), (row.rows, row.width), np.uint8)
     ids = carray(at_address(row.ids_at), row.rows * BLOCK, np.int32)
     planes = carray(at_address(row.planes_at), (padded, rank), np.int8)
@@ -155,12 +156,12 @@ def _scan(descriptor, number, worker, like):
         start, stop = pairs * part // parts * 2, min(pairs * (part + 1) // parts * 2, looked_at[tile])
         scan_chosen(
             blocks, ids, planes[first : first + TILE_QUERIES], row.wide, steps[tile], own, chosen[tile], start, stop,
-            length, row.kept, pool[first : first + own], counts[first : first + own],
+            hidden, length, row.kept, pool[first : first + own], counts[first : first + own],
             bounds[first : first + TILE_QUERIES], scores,
         )  # fmt: skip
         for query in range(TILE_QUERIES):
             finite[first + query] = steps[tile, 0, query]
-    start, stop = length * part // parts, length * (part + 1) // parts  # for queries that need an exact answer
+    start, stop = part_of(hidden, length, task)  # for queries that need an exact answer
     hand_in_codes(pool, counts, start, stop, row.first, finite, step, task, span, lists, like)
     return np.int64(0)
 
@@ -174,8 +175,8 @@ def prepare_sketch(fmt: Format) -> None:
     task_address(_task, fmt)
 
 
-def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int) -> CompiledSearch:
-    """Search of a sketch of whose candidates the best `kept` get an exact score."""
+def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int, share: float) -> CompiledSearch:
+    """Search of a sketch of whose candidates the best `kept` get an exact score. share: of the leaves."""
     keys, ids, total, side, leaves = arguments
     means, rank = leaves.means, len(side)
     tiles = request.padded // TILE_QUERIES
@@ -216,7 +217,7 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int)
         projected=layout.take(4 * TILE_QUERIES * rank),
         sample=layout.take(4 * TILE_QUERIES * sampled),
         sampled=sampled,
-        share=leaves.share,
+        share=share,
     )
     return CompiledSearch(
         task_address(_task, request.fmt),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,8 @@ CODED_TOKENS = 8192
 class SearchRequest(NamedTuple):
     """A search of one entry of a step: `queries` queries (`padded` to a multiple of 4) for their best `k` keys each.
 
-    The index's first key is token `first` of the array, and `visible` of its keys take part. candidates: int32
+    The index's first key is token `first` of the array; `visible` of its keys take part, behind the first `hidden`,
+    which do not: only with a kind that says it `hides_first_keys`. candidates: int32
     (queries, room) ids that a device names before the step runs, -1 where there is none; None: it names none. named:
     how many at least, all of which are attended to; 0: the best of them are.
     """
@@ -33,6 +35,7 @@ class SearchRequest(NamedTuple):
     visible: int
     candidates: npt.NDArray[np.int32] | None = None
     named: int = 0
+    hidden: int = 0
 
 
 class CompiledSearch(NamedTuple):
@@ -59,6 +62,22 @@ class CompiledSearch(NamedTuple):
 
 class SearchedInSteps:
     """What a step's planner asks of an index; the base class has no compiled search."""
+
+    hides_first_keys: ClassVar[bool] = False
+    """Whether a compiled search can leave out the first keys, see `SearchRequest`."""
+    keeps_device_keys: ClassVar[bool] = False
+    """Whether keys are coded on the device; callers then leave a layer's keys there until its indexes are built."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Keys in the index."""
+
+    def behind(self, first: int) -> SearchedInSteps | None:
+        """What searches the keys from `first` on alone, as the index is now and as it grows; its ids count from there.
+
+        None: there is no such search, and an index that hides no keys is not asked then.
+        """
+        return None
 
     def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
         """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,9 +18,12 @@ from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
+from retrieval_attn.engine.save_reading import ReadingSave
+from retrieval_attn.engine.saving import Kept, Saved, open_saved, template_digest
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.store import ContextStore
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
 
@@ -49,6 +54,7 @@ class Context:
         self._loop = AnswerLoop(self.model, tokenizer)
         self._cache = RetrievalCache(self.model, self.config)
         self._whole = True  # False while text is appended, and for good if that could not be undone
+        self._kept = Kept()
 
     @property
     def _ids(self) -> Sequence[int]:
@@ -71,27 +77,48 @@ class Context:
         """Why each head has the index it has, one line per head, where something chose it."""
         return self._cache.index_notes()
 
-    def read(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
+    def read(
+        self,
+        text: str | Sequence[int],
+        *,
+        progress: bool = True,
+        save: str | None = None,
+        store: ContextStore | str | Path | None = None,
+    ) -> Context:
         """Prefill and index `text` (or token ids, taken as they are), layer by layer. Returns self, indexes ready.
 
         A string gets the template's opening: the begin-of-sequence token and, for chat models, the start of the
         user's turn. A bar shows the layers when reading takes longer than two seconds.
-        Raises InputDataError for an empty text or a context that was read already, ContextLengthError.
+        save, store: keep the context under this name, see `save`; each layer is written while later ones are read.
+        Raises InputDataError for an empty text or a context that was read already, ContextLengthError. StoreError, if
+        saving failed: the context was read all the same.
         """
-        self._require_whole()
-        if self._ids:
-            raise InputDataError(
-                f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
-            )
+        self._require_empty()
         ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
+        saving = None
+        if save is not None:
+            saving = ReadingSave(as_store(store), save, self.model, self.tokenizer, self._cache, ids)
         self._whole = False
         try:
-            self._append(ids, progress)
+            with contextlib.nullcontext() if saving is None else saving.beside():
+                self._append(ids, progress)
         except BaseException:  # Ctrl-C too
             abandon(self._cache)
             self._cache, self._whole = RetrievalCache(self.model, self.config), True
             raise
         self._whole = True
+        if saving is not None:
+            self._kept.note(saving.finish(self._described)[1])
+        return self
+
+    def open(
+        self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any
+    ) -> Context:
+        """Take up a saved context in place of reading a text; see `LLM.open`. Returns self."""
+        self._require_empty()
+        model, template = (self.model, self.tokenizer), self._described["template"]
+        self._cache, self._kept = open_saved(as_store(store), name, *model, self.config, overrides, progress, template)
+        self.config = self._cache.config
         return self
 
     def extend(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
@@ -124,12 +151,26 @@ class Context:
         forget_tokens(self._cache, self.model, start, stop)
         return self
 
+    def save(self, name: str, *, store: ContextStore | str | Path | None = None, wait: bool = True) -> Saved:
+        """Keep the context on disk under `name`, in place of what had that name: `LLM.open` brings it back.
+
+        Keys, values, indexes, codes and clusters are written as they are; of a context that was saved or opened
+        before, only what came since. store: a folder; None: the environment variable RETRIEVAL_ATTN_STORE, or the
+        user's data folder. wait=False: a thread writes it, while the context is asked and extended; `Saved.wait` waits.
+        A save that fails, or a process that ends in the middle, leaves what had the name before.
+        Raises InputDataError (an empty context), StoreError (also for a name of other signs than A-Z a-z 0-9 . _ -).
+        """
+        self._require_whole()
+        if not self._ids:
+            raise InputDataError("The context is empty; call read(text) before save().")
+        return self._kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, self._described, wait)
+
     def fork(self) -> Context:
         """An independent copy that shares the host's keys, values and indexes."""
         self._require_whole()
         other = object.__new__(Context)
         other.__dict__.update(self.__dict__)
-        other._cache = self._cache.fork()
+        other._cache, other._kept = self._cache.fork(), self._kept.fork()
         return other
 
     def __reduce__(self) -> NoReturn:
@@ -217,7 +258,25 @@ class Context:
         self.read_seconds += self._loop.fill(self._cache, batch, progress)
         self._cache.batch.note_ids(batch.ids)
 
+    @property
+    def _described(self) -> dict[str, Any]:
+        """What is kept beside a saved context's name."""
+        return {
+            "template": template_digest(self.template.opening, self.template.middle, self.template.closing),
+            "tokens": self.num_tokens,
+            "read_seconds": self.read_seconds,
+            "model": str(getattr(self.model.config, "_name_or_path", "")),
+        }
+
+    def _require_empty(self) -> None:
+        self._require_whole()
+        if self._ids:
+            raise InputDataError(
+                f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
+            )
+
     def _require_whole(self) -> None:
+        self._kept.require_whole()
         if not self._whole:
             raise CacheMismatchError(
                 "Text was being added to this context when that was interrupted, and it could not be undone. Read "
@@ -249,6 +308,11 @@ class Context:
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))
         return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, on_text, cancelled)
+
+
+def as_store(given: ContextStore | str | Path | None) -> ContextStore:
+    """The store in a folder, or as it is given."""
+    return given if isinstance(given, ContextStore) else ContextStore(given)
 
 
 def _set_append(cache: RetrievalCache, append: Append) -> None:

@@ -27,6 +27,7 @@ from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model, loaded_dtype
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
+from retrieval_attn.store import ContextStore
 from retrieval_attn.template import checked_text
 
 # Tokens planned for when a model does not say how many positions it has.
@@ -140,9 +141,31 @@ class LLM:
             ) from error
         return model
 
-    def read(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
-        """Read and index a long text; ask the returned context questions."""
-        return Context(self.model, self.tokenizer, self.config).read(text, progress=progress)
+    def read(
+        self,
+        text: str | Sequence[int],
+        *,
+        progress: bool = True,
+        save: str | None = None,
+        store: ContextStore | str | Path | None = None,
+    ) -> Context:
+        """Read and index a long text; ask the returned context questions. save, store: see `Context.read`."""
+        return Context(self.model, self.tokenizer, self.config).read(text, progress=progress, save=save, store=store)
+
+    def open(
+        self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any
+    ) -> Context:
+        """A context that was saved under `name`, ready to be asked; its files are mapped, nothing is computed again.
+
+        store: as in `Context.save`. overrides: `retrieve`, and options that say how this machine works (threads, graph,
+        page_lock, hidden_states, prefill_chunk, decode_tokens, exact_append); all others are those of the read.
+        Checksums of indexes and windows are compared before the first answer, those of keys and values in a thread:
+        answers after a difference was found raise StoreDamagedError.
+        Raises UnknownContextError, StoreMismatchError (another model, weights, positions, tokenizer, format),
+        StoreDamagedError, ConfigError.
+        """
+        context = Context(self.model, self.tokenizer, self.config)
+        return context.open(name, store=store, progress=progress, **overrides)
 
     def generate(
         self, prompts: str | Sequence[str], sampling: Sampling | None = None, *, progress: bool = True, **options: Any

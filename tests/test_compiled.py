@@ -17,7 +17,7 @@ from numba import int32, int64
 
 import retrieval_attn as ra
 from retrieval_attn.cli import main
-from retrieval_attn.commands.ask import BUNDLED
+from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.compiled import jobs as jobs_module
 from retrieval_attn.compiled import place
 from retrieval_attn.compiled.jobs import Compilation, Job, missing, wait_until_compiled

@@ -7,6 +7,7 @@ full. Retrieval covers what lies between sinks and tail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +252,26 @@ class HeldTokens:
 
 def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
     return WindowCache(key, value, config.window + config.spill, config.sink)
+
+
+def edge_of(held: HeldTokens) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What the device has of one row without padding: numbers that say where it begins, and keys and values of sinks
+    and tail, (1, kv_heads, tokens, dim), views.
+    """
+    window = held.window
+    low, sinks = window.span[0], window.sink_len
+    numbers = {"tail_start": held.tail_start, "sinks": held._sinks[0], "stop": held._retrieve_stops[0]}
+    return numbers, (*(part[:, :, low : low + sinks] for part in window.buffers), *window.tail())  # type: ignore[return-value]
+
+
+def take_edge(
+    held: HeldTokens, numbers: dict[str, Any], sinks: tuple[Tensor, Tensor], tail: tuple[Tensor, Tensor]
+) -> None:
+    """Be as when `edge_of` was asked. held: without tokens, but for its path, which has those on the host."""
+    held.window.append(*tail, None)
+    held.window.set_sinks(*sinks, None)
+    held.tail_start, held.host_columns = int(numbers["tail_start"]), len(held.hosts[0])
+    held._sinks, held._retrieve_stops = [int(numbers["sinks"])], [int(numbers["stop"])]
 
 
 def _spread(tokens: Tensor, real: Tensor) -> Tensor:

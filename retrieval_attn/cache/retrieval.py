@@ -85,7 +85,7 @@ class RetrievalLayer(CacheLayer):
         host.page_lock = self.config.page_lock
         return host
 
-    def _hold(self, key: Tensor, value: Tensor) -> HeldTokens:
+    def hold(self, key: Tensor, value: Tensor) -> HeldTokens:
         """What is held; made for tokens like these if they are the first."""
         if self.held is None:
             self.batch.start(key.shape[0])
@@ -101,7 +101,7 @@ class RetrievalLayer(CacheLayer):
     ) -> Partial:
         self.finish_index()
         self.q_heads = query.shape[1]
-        held, new = self._hold(key, value), key.shape[2]
+        held, new = self.hold(key, value), key.shape[2]
         total = self._announced if self._announced is not None else new
         if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
             return self._decode(held, query, key, value, spec, Scoring(scale, softcap))

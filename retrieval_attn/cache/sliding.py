@@ -97,6 +97,11 @@ class SlidingLayer(CacheLayer):
             self.spill()
         return part
 
+    def take_window(self, key: Tensor, value: Tensor) -> None:
+        """Begin with the tokens of a saved window, (1, kv_heads, tokens, dim)."""
+        self._window = WindowCache(key, value, max(self.keep, key.shape[2]) + 1)
+        self._window.append(key, value, None)
+
     def spill(self) -> None:
         """Forget what no later query sees, but for what crops may need."""
         if self._window is not None:

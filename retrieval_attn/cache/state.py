@@ -59,7 +59,7 @@ class StateLayer(LinearAttentionLayer):
 
     def select(self, rows: Items[int]) -> None:
         """Keep the states of these rows, in this order, repeats allowed."""
-        for (name, number), state in self._confirmed().items():
+        for (name, number), state in self.confirmed_states().items():
             getattr(self, name)[number] = state.index_select(0, torch.tensor(list(rows), device=state.device))
 
     def drop_newest(self, count: int, columns: int) -> None:
@@ -88,13 +88,14 @@ class StateLayer(LinearAttentionLayer):
                 if state is not None:
                     yield (name, number), state
 
-    def _confirmed(self) -> dict[tuple[str, int], Tensor]:
+    def confirmed_states(self) -> dict[tuple[str, int], Tensor]:
+        """The states as the last token that counts left them, by name and number."""
         return dict(self.states()) if self.graph is None else self.graph.confirmed()
 
     def _copied(self) -> dict[str, Any]:
         """The attributes but `graph`; dictionaries are copied, and the tensors in them."""
         copied = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
         del copied["graph"]
-        for (name, number), state in self._confirmed().items():
+        for (name, number), state in self.confirmed_states().items():
             copied[name][number] = state.clone()
         return copied

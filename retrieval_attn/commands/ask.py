@@ -1,58 +1,42 @@
-"""`retrieval-attn ask FILE QUESTION`: read a text, answer one question about it."""
+"""`retrieval-attn ask FILE|NAME QUESTION`: read a text, or open a saved context, and answer one question about it."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.config import QUANTIZATIONS, Config, Retrieve
-from retrieval_attn.errors import InputDataError
+from retrieval_attn.commands.loading import (
+    add_config_arguments,
+    add_model_arguments,
+    add_store_argument,
+    config_of,
+    load_llm,
+    text_of,
+)
+from retrieval_attn.errors import ConfigError, InputDataError, StoreError
 from retrieval_attn.memory.units import parse_tokens, show_bytes
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Stats
-
-BUNDLED = Path(__file__).parents[1] / "eval" / "needle_model"
+    from retrieval_attn.config import Config
+    from retrieval_attn.context import Context
+    from retrieval_attn.store import ContextStore, NamedContext
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the subcommand."""
-    usual = Config()
-    parser.add_argument("file", metavar="FILE", help="text to read, UTF-8; - is the standard input")
+    parser.add_argument(
+        "file", metavar="FILE|NAME", help="text to read, UTF-8; - is the standard input; or a context that was saved"
+    )
     parser.add_argument("question", metavar="QUESTION", help="what to ask about it")
-    parser.add_argument(
-        "--model",
-        default="bundled",
-        metavar="PATH|ID",
-        help="folder or hub name of a model; bundled: a small one that finds planted numbers and can do little else "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    parser.add_argument(
-        "--quantization",
-        choices=("none", *QUANTIZATIONS),
-        default="none",
-        help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--gpu-memory", metavar="SIZE", help="most to take of the GPU, such as 24GiB (default: no limit)"
-    )
+    add_model_arguments(parser)
+    add_store_argument(parser)
     parser.add_argument("--max-new-tokens", default="256", metavar="N", help="longest answer (default: %(default)s)")
-    parser.add_argument(
-        "--retrieve",
-        default=str(usual.retrieve),
-        metavar="K",
-        help="keys retrieved per head and token: a number, a share such as 0.01, all, or auto, as measured for each "
-        "head (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"
-    )
-    parser.add_argument("--index", default=usual.index, metavar="NAME", help="index of the keys (default: %(default)s)")
+    add_config_arguments(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the random choices of a temperature")
     form = parser.add_mutually_exclusive_group()
@@ -69,37 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, answer on the standard output as the text comes, and say on the error output what it cost."""
-    text = _text(args.file)
-    config = Config(retrieve=_retrieve(args.retrieve), window=parse_tokens(args.window, "--window"), index=args.index)
+    """Read or open, answer on the standard output as the text comes, and say on the error output what it cost."""
+    store, saved = _saved(args.file, args.store)
+    config = config_of(args)
+    if saved is None:
+        text = text_of(args.file)
+        length = len(text.encode())
+    else:
+        options, length = _options(config), int(saved.plain["tokens"])
+    most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
 
     from retrieval_attn.answer import Sampling
     from retrieval_attn.context import Context
-    from retrieval_attn.llm import LLM
 
-    most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
     sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
-    name = str(BUNDLED) if args.model == "bundled" else args.model
-    llm = LLM(
-        name,
-        device=args.device,
-        dtype=args.dtype,
-        quantization=None if args.quantization == "none" else args.quantization,
-        gpu_memory=args.gpu_memory,
-        max_context=_needed(name, len(text.encode()) + len(args.question.encode()) + most),
-        config=config,
-    )
-    what = "the bundled test model; --model names another" if args.model == "bundled" else name
-    print(f"answered by {what}, on {llm.device}", file=sys.stderr)
-    context = Context(llm.model, llm.tokenizer, llm.config)
-    ids = context.template.context_ids(text)
-    asked = context.template.question_ids(args.question, args.raw)
-    if not asked:
-        raise InputDataError("QUESTION has no tokens; ask a non-empty question.")
-    context.cache.require_room(len(ids) + len(asked) + most)  # known before the text is read, which may take long
+    llm = load_llm(args, length + len(args.question.encode()) + most, config)
+    if saved is None:
+        context = Context(llm.model, llm.tokenizer, llm.config)
+        ids = context.template.context_ids(text)
+        _require_room(context, len(ids), args, most)  # known before the text is read, which may take long
     started = time.perf_counter()
-    context.read(ids)
-    read_seconds = time.perf_counter() - started
+    if saved is None:
+        context.read(ids)
+    else:
+        context = llm.open(saved.name, store=store, **options)
+        _require_room(context, 0, args, most)
+    seconds = time.perf_counter() - started
     with context.stream(args.question, sampling, raw=args.raw) as stream:
         for piece in stream:
             print(piece, end="", flush=True)
@@ -107,14 +86,46 @@ def run(args: argparse.Namespace) -> int:
     if stream.answer is not None:
         stats = stream.answer.stats
         _say_tail(stats)
+        done = "read" if saved is None else "opened"
         print(
-            f"read {context.num_tokens:,} tokens in {read_seconds:.1f} s; first token after "
-            f"{stats.prefill_seconds:.2f} s, {1000 * stats.seconds_per_token:.1f} ms per token for "
-            f"{stats.new_tokens} tokens; {show_bytes(stats.host_bytes)} of keys and values on the host, "
-            f"{show_bytes(stats.device_bytes)} on the device",
+            f"{done} {context.num_tokens:,} tokens in {seconds:.1f} s; first token after {stats.prefill_seconds:.2f} "
+            f"s, {1000 * stats.seconds_per_token:.1f} ms per token for {stats.new_tokens} tokens; "
+            f"{show_bytes(stats.host_bytes)} of keys and values on the host, {show_bytes(stats.device_bytes)} on the "
+            "device",
             file=sys.stderr,
         )
     return 0
+
+
+def _saved(file: str, folder: str | None) -> tuple[ContextStore | None, NamedContext | None]:
+    """The store and the saved context that `file` names; None where it is a file to read."""
+    if file == "-" or Path(file).exists():
+        return None, None
+    from retrieval_attn.store import ContextStore
+
+    store = ContextStore(folder)
+    try:
+        return store, store.resolve(file)
+    except StoreError:
+        if os.sep in file or Path(file).suffix:
+            return None, None  # reading it says what is wrong
+        raise
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """What the flags say about a context that is opened. Raises ConfigError for what its read has decided."""
+    usual = type(config)()
+    for name in ("window", "index"):
+        if getattr(config, name) != getattr(usual, name):
+            raise ConfigError(f"--{name} was decided when the saved context was read; read the text again to change it")
+    return {} if config.retrieve == usual.retrieve else {"retrieve": config.retrieve}
+
+
+def _require_room(context: Context, tokens: int, args: argparse.Namespace, most: int) -> None:
+    asked = context.template.question_ids(args.question, args.raw)
+    if not asked:
+        raise InputDataError("QUESTION has no tokens; ask a non-empty question.")
+    context.cache.require_room(tokens + len(asked) + most)
 
 
 def _say_tail(stats: Stats) -> None:
@@ -127,40 +138,3 @@ def _say_tail(stats: Stats) -> None:
         f"head {most.head}: {100 * most.share:.1f} %",
         file=sys.stderr,
     )
-
-
-def _text(file: str) -> str:
-    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    name = "the standard input" if file == "-" else file
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputDataError(
-            f"{name} must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it, or extract "
-            "its text."
-        ) from error
-    if not text.strip():
-        raise InputDataError(f"{name} must have some text, got {len(data)} bytes of nothing to read.")
-    return text
-
-
-def _retrieve(text: str) -> Retrieve | Any:
-    """A number, a share, "all" or "auto"; anything else is left to Config, which refuses it."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _needed(model: str, most: int) -> int:
-    """Tokens to plan memory for: no text has more of them than bytes, and no model more than its positions."""
-    from transformers import AutoConfig
-
-    from retrieval_attn.model.loading import load
-
-    config = load(AutoConfig, model).get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    template = 1024
-    return most + template if positions is None else min(most + template, positions)

@@ -44,6 +44,11 @@ class IndexChoice:
         """The next first tokens decide anew; until then `config` and `spec` stay, for forks that read before."""
         self._decided = False
 
+    def take(self, decided: Config) -> None:
+        """The index is the one that `config` named when a saved context was read."""
+        self.config, self.spec = decided, IndexSpec.of(decided.index, decided.index_options)
+        self._decided = True
+
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""
         model = None if self._model is None else self._model()

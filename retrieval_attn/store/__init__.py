@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retrieval_attn.store.bundle import Bundle
 from retrieval_attn.store.disk import OS_DISK, Disk
-from retrieval_attn.store.names import NamedContext
+from retrieval_attn.store.names import NamedContext, check_name
 from retrieval_attn.store.node import SavedNode
 from retrieval_attn.store.shelf import Shelf
 from retrieval_attn.store.store import ContextStore
@@ -23,4 +23,5 @@ __all__ = [
     "NodeWriter",
     "SavedNode",
     "Shelf",
+    "check_name",
 ]

@@ -272,7 +272,7 @@ class BundleFile:
         With suffixes: the blocks of arrays whose name ends with none of them.
         """
         places = self._opened()
-        if verify is True:
+        if verify is True or (verify and self._mapped.stored is None):  # later, others may have written to the arrays
             self.check()
         elif verify:
             for place in [place for name, place in places.items() if not name.endswith(verify)]:
@@ -301,7 +301,8 @@ class BundleFile:
                 self._mapped.populate(first, first + place.nbytes)
 
     def _check(self, first: int, last: int, stop: Callable[[], bool]) -> None:
-        data = self._bytes()
+        data, stored = self._bytes(), self._mapped.stored
+        data = data if stored is None else stored
         step = _PIECE // BLOCK
         for begin in range(first, last, step):
             if stop():

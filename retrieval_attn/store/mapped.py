@@ -34,6 +34,11 @@ class Mapped:
         """(nbytes,) writeable; what is written stays in this process. Valid as long as a view of it lives."""
         raise NotImplementedError
 
+    @property
+    def stored(self) -> npt.NDArray[np.uint8] | None:
+        """(nbytes,) read-only: the file's own bytes, whatever was written to `data`. None: there are none apart."""
+        return None
+
     def populate(self, start: int, stop: int) -> None:
         """Read bytes start .. stop into memory now. Raises OSError where the disk fails."""
 
@@ -75,15 +80,22 @@ class _Read(Mapped):
 class _Map:
     """Owner of an address: arrays made over it keep it alive, and the last of them lets it go."""
 
-    def __init__(self, handle: int, nbytes: int) -> None:
+    def __init__(self, handle: int, nbytes: int, *, private: bool) -> None:
+        """private: writeable, and what is written stays in this process."""
         self._libc = _libc()
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = self._libc.mmap(None, nbytes, access, mmap.MAP_PRIVATE | _NORESERVE, handle, 0)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
+        kind = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
+        address = self._libc.mmap(None, nbytes, access, kind, handle, 0)
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         self._address, self._nbytes = int(address), nbytes
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (self._address, False)}
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self._address, not private),
+        }
 
     def advise(self, start: int, stop: int) -> None:
         first = start // _PAGE * _PAGE
@@ -100,13 +112,19 @@ class _Map:
 
 
 class _Private(Mapped):
-    def __init__(self, owner: _Map, nbytes: int) -> None:
+    def __init__(self, handle: int, nbytes: int) -> None:
         super().__init__(nbytes)
-        self._owner, self._data = owner, np.asarray(owner)
+        # checksums are those of the file: of a page that this process has written to, the private map has its own
+        self._owner, self._seen = _Map(handle, nbytes, private=True), _Map(handle, nbytes, private=False)
+        self._data, self._stored = np.asarray(self._owner), np.asarray(self._seen)
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
         return self._data
+
+    @property
+    def stored(self) -> npt.NDArray[np.uint8]:
+        return self._stored
 
     def populate(self, start: int, stop: int) -> None:
         if stop > start:
@@ -119,7 +137,7 @@ def map_file(handle: int, nbytes: int) -> Mapped:
         return _Given(np.zeros(0, np.uint8))
     if os.name == "nt":
         return _Given(np.asarray(np.memmap(os.fdopen(os.dup(handle), "rb"), np.uint8, "c")))
-    return _Private(_Map(handle, nbytes), nbytes)
+    return _Private(handle, nbytes)
 
 
 def read_file(path: Path, nbytes: int) -> Mapped:

@@ -1,0 +1,331 @@
+"""Contexts on disk: what of a cache goes into a node of the store, and a cache out of a chain of nodes.
+
+After CachedAttention (Gao et al. 2024, section 3), which saves the keys and values of a conversation; here indexes,
+codes and clusters are saved with them, so that nothing is built again. Every save writes what came since the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.saved import (
+    Marks,
+    file_of,
+    ids_array,
+    layer_devices,
+    layer_state,
+    marks_of,
+    restore_layer,
+    restored_cache,
+    saving_fork,
+)
+from retrieval_attn.cache.sequence import Forgotten
+from retrieval_attn.config import Config
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.progress import ReadingBar
+from retrieval_attn.engine.ready import compilation, make_ready, prepared
+from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError, StoreMismatchError
+from retrieval_attn.model.identity import identity_of
+from retrieval_attn.store import Bundle, ContextStore, NodeWriter, SavedNode, check_name
+
+log = logging.getLogger(__name__)
+
+RUNTIME = ("threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append")
+"""Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
+CHECKED_LATER = ("keys", "values")
+"""Arrays, by the end of their names, whose checksums a thread compares after a context was opened: nearly all bytes."""
+
+
+@dataclass(frozen=True)
+class SavedPoint:
+    """A node that a context continues: digest, in the store of a folder; its tokens, what it had forgotten of them, and
+    where its host parts end.
+    """
+
+    store: str
+    digest: str
+    tokens: int
+    forgotten: Forgotten
+    marks: Marks
+
+
+@dataclass
+class Saved:
+    """A save, which may still be under way. digest, nbytes, seconds: right once it is done.
+
+    tokens: of the context. new_tokens: those that this save wrote; 0: the store had it already.
+    """
+
+    name: str
+    tokens: int
+    digest: str = ""
+    new_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    _thread: threading.Thread | None = field(default=None, repr=False)
+    _error: BaseException | None = field(default=None, repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is on the disk, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Saved:
+        """Until it is done. Raises what went wrong: StoreError and what is below it."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self
+
+
+class Saver:
+    """Saves one cache as it is now. `run` does it; the cache may go on meanwhile."""
+
+    def __init__(
+        self,
+        store: ContextStore,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: RetrievalCache,
+        points: Sequence[SavedPoint],
+        plain: Mapping[str, Any],
+    ) -> None:
+        """points: nodes that the cache may continue, the newest last. plain: kept beside the context's name."""
+        check_name(name)
+        self._store, self._plain = store, dict(plain)
+        self._fork = saving_fork(cache)
+        (sequence,) = self._fork.batch.sequences
+        usable = [one for one in points if one.store == str(store.folder) and one.marks.begins(self._fork)]
+        self._parent = usable[-1] if usable else None
+        self._ids = ids_array(sequence.token_ids)
+        self._forgotten = self._fork.batch.forgotten
+        self._options = saved_options(self._fork.config, self._forgotten)
+        self._identity = identity_of(model, tokenizer)
+        self.saved = Saved(name, len(self._ids))
+        self.point: SavedPoint | None = None
+
+    def run(self, on_layer: Callable[[], object] | None = None) -> Saved:
+        """Write what the store does not have, then give it its name. on_layer: called after each layer."""
+        began = time.perf_counter()
+        parent, marks = self._parent, marks_of(self._fork)
+        if parent is not None and (parent.tokens, parent.forgotten) == (len(self._ids), self._forgotten):
+            digest = parent.digest  # nothing came since
+        else:
+            digest = self._write(parent, on_layer)
+        self._store.name(self.saved.name, digest, self._plain)
+        self.point = SavedPoint(str(self._store.folder), digest, len(self._ids), self._forgotten, marks)
+        self.saved.digest, self.saved.seconds = digest, time.perf_counter() - began
+        return self.saved
+
+    def _write(self, parent: SavedPoint | None, on_layer: Callable[[], object] | None) -> str:
+        known = 0 if parent is None else parent.tokens
+        above = None if parent is None else parent.digest
+        with self._store.writer(self._identity, above, self._ids[known:], self._options) as writer:
+            if writer.exists:
+                return writer.digest
+            for number in range(len(self._fork.layers)):
+                self.saved.nbytes += write_layer(writer, self._fork, number, None if parent is None else parent.marks)
+                if on_layer is not None:
+                    on_layer()
+            self.saved.new_tokens = len(self._ids) - known
+            return writer.publish(node_plain(self._fork))
+
+
+def write_layer(writer: NodeWriter, cache: RetrievalCache, number: int, since: Marks | None) -> int:
+    """Write what layer `number` holds beyond `since`; returns bytes of arrays."""
+    file = file_of(cache, number)
+    if file is None:
+        return 0
+    plain, arrays = layer_state(cache, number, since)
+    writer.add(file, Bundle(plain, arrays))
+    return sum(array.nbytes for array in arrays.values())
+
+
+def node_plain(cache: RetrievalCache) -> dict[str, Any]:
+    """What a node says of itself: the options of its read, and the index that was decided on."""
+    index = cache.index.config
+    decided = {"index": index.index, "index_options": dict(index.index_options)}
+    return {"config": cache.config.to_dict(), "decided": decided}
+
+
+def saved_options(config: Config, forgotten: Forgotten) -> dict[str, Any]:
+    """What, beside the tokens, what is saved depends on."""
+    options = {name: value for name, value in config.to_dict().items() if name not in RUNTIME}
+    return {**options, "forgotten": list(forgotten)}
+
+
+class Kept:
+    """Of one context: the saved ones that it continues, and what compares the files that it was opened from."""
+
+    def __init__(self, points: Sequence[SavedPoint] = (), check: LateCheck | None = None) -> None:
+        self._points, self._check = tuple(points), check
+
+    def fork(self) -> Kept:
+        """For a fork of the context."""
+        return Kept(self._points, self._check)
+
+    def note(self, point: SavedPoint) -> None:
+        """The context, as it was, is saved there."""
+        self._points = (*self._points, point)
+
+    def require_whole(self) -> None:
+        """Raise StoreDamagedError if the files were found to be damaged so far."""
+        if self._check is not None:
+            self._check.require_whole()
+
+    def wait(self) -> None:
+        """Until the files were compared. Raises StoreDamagedError."""
+        if self._check is not None:
+            self._check.wait()
+
+    def save(
+        self,
+        store: ContextStore,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: RetrievalCache,
+        plain: Mapping[str, Any],
+        wait: bool,
+    ) -> Saved:
+        """See `Context.save`. plain: kept beside the name."""
+        saver = Saver(store, name, model, tokenizer, cache, self._points, plain)
+        if wait:
+            self._run(saver)
+        else:
+            saver.saved._thread = threading.Thread(target=self._run_beside, args=(saver,), name=f"save-{name}")
+            saver.saved._thread.start()
+        return saver.saved
+
+    def _run(self, saver: Saver) -> None:
+        saver.run()
+        assert saver.point is not None
+        self.note(saver.point)
+
+    def _run_beside(self, saver: Saver) -> None:
+        try:
+            self._run(saver)
+        except BaseException as error:  # raised where somebody waits
+            saver.saved._error = error
+            log.warning("saving the context %r failed: %s", saver.saved.name, error)
+
+
+def open_saved(
+    store: ContextStore,
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    overrides: Mapping[str, Any],
+    progress: bool,
+    template: str,
+) -> tuple[RetrievalCache, Kept]:
+    """The cache of a saved context, whose arrays are maps of its files. config: its RUNTIME options are taken.
+
+    overrides: options that replace saved ones, of RUNTIME and `retrieve`. template: `template_digest` of the one that
+    questions will have. Raises UnknownContextError, StoreMismatchError, StoreDamagedError, ConfigError.
+    """
+    named = store.resolve(name)
+    store.get(named.digest, identity_of(model, tokenizer))
+    if named.plain.get("template") != template:
+        raise StoreMismatchError(
+            f"the context {name!r} was begun with another chat template than the tokenizer has now; questions would "
+            "not continue it. Open it with that tokenizer, or read the text again"
+        )
+    chain = store.chain(named.digest)
+    chosen = _opened_config(chain[-1], config, overrides)
+    index = chosen.replace(**chain[-1].plain["decided"])
+    ids = [int(token) for node in chain for token in node.ids.tolist()]
+    forgotten = Forgotten(*chain[-1].options["forgotten"])
+    cache = restored_cache(model, chosen, index, ids, forgotten)
+    devices, files = layer_devices(model, len(cache.layers)), dict(_files(chain[-1]))
+    # one layer after the other: with several nodes each layer takes all of its states at once
+    with (
+        compilation(model, cache, len(ids), progress=progress) as compiling,
+        prepared(model, cache, compiling),
+        ReadingBar(cache, f"opening {name}", progress),
+    ):
+        for number in range(len(cache.layers)):
+            if number in files:
+                bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain]
+                states = [(dict(one.plain), dict(one.arrays)) for one in bundles]
+                restore_layer(cache, number, devices[number], states)
+            if cache.on_layer is not None:
+                cache.on_layer()
+    kept = Kept([SavedPoint(str(store.folder), named.digest, len(ids), forgotten, marks_of(cache))], LateCheck(chain))
+    with using_retrieval(model, cache.config.prefill_chunk):
+        make_ready(model, cache)
+    return cache, kept
+
+
+class LateCheck:
+    """Compares the checksums that opening left out, in a thread, a layer after the other. `error`: what it found."""
+
+    def __init__(self, chain: Sequence[SavedNode]) -> None:
+        self.error: StoreDamagedError | None = None
+        self._ended = threading.Event()
+        thread = threading.Thread(
+            target=_check, args=(list(chain), weakref.ref(self), self._ended), name="retrieval_attn-check", daemon=True
+        )
+        weakref.finalize(self, self._ended.set)
+        self._thread = thread
+        thread.start()
+
+    def wait(self) -> None:
+        """Until all was compared. Raises StoreDamagedError."""
+        self._thread.join()
+        self.require_whole()
+
+    def require_whole(self) -> None:
+        """Raise StoreDamagedError if anything was found so far."""
+        if self.error is not None:
+            raise self.error
+
+
+def _check(chain: list[SavedNode], owner: weakref.ref[LateCheck], ended: threading.Event) -> None:
+    try:
+        for file in sorted({file for node in chain for file in node.files}):
+            for node in chain:
+                if file in node.files and not ended.is_set():
+                    node.check(file, ended.is_set)  # reads the pages in, too, in the order of the layers
+    except StoreError as error:
+        found = owner()
+        if found is not None:
+            found.error = error if isinstance(error, StoreDamagedError) else StoreDamagedError(str(error))
+        log.error("%s", error)
+
+
+def template_digest(*parts: str) -> str:
+    """Of a prompt template's texts: questions of another one do not continue a saved text as it was begun."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _opened_config(node: SavedNode, config: Config, overrides: Mapping[str, Any]) -> Config:
+    other = sorted(set(overrides) - {*RUNTIME, "retrieve"})
+    if other:
+        raise ConfigError(
+            f"{', '.join(other)} cannot be given for a saved context: what was saved depends on it; read the text "
+            f"again, or give some of {', '.join(RUNTIME)}, retrieve"
+        )
+    try:
+        saved = Config.from_dict(node.plain["config"])
+    except ConfigError as error:
+        raise StoreMismatchError(f"the context was saved with options of another release ({error})") from error
+    runtime = {name: getattr(config, name) for name in RUNTIME}
+    return saved.replace(**{**runtime, **overrides})
+
+
+def _files(node: SavedNode) -> list[tuple[int, str]]:
+    return [(int(file.removeprefix("layer-")), file) for file in node.files if file.startswith("layer-")]

@@ -1,0 +1,221 @@
+"""What users do with saved contexts: save, open in another process, go on, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn import cli
+from retrieval_attn.errors import (
+    ConfigError,
+    InputDataError,
+    StoreDamagedError,
+    StoreError,
+    StoreMismatchError,
+    UnknownContextError,
+)
+from retrieval_attn.store import ContextStore
+from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text
+
+TEXT = 12_000
+"""Characters."""
+
+
+@pytest.fixture(scope="module")
+def read(loaded: Loaded) -> ra.Context:
+    """A context with a needle, read once for all tests, which fork it."""
+    text = needle_text(TEXT)
+    return ra.Context(*loaded, ra.Config()).read(text, progress=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContextStore:
+    return ContextStore(tmp_path / "store")
+
+
+def opened(loaded: Loaded, store: ContextStore, name: str, **options: Any) -> ra.Context:
+    return ra.Context(*loaded, ra.Config()).open(name, store=store, progress=False, **options)
+
+
+def answers(context: ra.Context) -> list[Any]:
+    found = [context.ask(QUESTION, max_new_tokens=12, append=append) for append in ("exact", "retrieval")]
+    return [(one.text, one.stats.context_tokens, one.stats.tail_share) for one in found]
+
+
+def test_saved_and_opened(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:
+    """The same answers, without a forward over what was saved."""
+    saved = read.save("bergen", store=store)
+    assert saved.done and saved.tokens == saved.new_tokens == read.num_tokens and saved.nbytes > 0
+    forwards = []
+    hook = loaded[0].register_forward_pre_hook(lambda *_: forwards.append(1))
+    try:
+        context = opened(loaded, store, "bergen")
+    finally:
+        hook.remove()
+    assert not forwards and context.num_tokens == read.num_tokens
+    assert answers(context) == answers(read) and NEEDLE.split()[-1].strip(".") in answers(read)[0][0]
+    context._kept.wait()
+    assert store.verify() == []
+
+
+def test_a_conversation_is_saved_turn_by_turn(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:
+    """Each save writes its own turn; names lead to the state that they were given; forks part ways."""
+    first = read.save("book", store=store)
+    talk = read.fork().extend(" It was a long walk through the rain." * 20, progress=False)
+    second = talk.save("talk", store=store)
+    assert second.new_tokens == talk.num_tokens - read.num_tokens and second.nbytes < first.nbytes / 3
+    assert talk.save("same", store=store).new_tokens == 0
+    context = opened(loaded, store, "talk")
+    other = opened(loaded, store, "book").extend(" And then the sun came out.", progress=False)
+    for one in (context, talk):
+        one.extend(" Nobody had seen it coming.", progress=False)
+    assert answers(context) == answers(talk)
+    other.save("other", store=store)
+    assert len(store.chain(store.resolve("other").digest)) == 2
+    assert answers(opened(loaded, store, "other")) == answers(other)
+    assert {one.name for one in store.list()} == {"book", "talk", "same", "other"}
+
+
+def test_saved_while_it_is_read_or_asked(loaded: Loaded, store: ContextStore) -> None:
+    text = needle_text(6_000)
+    context = ra.Context(*loaded).read(text, progress=False, save="reading", store=store)
+    assert answers(opened(loaded, store, "reading")) == answers(context)
+    assert context.save("again", store=store).new_tokens == 0
+    context.extend(" The end.", progress=False)
+    saving = context.save("beside", store=store, wait=False)
+    expected = answers(context)
+    assert saving.wait().done and 0 < saving.new_tokens < 20
+    assert answers(opened(loaded, store, "beside")) == expected
+
+
+def test_another_process_opens_it(read: ra.Context, store: ContextStore, needle_model_path: Path) -> None:
+    read.save("bergen", store=store)
+    script = (
+        "import sys, json, retrieval_attn as ra\n"
+        "context = ra.LLM(sys.argv[1], device='cpu').open('bergen', store=sys.argv[2], progress=False)\n"
+        "answer = context.ask(sys.argv[3], max_new_tokens=12, append='retrieval')\n"
+        "print(json.dumps([context.num_tokens, answer.text]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, str(needle_model_path), str(store.folder), QUESTION]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [read.num_tokens, answers(read)[1][0]]
+
+
+def test_what_is_refused(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:
+    """Each by its own error, and everything goes on."""
+    read.save("bergen", store=store)
+    model, tokenizer = loaded
+    with pytest.raises(UnknownContextError, match="bergen"):
+        opened(loaded, store, "berge")
+    for name in ("", "a/b", "..", "x" * 65, "naïve"):
+        with pytest.raises(StoreError, match="name"):
+            read.save(name, store=store)
+    with pytest.raises(InputDataError, match="empty"):
+        ra.Context(*loaded).save("nothing", store=store)
+    with pytest.raises(ConfigError, match="window"):
+        opened(loaded, store, "bergen", window=64)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight[-1, -1] += 1
+        other.model.layers[2].mlp.up_proj.weight += 1e-3
+    with pytest.raises(StoreMismatchError, match="weights"):
+        opened((other, tokenizer), store, "bergen")
+    other = copy.deepcopy(model)
+    other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 5e5}
+    with pytest.raises(StoreMismatchError, match="positions"):
+        opened((other, tokenizer), store, "bergen")
+    talks = copy.deepcopy(tokenizer)
+    talks.add_tokens(["<one more>"])
+    with pytest.raises(StoreMismatchError, match="tokenizer"):
+        opened((model, talks), store, "bergen")
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
+    with pytest.raises(StoreMismatchError, match="chat template"):
+        opened((model, chatty), store, "bergen")
+    assert answers(opened(loaded, store, "bergen")) == answers(read)
+
+
+def test_damage_is_found(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:
+    """Of an index or a window before the first answer; of keys by the thread that compares them."""
+    digest = read.save("bergen", store=store).digest
+    file = next(store.folder.glob(f"nodes/*/{digest}/layer-002*"))
+    whole = file.read_bytes()
+
+    def damaged(place: int) -> None:
+        changed = bytearray(whole)
+        changed[place] ^= 4
+        file.chmod(0o600)
+        file.unlink()  # what is mapped stays
+        file.write_bytes(changed)
+        file.chmod(0o600)
+
+    damaged(20)
+    with pytest.raises(StoreDamagedError, match="layer-002"):
+        opened(loaded, store, "bergen")
+    damaged(len(whole) // 2)
+    try:
+        context = opened(loaded, store, "bergen")
+        with pytest.raises(StoreDamagedError, match="layer-002"):
+            context._kept.wait()
+        with pytest.raises(StoreDamagedError, match="layer-002"):
+            context.ask(QUESTION, max_new_tokens=1)
+    except StoreDamagedError as error:  # it may lie in what is compared first
+        assert "layer-002" in str(error)
+    (found,) = store.verify()
+    assert "bergen" in str(found) and "layer-002" in str(found)
+    damaged(0)
+    file.write_bytes(whole)
+    assert store.verify() == [] and answers(opened(loaded, store, "bergen")) == answers(read)
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETRIEVAL_ATTN_STORE", str(tmp_path / "contexts"))
+    book = tmp_path / "book.txt"
+    book.write_text(needle_text(4_000))
+    usual = ["--device", "cpu"]
+    assert cli.main(["read", str(book), "--save", "book", *usual]) == 0
+    assert "as 'book'" in capsys.readouterr().err
+    assert cli.main(["ask", "book", QUESTION, "--max-new-tokens", "12", *usual]) == 0
+    from_name = capsys.readouterr()
+    assert cli.main(["ask", str(book), QUESTION, "--max-new-tokens", "12", *usual]) == 0
+    assert from_name.out == capsys.readouterr().out and "opened" in from_name.err
+    assert cli.main(["ask", "book", QUESTION, "--window", "64", *usual]) == 2
+    assert "--window" in capsys.readouterr().err
+    assert cli.main(["ask", "boook", QUESTION, *usual]) == 2
+    assert "near ones: book" in capsys.readouterr().err
+    assert cli.main(["ask", "no/such.txt", QUESTION, *usual]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert cli.main(["contexts", "ls"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0].split()[:3] == ["name", "tokens", "bytes"] and listed[1].startswith("book ")
+    assert cli.main(["contexts", "verify"]) == 0
+    node = next((tmp_path / "contexts").glob("nodes/*/*/layer-000*"))
+    data = bytearray(node.read_bytes())
+    data[len(data) // 2] ^= 1
+    node.chmod(0o600)
+    node.write_bytes(data)
+    capsys.readouterr()
+    assert cli.main(["contexts", "verify", "book"]) == 1
+    assert "book" in capsys.readouterr().out
+    assert cli.main(["contexts", "rm", "book"]) == 0
+    assert "removed 1 nodes" in capsys.readouterr().err
+    assert cli.main(["contexts", "rm", "book"]) == 2
+
+
+def test_a_disk_that_is_full(read: ra.Context, loaded: Loaded, tmp_path: Path) -> None:
+    """What was saved before stays, the context answers on."""
+    store = ContextStore(tmp_path / "store", disk_bytes=1 << 20)
+    with pytest.raises(StoreError, match="1.0 MiB|1048576|1 MiB"):
+        read.save("bergen", store=store)
+    assert store.list() == [] and store.verify() == []
+    assert answers(read.fork()) == answers(read)

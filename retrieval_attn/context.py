@@ -53,8 +53,7 @@ class Context:
         self.read_seconds = 0.0
         self._loop = AnswerLoop(self.model, tokenizer)
         self._cache = RetrievalCache(self.model, self.config)
-        self._whole = True  # False while text is appended, and for good if that could not be undone
-        self._kept = Kept()
+        self._kept, self._whole = Kept(), True  # False while text is appended, for good if it could not be undone
 
     @property
     def _ids(self) -> Sequence[int]:
@@ -93,7 +92,7 @@ class Context:
         Raises InputDataError for an empty text or a context that was read already, ContextLengthError. StoreError, if
         saving failed: the context was read all the same.
         """
-        self._require_empty()
+        _require_empty(self)
         ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
         saving = None
         if save is not None:
@@ -108,16 +107,16 @@ class Context:
             raise
         self._whole = True
         if saving is not None:
-            self._kept.note(saving.finish(self._described)[1])
+            self._kept.note(saving.finish(_described(self))[1])
         return self
 
     def open(
         self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any
     ) -> Context:
         """Take up a saved context in place of reading a text; see `LLM.open`. Returns self."""
-        self._require_empty()
-        model, template = (self.model, self.tokenizer), self._described["template"]
-        self._cache, self._kept = open_saved(as_store(store), name, *model, self.config, overrides, progress, template)
+        _require_empty(self)
+        template, place = _described(self)["template"], (as_store(store), name, self.model, self.tokenizer)
+        self._cache, self._kept = open_saved(*place, self.config, overrides, progress, template)
         self.config = self._cache.config
         return self
 
@@ -163,7 +162,7 @@ class Context:
         self._require_whole()
         if not self._ids:
             raise InputDataError("The context is empty; call read(text) before save().")
-        return self._kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, self._described, wait)
+        return self._kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, _described(self), wait)
 
     def fork(self) -> Context:
         """An independent copy that shares the host's keys, values and indexes."""
@@ -237,7 +236,7 @@ class Context:
         It can be left at any time: generating then stops. Raises InputDataError, ConfigError.
         """
         asked, chosen = [self.template.question_ids(question, raw)], Sampling.of(sampling, options)
-        self._require_answerable(asked, append, chosen)
+        _require_answerable(self, asked, append, chosen)
 
         def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
             return self._answer(asked, append, chosen, on_text, cancelled)[0]
@@ -258,23 +257,6 @@ class Context:
         self.read_seconds += self._loop.fill(self._cache, batch, progress)
         self._cache.batch.note_ids(batch.ids)
 
-    @property
-    def _described(self) -> dict[str, Any]:
-        """What is kept beside a saved context's name."""
-        return {
-            "template": template_digest(self.template.opening, self.template.middle, self.template.closing),
-            "tokens": self.num_tokens,
-            "read_seconds": self.read_seconds,
-            "model": str(getattr(self.model.config, "_name_or_path", "")),
-        }
-
-    def _require_empty(self) -> None:
-        self._require_whole()
-        if self._ids:
-            raise InputDataError(
-                f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
-            )
-
     def _require_whole(self) -> None:
         self._kept.require_whole()
         if not self._whole:
@@ -282,16 +264,6 @@ class Context:
                 "Text was being added to this context when that was interrupted, and it could not be undone. Read "
                 "the text again in a new Context."
             )
-
-    def _require_answerable(self, asked: list[list[int]], append: Append | None, sampling: Sampling) -> None:
-        self._require_whole()
-        if not self._ids:
-            raise InputDataError("The context is empty; call read(text) first.")
-        if not all(asked):
-            raise InputDataError("A question has no tokens; ask a non-empty question.")
-        if append not in (None, "exact", "retrieval"):
-            raise ConfigError(f'append must be "exact" or "retrieval", got {append!r}.')
-        self._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
 
     def _answer(
         self,
@@ -301,13 +273,43 @@ class Context:
         on_text: Callable[[str], None] | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        self._require_answerable(asked, append, sampling)
+        _require_answerable(self, asked, append, sampling)
         cache = self._cache.fork()
         if append is not None:
             _set_append(cache, append)
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))
         return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, on_text, cancelled)
+
+
+def _described(context: Context) -> dict[str, Any]:
+    """What is kept beside a saved context's name."""
+    template = context.template
+    return {
+        "template": template_digest(template.opening, template.middle, template.closing),
+        "tokens": context.num_tokens,
+        "read_seconds": context.read_seconds,
+        "model": str(getattr(context.model.config, "_name_or_path", "")),
+    }
+
+
+def _require_answerable(context: Context, asked: list[list[int]], append: Append | None, sampling: Sampling) -> None:
+    context._require_whole()
+    if not context._ids:
+        raise InputDataError("The context is empty; call read(text) first.")
+    if not all(asked):
+        raise InputDataError("A question has no tokens; ask a non-empty question.")
+    if append not in (None, "exact", "retrieval"):
+        raise ConfigError(f'append must be "exact" or "retrieval", got {append!r}.')
+    context._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
+
+
+def _require_empty(context: Context) -> None:
+    context._require_whole()
+    if context._ids:
+        raise InputDataError(
+            f"This context holds {len(context._ids)} tokens already; use extend() to append, or a new Context."
+        )
 
 
 def as_store(given: ContextStore | str | Path | None) -> ContextStore:

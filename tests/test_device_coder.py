@@ -94,7 +94,7 @@ def test_saved_codes_come_back_in_parts(device: str, monkeypatch: pytest.MonkeyP
             for index in (made, back):
                 index.insert(more[head])
         for one, same in zip(made.space, back.space, strict=True):
-            assert np.array_equal(one, same)
+            assert np.array_equal(np.asarray(one), np.asarray(same))
 
 
 def test_codes_of_other_keys_or_another_space_are_refused() -> None:

@@ -219,3 +219,13 @@ def test_a_disk_that_is_full(read: ra.Context, loaded: Loaded, tmp_path: Path) -
         read.save("bergen", store=store)
     assert store.list() == [] and store.verify() == []
     assert answers(read.fork()) == answers(read)
+
+
+def test_what_was_forgotten(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:
+    """A node of its own, though no token came."""
+    read.save("whole", store=store)
+    fork = read.fork().forget(fork_sinks := read.config.sink, read.num_tokens // 2)
+    saved = fork.save("half", store=store)
+    assert fork_sinks and saved.digest != store.resolve("whole").digest and saved.new_tokens == 0
+    assert answers(opened(loaded, store, "half")) == answers(fork)
+    assert answers(opened(loaded, store, "whole")) == answers(read)

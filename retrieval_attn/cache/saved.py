@@ -52,10 +52,23 @@ class Marks(NamedTuple):
             for number, mark in self.paths.items()
         )
 
+    def of_another(self) -> Marks:
+        """For a node that somebody else wrote of the same tokens: what its clusters know is not known here."""
+        return Marks({number: mark._replace(clusters=None) for number, mark in self.paths.items()})
+
 
 def marks_of(cache: RetrievalCache) -> Marks:
-    """The marks of all that the cache has on the host. Waits for nothing."""
-    return Marks({number: path_mark(layer.hosts[0]) for number, layer in _retrieving(cache).items()})
+    """The marks of all that the cache has on the host. Take them before the states that are saved."""
+    marks: dict[int, PathMark] = {}
+    for number in range(len(cache.layers)):
+        marks |= marks_of_layer(cache, number)
+    return Marks(marks)
+
+
+def marks_of_layer(cache: RetrievalCache, number: int) -> dict[int, PathMark]:
+    """The mark of one layer by its number; of a layer that does not retrieve, none."""
+    layer = cache.layers[number]
+    return {number: path_mark(layer.hosts[0])} if isinstance(layer, RetrievalLayer) else {}
 
 
 def saving_fork(cache: RetrievalCache) -> RetrievalCache:

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.saved import ids_array, marks_of
+from retrieval_attn.cache.saved import Marks, ids_array, marks_of, marks_of_layer
 from retrieval_attn.cache.sequence import Forgotten
+from retrieval_attn.cpu.saved import PathMark
 from retrieval_attn.engine.saving import Saved, SavedPoint, node_plain, saved_options, write_layer
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.store import ContextStore, check_name
@@ -44,6 +45,7 @@ class ReadingSave:
         self.saved = Saved(name, len(ids))
         self._identity, self._options = identity_of(model, tokenizer), saved_options(cache.config, Forgotten())
         self._read = 0
+        self._marks: dict[int, PathMark] = {}
         self._complete, self._stop = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -78,7 +80,7 @@ class ReadingSave:
         if self._error is not None:
             raise self._error
         self._store.name(self.saved.name, self.saved.digest, dict(plain))
-        marks = marks_of(self._cache)
+        marks = Marks(self._marks) if self.saved.new_tokens else marks_of(self._cache).of_another()
         point = SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks)
         return self.saved, point
 
@@ -91,6 +93,7 @@ class ReadingSave:
                     for number in range(len(self._cache.layers)):
                         if not self._wait_for(number):
                             return
+                        self._marks |= marks_of_layer(self._cache, number)
                         self.saved.nbytes += write_layer(writer, self._cache, number, None)
                     self.saved.new_tokens = len(self._ids)
                     self._complete.wait()

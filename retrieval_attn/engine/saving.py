@@ -121,26 +121,28 @@ class Saver:
         began = time.perf_counter()
         parent, marks = self._parent, marks_of(self._fork)
         if parent is not None and (parent.tokens, parent.forgotten) == (len(self._ids), self._forgotten):
-            digest = parent.digest  # nothing came since
+            self.point = parent  # nothing came since
         else:
-            digest = self._write(parent, on_layer)
-        self._store.name(self.saved.name, digest, self._plain)
-        self.point = SavedPoint(str(self._store.folder), digest, len(self._ids), self._forgotten, marks)
-        self.saved.digest, self.saved.seconds = digest, time.perf_counter() - began
+            digest, existed = self._write(parent, on_layer)
+            marks = marks.of_another() if existed else marks
+            self.point = SavedPoint(str(self._store.folder), digest, len(self._ids), self._forgotten, marks)
+        self._store.name(self.saved.name, self.point.digest, self._plain)
+        self.saved.digest, self.saved.seconds = self.point.digest, time.perf_counter() - began
         return self.saved
 
-    def _write(self, parent: SavedPoint | None, on_layer: Callable[[], object] | None) -> str:
+    def _write(self, parent: SavedPoint | None, on_layer: Callable[[], object] | None) -> tuple[str, bool]:
+        """The node's digest, and whether the store had it already."""
         known = 0 if parent is None else parent.tokens
         above = None if parent is None else parent.digest
         with self._store.writer(self._identity, above, self._ids[known:], self._options) as writer:
             if writer.exists:
-                return writer.digest
+                return writer.digest, True
             for number in range(len(self._fork.layers)):
                 self.saved.nbytes += write_layer(writer, self._fork, number, None if parent is None else parent.marks)
                 if on_layer is not None:
                     on_layer()
             self.saved.new_tokens = len(self._ids) - known
-            return writer.publish(node_plain(self._fork))
+            return writer.publish(node_plain(self._fork)), False
 
 
 def write_layer(writer: NodeWriter, cache: RetrievalCache, number: int, since: Marks | None) -> int:

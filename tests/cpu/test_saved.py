@@ -77,6 +77,13 @@ def take_some_clusters(path: SequenceKV, rng: np.random.Generator, clusters: int
     table = cluster_table(path, 4, len(path) - 150)
     assert table is not None
     shared.mean_values = mean_values(table)
+    cover_late(path, 130)
+
+
+def cover_late(path: SequenceKV, least: int) -> None:
+    """Tokens that a device has no codes of: all but the last `least`, from 150 before the end on."""
+    assert path.clusters is not None and path.clusters.late is not None
+    path.clusters.late.cover(path.clusters.late.start or len(path) - 150, len(path) - least, path.parts)
 
 
 def through_file(state: State, folder: Path) -> State:
@@ -108,6 +115,10 @@ def loaded(states: Sequence[State], like: SequenceKV, name: str) -> SequenceKV:
 def assert_same(one: SequenceKV, other: SequenceKV, seed: int = 0, top_k: Any = 25) -> None:
     """Bit-equal partials over what a step reads, for one query and for several."""
     assert len(one) == len(other)
+    assert (one.clusters is None) == (other.clusters is None)
+    if one.clusters is not None and other.clusters is not None:
+        for mine, theirs in zip(one.clusters.arrays, other.clusters.arrays, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
     rng = np.random.default_rng(seed)
     for n in (1, 3):
         queries = rng.standard_normal((HEADS * GROUP, n, one.head_dim), dtype=np.float32)
@@ -180,6 +191,8 @@ def test_a_loaded_path_is_the_one_that_was_saved(name: str, fmt: Format, dim: in
     grow((path, other), append(100), seed=2)
     assert_same(*forks)
     assert_same(path, other)
+    for one, same in ((path, other), forks):
+        assert [segment.capacity for segment in one.segments[1:]] == [s.capacity for s in same.segments[1:]]
 
 
 @pytest.mark.parametrize("name", ["flat-int8", "roargraph", "device-cpu", "sketch"])
@@ -209,6 +222,7 @@ def test_a_chain_of_states_is_one_path(name: str, tmp_path: Path) -> None:
             path.build_index(len(path) - 400, len(path) - 50, train, coder=coder_of(name))
         path.extend_index(len(path) - 150)
         cluster_table(path, 4, len(path) - 30)
+        cover_late(path, 20)
     assert max(sizes[1:]) < 0.35 * sizes[0]
 
 
@@ -268,8 +282,11 @@ def test_a_cropped_path_is_told_by_how_much_it_sees(tmp_path: Path) -> None:
 def test_a_state_stays_what_it_was_while_the_path_goes_on(name: str) -> None:
     """It is written in the background: what later tokens change is no part of it."""
     path = filled(name, Format.BFLOAT16, 64, 9000 if name == "sketch" else 2600, clusters=8)
+    path.extend_index(len(path) - 190)  # there is room for more beside what the index has now
     _, arrays = path_state(path, 0)
     before = {key: array.copy() for key, array in arrays.items()}
+    cluster_table(path, 4, len(path) - 120)
+    cover_late(path, 110)
     grown = path.fork()
     grown.append(*rows(np.random.default_rng(1), 400, 64, path.fmt))
     for stop in (len(path) - 150, len(path), len(grown)):

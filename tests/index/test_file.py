@@ -87,6 +87,34 @@ def test_every_kind_comes_back(tmp_path: Path, with_keys: bool) -> None:
         assert [file.name for file in tmp_path.glob(".*")] == []
 
 
+def same_state(one: KeyIndex, other: KeyIndex) -> None:
+    mine, theirs = one.state(), other.state()
+    assert list(mine) == list(theirs)
+    for name, value in mine.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "sketch", "roargraph", "device"])
+def test_a_loaded_index_grows_as_the_saved_one(kind: str, trusted: bool) -> None:
+    """It codes, orders and links its keys anew at the same insertion, in one array or from maps of a file."""
+    keys, train, _ = data(2000)
+    options: dict[str, dict[str, Any]] = {"flat": {"codes": "int8"}, "roargraph": {"exact_below": 0, "tail": 40}}
+    index = create(kind, keys[:500], fmt=Format.BFLOAT16, queries=train, **options.get(kind, {}))
+    index.insert(keys[500:790])
+    state = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in index.state().items()}
+    before = {name: np.array(value) for name, value in state.items()}
+    back = type(index).from_state(keys[:790], Format.BFLOAT16, state, trusted=trusted)
+    same_state(index, back)
+    for start, stop in ((790, 820), (820, 1010), (1010, 1600), (1600, 1603)):
+        for one in (index, back):
+            one.insert(keys[start:stop])
+        same_state(index, back)
+    if not trusted:
+        for name, value in state.items():
+            np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
 def test_an_empty_index_and_a_replaced_file(tmp_path: Path) -> None:
     """Zero keys are saved too, and a second save replaces the first as a whole, also while it is mapped."""
     keys, _, queries = data()

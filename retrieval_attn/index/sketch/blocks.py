@@ -110,9 +110,11 @@ def decoded(keys: KeyBlocks, count: int) -> npt.NDArray[np.float32]:
     return keys.mean + keys.step * (numbers - (WIDE_LEVELS // 2 - 0.5))
 
 
-def with_room(keys: KeyBlocks, count: int, written: int) -> KeyBlocks:
-    """`keys` if `count` fit, else the first `written` of them in a larger array, with a quarter to spare."""
-    if count <= len(keys.blocks) * BLOCK:
+def with_room(keys: KeyBlocks, count: int, written: int, copied: bool = False) -> KeyBlocks:
+    """`keys` if `count` fit, else the first `written` of them in a larger array, with a quarter to spare; in another
+    array in any case if `copied`.
+    """
+    if count <= len(keys.blocks) * BLOCK and not copied:
         return keys
     pairs = -(-(count + count // 4) // PAIR)
     blocks = aligned_empty((2 * pairs, keys.blocks.shape[1]), np.uint8)
@@ -124,6 +126,13 @@ def with_room(keys: KeyBlocks, count: int, written: int) -> KeyBlocks:
 def out_of_reach(keys: KeyBlocks, numbers: npt.NDArray[np.float32]) -> bool:
     """Whether any of numbers (n, rank) lies twice as far out as all that the steps were taken from."""
     return bool(len(numbers)) and bool((np.abs(numbers - keys.mean) > 2.0 * keys.reach.astype(np.float64)).any())
+
+
+def clear_places(keys: KeyBlocks, start: int, stop: int) -> None:
+    """Zeros in the blocks that keys [start, stop) will be the first in, and up to an even number of blocks: what is
+    saved of places without keys must not be what lay in memory before.
+    """
+    keys.blocks[-(-start // BLOCK) : -(-stop // PAIR) * 2] = 0
 
 
 @njit(nogil=True, cache=True)

@@ -40,6 +40,7 @@ from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.blocks import (
     BLOCK,
     allocate,
+    clear_places,
     decoded,
     empty_blocks,
     out_of_reach,
@@ -150,6 +151,7 @@ class SketchIndex(RunsIndex):
         self._rescore = rescore
         self._measured = len(self)
         """How many keys the steps were taken from."""
+        self._saving = False  # whether somebody may still read the last block as it is
 
     @classmethod
     def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
@@ -209,6 +211,7 @@ class SketchIndex(RunsIndex):
         leafy = leafy and total >= MIN_LEAVES * BLOCK
         tree = rows[:, :TREE_NUMBERS].view(np.int8)
         order = leaf_order(tree, steps) if leafy else np.arange(total, dtype=np.int32)
+        clear_places(blocks, total // BLOCK * BLOCK, total)
         means = place_rows(rows, order, blocks)
         ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
         ids[:total] = order
@@ -265,11 +268,13 @@ class SketchIndex(RunsIndex):
         if search.total > search.leaves.ordered:  # the last block has no mean that would change
             used -= BLOCK - 1 - int(np.flatnonzero(search.ids[used - BLOCK : used] >= 0).max(initial=-1))
         stop = used + len(numbers)
-        blocks = with_room(search.keys, stop, used)
+        blocks = with_room(search.keys, stop, used, self._saving)
         ids = search.ids
-        if len(ids) < len(blocks.blocks) * BLOCK:
+        if self._saving or len(ids) < len(blocks.blocks) * BLOCK:
             ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
             ids[:used] = search.ids[:used]
+        self._saving = False
+        clear_places(blocks, used, stop)
         write_blocks(numbers, blocks.blocks, used, blocks.mean, blocks.step, blocks.wide)
         ids[used:stop] = np.arange(length, length + len(numbers))
         self._search = search._replace(keys=blocks, ids=ids, total=-(-stop // BLOCK))
@@ -322,11 +327,8 @@ class SketchIndex(RunsIndex):
         return self._search.leaves.share if self._search.leaves.ordered else 1.0
 
     def state(self) -> dict[str, StateValue]:
-        return {
-            "rescore": self._rescore,
-            "measured": self._measured,
-            **saved_arguments(self._search, self._key_side, len(self)),
-        }
+        self._saving = True
+        return {"rescore": self._rescore, "measured": self._measured, **saved_arguments(self._search, self._key_side)}
 
     @classmethod
     def from_state(

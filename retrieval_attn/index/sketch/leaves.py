@@ -18,7 +18,15 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
-from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, KeyBlocks, empty_blocks, write_blocks
+from retrieval_attn.index.sketch.blocks import (
+    BLOCK,
+    PAIR,
+    WIDE_STEP,
+    KeyBlocks,
+    clear_places,
+    empty_blocks,
+    write_blocks,
+)
 from retrieval_attn.index.sketch.scan import pair_scores, value_of_rank
 
 TREE_NUMBERS = 16
@@ -138,6 +146,7 @@ def code_means(means: npt.NDArray[np.float32]) -> KeyBlocks:
     padded = np.zeros((len(numbers), wide), np.float32)
     padded[:, : numbers.shape[1]] = numbers
     blocks = empty_blocks(padded, wide, len(padded))
+    clear_places(blocks, 0, len(padded))
     write_blocks(padded, blocks.blocks, 0, blocks.mean, blocks.step, wide)
     return blocks
 

@@ -16,19 +16,17 @@ from retrieval_attn.index.sketch.leaves import Leaves
 from retrieval_attn.index.sketch.search import SketchArguments
 
 
-def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32], num_keys: int) -> dict[str, StateValue]:
-    """What `restored_arguments` makes the same sketch of `num_keys` keys of. Not while keys are inserted."""
+def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32]) -> dict[str, StateValue]:
+    """What `restored_arguments` makes the same sketch of. Not while keys are inserted."""
     blocks, means = search.keys, search.leaves.means
-    rows = search.total + search.total % 2
-    blocks.blocks[search.total : rows] = 0  # no keys yet; a scan takes blocks by twos
-    ids = search.ids[: rows * BLOCK]
+    rows = search.total + search.total % 2  # a scan takes blocks by twos
     return {
         "wide": blocks.wide,
         "ordered": search.leaves.ordered,
         "share": search.leaves.share,
         "total": search.total,
         "blocks": blocks.blocks[:rows],
-        "ids": np.where(ids < num_keys, ids, np.int32(-1)),  # a copy: later keys take free places of the last block
+        "ids": search.ids[: rows * BLOCK],
         "mean": blocks.mean,
         "step": blocks.step,
         "reach": blocks.reach,

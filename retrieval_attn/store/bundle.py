@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, StoreError
 from retrieval_attn.store.crc import block_sums, crc32c
 from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import damaged, guarded
@@ -105,7 +105,8 @@ def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
     try:
         stream = _Stream(disk, handle)
         stream.write(np.frombuffer(start, np.uint8), count=False)
-        for array, place in zip(bundle.arrays.values(), _places(start), strict=True):
+        places = _places(json.loads(start[_PREFIX.size :])["arrays"])
+        for array, place in zip(bundle.arrays.values(), places.values(), strict=True):
             stream.write(np.zeros(place.offset - stream.data_bytes, np.uint8))
             for piece in _pieces(array.astype(place.dtype, copy=False)):
                 stream.write(piece)
@@ -118,12 +119,12 @@ def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
     return Seal(nbytes, crc32c(start[_PREFIX.size :]), crc32c(table))
 
 
-def _places(start: bytes) -> list[_Place]:
-    """The table of arrays in the bytes before the data."""
-    places = []
-    for _, kind, shape, offset in json.loads(start[_PREFIX.size :])["arrays"]:
+def _places(table: list[list[Any]]) -> dict[str, _Place]:
+    """A header's table of arrays: name, dtype, shape, offset."""
+    places = {}
+    for name, kind, shape, offset in table:
         dtype = np.dtype(kind)
-        places.append(_Place(dtype, tuple(shape), offset, math.prod(shape) * dtype.itemsize))
+        places[name] = _Place(dtype, tuple(shape), offset, math.prod(shape) * dtype.itemsize)
     return places
 
 
@@ -258,8 +259,7 @@ class BundleFile:
             raise self._damage("it is another file than the one that was saved")
         fields = json.loads(header.tobytes())
         self._plain = fields["plain"]
-        names = [item[0] for item in fields["arrays"]]
-        places = dict(zip(names, _places(data[: self._start].tobytes()), strict=True))
+        places = _places(fields["arrays"])
         if any(place.offset % LINE or place.offset + place.nbytes > data_bytes for place in places.values()):
             raise self._damage("an array lies outside of it")
         self._sums = table.view("<u4")
@@ -275,8 +275,10 @@ class BundleFile:
         if verify is True or (verify and self._mapped.stored is None):  # later, others may have written to the arrays
             self.check()
         elif verify:
+            wanted = np.zeros(len(self._checked), np.bool_)
             for place in [place for name, place in places.items() if not name.endswith(verify)]:
-                self._check(place.offset // BLOCK, -(-(place.offset + place.nbytes) // BLOCK), lambda: False)
+                wanted[place.offset // BLOCK : -(-(place.offset + place.nbytes) // BLOCK)] = True
+            self._check(wanted, lambda: False)
         data = self._bytes()[self._start :]
         arrays = {
             name: data[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
@@ -287,7 +289,7 @@ class BundleFile:
     def check(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Check the blocks that were not yet; `stop` is asked between pieces, and ends it early."""
         self._opened()
-        self._check(0, len(self._checked), stop)
+        self._check(np.ones(len(self._checked), np.bool_), stop)
 
     def populate(self, names: Iterable[str] | None) -> None:
         """Read these arrays' bytes into memory; None: all of the file."""
@@ -296,22 +298,21 @@ class BundleFile:
             if names is None:
                 self._mapped.populate(0, self.nbytes)
                 return
-            for place in [places[name] for name in names]:
-                first = self._start + place.offset
-                self._mapped.populate(first, first + place.nbytes)
+            for name in names:
+                if name not in places:
+                    raise StoreError(f"{self.path} has no array {name!r:.80}")
+                first = self._start + places[name].offset
+                self._mapped.populate(first, first + places[name].nbytes)
 
-    def _check(self, first: int, last: int, stop: Callable[[], bool]) -> None:
+    def _check(self, wanted: npt.NDArray[np.bool_], stop: Callable[[], bool]) -> None:
+        """Check those blocks of `wanted` that were not yet, piece by piece."""
         data, stored = self._bytes(), self._mapped.stored
         data = data if stored is None else stored
-        step = _PIECE // BLOCK
-        for begin in range(first, last, step):
+        for begin, end in _runs(wanted & ~self._checked, _PIECE // BLOCK):
             if stop():
                 return
-            end = min(begin + step, last)
-            if self._checked[begin:end].all():
-                continue
-            low, high = self._start + begin * BLOCK, min(self._start + end * BLOCK, self.nbytes)
-            high = min(high, self.nbytes - 4 * len(self._sums) - 4)
+            low = self._start + begin * BLOCK
+            high = min(self._start + end * BLOCK, self.nbytes - 4 * len(self._sums) - 4)
             with guarded("read", self.path):
                 self._mapped.populate(low, high)
             wrong = np.flatnonzero(block_sums(data[low:high]) != self._sums[begin:end])
@@ -328,6 +329,14 @@ class BundleFile:
             if place.offset < high and place.offset + place.nbytes > low and place.nbytes
         ]
         return f"block {block} (in it: {', '.join(names[:3]) or 'nothing'}{', ...' if len(names) > 3 else ''})"
+
+
+def _runs(wanted: npt.NDArray[np.bool_], most: int) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of runs of True, none longer than `most`."""
+    edges = np.flatnonzero(np.diff(wanted.astype(np.int8), prepend=0, append=0)).tolist()
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        for begin in range(first, last, most):
+            yield begin, min(begin + most, last)
 
 
 def _aligned(place: int, step: int) -> int:

@@ -7,24 +7,35 @@ are short: a loop in Python does them, so that listing contexts loads no compile
 from __future__ import annotations
 
 import threading
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.store.polynomial import BLOCK, byte_table
 
-_SHORT = 4096
+_SHORT, _LONG = 64, 1 << 15
+"""Bytes from which kernels are worth a call where they are loaded; and where Numba must be imported for them first."""
 _PER_THREAD = 256
 """Blocks below which another thread costs more than it saves."""
+
+
+_loaded = False
+
+
+def _kernels() -> ModuleType:
+    global _loaded
+    from retrieval_attn.store import crc_kernels
+
+    _loaded = True
+    return crc_kernels
 
 
 def crc32c(data: bytes | memoryview | npt.NDArray[np.uint8], start: int = 0) -> int:
     """The checksum of `data`, contiguous bytes. start: the checksum of what came before them; 0 for nothing."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
-    if len(view) >= _SHORT:
-        from retrieval_attn.store import crc_kernels
-
-        return crc_kernels.checksum(np.frombuffer(view, np.uint8), start)
+    if len(view) >= (_SHORT if _loaded else _LONG):
+        return _kernels().checksum(np.frombuffer(view, np.uint8), start)
     table, register = byte_table(), ~start & 0xFFFFFFFF
     for byte in view:
         register = table[(register ^ byte) & 255] ^ register >> 8
@@ -36,8 +47,7 @@ def block_sums(data: npt.NDArray[np.uint8], *, threads: int = 1) -> npt.NDArray[
 
     Holds no interpreter lock. threads: how many share the work where there is enough of it.
     """
-    from retrieval_attn.store import crc_kernels
-
+    kernels = _kernels()
     count = -(-len(data) // BLOCK)
     sums = np.zeros(count, np.uint32)
     parts = max(1, min(threads, count // _PER_THREAD))
@@ -46,7 +56,7 @@ def block_sums(data: npt.NDArray[np.uint8], *, threads: int = 1) -> npt.NDArray[
 
     def work(part: int) -> None:
         first, last = edges[part], edges[part + 1]
-        crc_kernels.blocks(data[first * BLOCK : last * BLOCK], sums[first:last])
+        kernels.blocks(data[first * BLOCK : last * BLOCK], sums[first:last])
 
     others = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(1, parts)]
     for other in others:

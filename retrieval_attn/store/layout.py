@@ -9,6 +9,7 @@ same uuid in `tmp` belongs to it. LOCK is held for moments only: to take a pin, 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.errors import StoreBusyError, StoreDamagedError, StoreError, StoreMismatchError
+from retrieval_attn.errors import StoreBusyError, StoreError, StoreMismatchError
 from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.record import decode, encode
@@ -26,9 +27,12 @@ from retrieval_attn.store.record import decode, encode
 VARIABLE = "RETRIEVAL_ATTN_STORE"
 """Environment variable: the folder for saved contexts."""
 VERSION = 1
+FORMAT = 1
+"""Of the records of nodes, names and pins."""
 BUSY_SECONDS = 30.0
 _KIND = "retrieval-attn contexts "
 _PARTS = {"VERSION", "LOCK", "tmp", "nodes", "contexts"}
+logger = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -94,15 +98,21 @@ class Layout:
         return True
 
     def create(self) -> None:
-        """Make the store if it is not there. Raises StoreError where the folder holds other things."""
-        if self.exists():
-            return
+        """Make what of the store is not there. Raises StoreError where the folder holds other things."""
+        found = self.exists()
         with guarded("make", self.root):
             self._make(self.root)
-            foreign = sorted(set(self.disk.listdir(self.root)) - _PARTS)
+            for path in (self.tmp, self.nodes, self.contexts) if found else ():
+                self._make(path)  # some programs that copy folders leave out empty ones
+            if found:
+                return
+            foreign = self._foreign()
+            if self.exists():  # another process was faster
+                return
             if foreign:
                 raise StoreError(
-                    f"{self.root} is no store of contexts: it holds {', '.join(foreign[:3])}; name an empty folder"
+                    f"{self.root} is no store of contexts: it has no VERSION but {', '.join(foreign[:3])}; "
+                    "name an empty folder"
                 )
             for path in (self.tmp, self.nodes, self.contexts):
                 with contextlib.suppress(FileExistsError):
@@ -111,6 +121,13 @@ class Layout:
             write_file(self.disk, new, f"{_KIND}{VERSION}\n".encode())
             self.disk.replace(new, self.root / "VERSION")
             self.disk.fsync_folder(self.root)
+
+    def _foreign(self) -> list[str]:
+        """What would not be here if a process had died while it made the store: `gc` must never touch it."""
+        found = [self.root / name for name in self.listed(self.root) if name not in _PARTS]
+        found += [self.tmp / name for name in self.listed(self.tmp) if not name.endswith(".version")]
+        found += [folder / name for folder in (self.nodes, self.contexts) for name in self.listed(folder)]
+        return [str(path.relative_to(self.root)) for path in found]
 
     def _make(self, folder: Path) -> None:
         try:
@@ -135,7 +152,14 @@ class Layout:
         try:
             yield
         finally:
+            self.let_go(handle)
+
+    def let_go(self, handle: int) -> None:
+        """Close a lock's handle. Nothing was written by it, so an error of that loses nothing."""
+        try:
             self.disk.close(handle)
+        except OSError as error:
+            logger.warning("closing a lock of %s: %s", self.root, error)
 
     def listed(self, folder: Path) -> list[str]:
         """Names in a folder, sorted; none where it is not there."""
@@ -158,7 +182,7 @@ class Pin:
             self._handle = self._disk.lock(self.path, wait_seconds=0)
             assert self._handle is not None, "nobody else knows this name"
             try:
-                self._disk.write(self._handle, memoryview(encode({"digests": list(digests)})))
+                self._disk.write(self._handle, memoryview(encode({"format": FORMAT, "digests": list(digests)})))
             except BaseException:
                 with contextlib.suppress(OSError):
                     self.release()
@@ -191,31 +215,26 @@ def write_file(disk: Disk, path: Path, data: bytes) -> None:
 
 
 def read_record(disk: Disk, path: Path, fields: dict[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """A record whose `fields` have these types. Raises FileNotFoundError, StoreDamagedError, StoreError."""
-    try:
-        data = disk.read(path)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        with guarded("read", path):
-            raise
-        raise
+    """A record whose `fields` have these types.
+
+    Raises FileNotFoundError, StoreDamagedError, StoreMismatchError for one that a newer program wrote, StoreError.
+    """
+    with guarded("read", path):
+        try:
+            data = disk.read(path)
+        except FileNotFoundError:
+            data = None
+    if data is None:
+        raise FileNotFoundError(path)
     try:
         record = decode(data)
     except ValueError as error:
         raise damaged(path, str(error)) from error
-    wrong = [name for name, kind in fields.items() if not isinstance(record.get(name), kind)]
+    if isinstance(record.get("format"), int) and record["format"] != FORMAT:
+        raise StoreMismatchError(
+            f"{path} has format {record['format']}, this program knows format {FORMAT}; use the program that saved it"
+        )
+    wrong = [name for name, kind in {"format": int, **fields}.items() if not isinstance(record.get(name), kind)]
     if wrong:
         raise damaged(path, f"it lacks {', '.join(wrong)}")
     return record
-
-
-def check_format(path: Path, record: dict[str, Any], wanted: int) -> None:
-    """Raise StoreMismatchError for a record that a newer program wrote, StoreDamagedError for no version at all."""
-    found = record.get("format")
-    if not isinstance(found, int):
-        raise StoreDamagedError(f"{path} is damaged: it names no format")
-    if found != wanted:
-        raise StoreMismatchError(
-            f"{path} has format {found}, this program knows format {wanted}; use the program that saved it"
-        )

@@ -8,6 +8,7 @@ once more.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -99,10 +100,12 @@ class _Map:
 
     def advise(self, start: int, stop: int) -> None:
         first = start // _PAGE * _PAGE
-        if self._libc.madvise(self._address + first, stop - first, _POPULATE_READ) == 0:
-            return
-        code = ctypes.get_errno()
-        if code != 22:  # EINVAL: an older kernel
+        code = errno.EINTR
+        while code == errno.EINTR:
+            if self._libc.madvise(self._address + first, stop - first, _POPULATE_READ) == 0:
+                return
+            code = ctypes.get_errno()
+        if code != errno.EINVAL:  # which says that the kernel is older
             raise OSError(code, os.strerror(code))
         np.asarray(self)[first:stop:_PAGE].max(initial=0)
 

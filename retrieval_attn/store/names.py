@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.failures import guarded
-from retrieval_attn.store.layout import Layout, check_format, read_record, write_file
+from retrieval_attn.store.layout import FORMAT, Layout, read_record, write_file
 from retrieval_attn.store.record import encode
 
-FORMAT = 1
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -72,11 +71,9 @@ def read_name(layout: Layout, name: str) -> NamedContext:
     """What `name` means. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
     path = _file(layout, name)
     try:
-        record = read_record(layout.disk, path, {})
+        record = read_record(layout.disk, path, _FIELDS)
     except FileNotFoundError:
         raise _unknown(layout, name) from None
-    check_format(path, record, FORMAT)
-    record = read_record(layout.disk, path, _FIELDS)
     if record["name"] != name:
         raise StoreDamagedError(f"{path} is damaged: it was saved as {record['name']!r}; move it back")
     fields = {field: record[field] for field in NamedContext._fields}

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from retrieval_attn.errors import ShapeError, StoreError, StoreMismatchError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, BundleFile, Seal
 from retrieval_attn.store.failures import damaged, guarded
-from retrieval_attn.store.layout import Layout, check_format, read_record
+from retrieval_attn.store.layout import Layout, read_record
+from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.record import canonical
 
-FORMAT = 1
 RECORD = "node.json"
 DAMAGED = "DAMAGED"
 """An empty file in a node whose bytes were found to be wrong: the next save of the same tokens replaces the node."""
@@ -58,8 +58,6 @@ def read_node(layout: Layout, digest: str) -> dict[str, Any]:
     """A node's record. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
     path = layout.node(digest) / RECORD
     try:
-        record = read_record(layout.disk, path, {})
-        check_format(path, record, FORMAT)
         record = read_record(layout.disk, path, _FIELDS)
     except FileNotFoundError:
         raise UnknownContextError(
@@ -127,34 +125,42 @@ class SavedNode:
 
     def __init__(self, layout: Layout, digest: str) -> None:
         """Raises UnknownContextError, StoreDamagedError for a record or sizes that are wrong, StoreMismatchError."""
-        record = read_node(layout, digest)
+        self._layout = layout
         self.digest: str = digest
+        record, self._files = self._opened()
         self.parent: str | None = record["parent"]
         self.identity: str = record["identity"]
         self.options: dict[str, Any] = record["options"]
         self.plain: dict[str, Any] = record["plain"]
         self.nbytes: int = record["nbytes"]
-        self._layout = layout
         self._ids: npt.NDArray[np.int32] | None = None
-        folder = layout.node(digest)
-        self._files = {name: self._open(folder, name, Seal(*seal)) for name, seal in record["files"].items()}
         if IDS not in self._files:
-            raise damaged(folder / RECORD, "it names no token ids")
+            raise damaged(layout.node(digest) / RECORD, "it names no token ids")
 
-    def _open(self, folder: Path, name: str, seal: Seal) -> BundleFile:
-        path = folder / f"{name}{SUFFIX}"
-        with guarded("read", path):
-            try:
-                mapped = self._layout.disk.map(path)
-            except FileNotFoundError:
-                raise self._lost(path) from None
-        # not a method of this node: a circle would keep the maps until the garbage collector runs
-        return BundleFile(path, mapped, seal, partial(mark_damaged, self._layout, self.digest))
+    def _opened(self) -> tuple[dict[str, Any], dict[str, BundleFile]]:
+        """The record and the files, all of one time: others may remove the node meanwhile, and save it again."""
+        while True:
+            record = read_node(self._layout, self.digest)
+            folder = self._layout.node(self.digest)
+            paths = {name: folder / f"{name}{SUFFIX}" for name in record["files"]}
+            with guarded("read", folder):
+                maps = {name: self._mapped(path) for name, path in paths.items()}
+            found = {name: mapped for name, mapped in maps.items() if mapped is not None}
+            if read_node(self._layout, self.digest) != record:
+                continue
+            for name in paths.keys() - found.keys():
+                mark_damaged(self._layout, self.digest)
+                raise damaged(paths[name], "it is not there")
+            # not a method of this node: a circle would keep the maps until the garbage collector runs
+            report = partial(mark_damaged, self._layout, self.digest)
+            seals = {name: Seal(*seal) for name, seal in record["files"].items()}
+            return record, {name: BundleFile(paths[name], found[name], seals[name], report) for name in seals}
 
-    def _lost(self, path: Path) -> StoreError:
-        read_node(self._layout, self.digest)  # all of the node is gone: that is its own error
-        mark_damaged(self._layout, self.digest)
-        return damaged(path, "it is not there")
+    def _mapped(self, path: Path) -> Mapped | None:
+        try:
+            return self._layout.disk.map(path)
+        except FileNotFoundError:
+            return None
 
     @property
     def files(self) -> list[str]:

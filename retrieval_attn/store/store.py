@@ -118,7 +118,8 @@ class ContextStore:
 
     def list(self) -> builtins.list[NamedContext]:
         """All names, sorted; one whose file is damaged is left out and logged, `verify` tells more."""
-        return readable_names(self._layout) if self._layout.exists() else []
+        self._layout.exists()
+        return readable_names(self._layout)
 
     def remove(self, name: str) -> None:
         """Forget a name; `gc` then removes what no other name needs. Raises UnknownContextError."""

@@ -78,7 +78,7 @@ def _leftovers(layout: Layout) -> tuple[list[Path], set[str]]:
         with guarded("lock", path):
             handle = layout.disk.lock(path, wait_seconds=0)
         if handle is not None:
-            layout.disk.close(handle)
+            layout.let_go(handle)
             continue
         alive.add(entry.partition(".")[0])
         try:

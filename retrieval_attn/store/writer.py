@@ -15,22 +15,19 @@ import numpy.typing as npt
 from retrieval_attn.errors import StoreDamagedError, StoreError, StoreFullError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, Seal, laid_out, write_bundle
 from retrieval_attn.store.failures import guarded
-from retrieval_attn.store.layout import Layout, Pin, write_file
+from retrieval_attn.store.layout import FORMAT, Layout, Pin, write_file
 from retrieval_attn.store.node import (
     DAMAGED,
-    FORMAT,
     IDS,
     RECORD,
     SUFFIX,
     SavedNode,
-    canonical,
     chain_of,
     check_identity,
     check_ids,
     digest_of,
-    read_node,
 )
-from retrieval_attn.store.record import encode
+from retrieval_attn.store.record import canonical, encode
 from retrieval_attn.store.sweep import remove_tree, stored_bytes
 
 _FILE = re.compile(r"[\w.-]{1,100}", re.ASCII)
@@ -208,14 +205,9 @@ def is_whole(layout: Layout, digest: str) -> bool:
         except FileNotFoundError:
             pass
     try:
-        read_node(layout, digest)
+        SavedNode(layout, digest)
     except UnknownContextError:
         return False
-    except StoreDamagedError as error:
-        logger.warning("it is saved anew: %s", error)
-        return False
-    try:
-        SavedNode(layout, digest)
     except StoreDamagedError as error:
         logger.warning("it is saved anew: %s", error)
         return False

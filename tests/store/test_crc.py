@@ -31,8 +31,14 @@ WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(not crc_kernels.has_i
 
 
 @pytest.mark.parametrize("data", KNOWN)
-def test_known_values(data: bytes) -> None:
-    assert crc.crc32c(data) == KNOWN[data] == bit_by_bit(data)
+def test_known_values(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without compiled kernels."""
+    for loaded in (False, True):
+        monkeypatch.setattr(crc, "_loaded", loaded)
+        assert crc.crc32c(data) == KNOWN[data] == bit_by_bit(data)
+    monkeypatch.setattr(crc, "_loaded", False)
+    longer = data * 9
+    assert crc.crc32c(longer) == bit_by_bit(longer) == crc_kernels.checksum(np.frombuffer(longer, np.uint8), 0)
 
 
 @pytest.mark.parametrize("instruction", WAYS)

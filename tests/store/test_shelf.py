@@ -17,7 +17,7 @@ from retrieval_attn.store import ContextStore
 from retrieval_attn.store.disk import file_system
 from retrieval_attn.store.pages import give_up, resident_bytes
 from retrieval_attn.store.shelf import Shelf
-from tests.store.test_contexts import IDS, save
+from tests.store.cases import IDS, save
 
 ROOMY = 1 << 40
 

@@ -180,6 +180,7 @@ def test_a_loaded_path_is_the_one_that_was_saved(name: str, fmt: Format, dim: in
     assert_same(path, other, top_k=None)
     grow((path, other), append(300))
     assert_same(path, other)
+    assert path.segments[1].capacity == other.segments[1].capacity
     stop = len(path) - 320  # within the first segment: into the index that was loaded
     grow((path, other), lambda one, rng: one.extend_index(stop))
     assert_same(path, other)

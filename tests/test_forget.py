@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,9 @@ from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
 from retrieval_attn.cache.sequence import Forgotten
+from retrieval_attn.cpu.host_attend import attend_path
+from retrieval_attn.cpu.saved import path_from_states, path_state
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.engine.forget import _rotations_of, forget_tokens
@@ -334,3 +340,42 @@ def test_a_context_forgets_and_counts_what_is_left(loaded: Loaded) -> None:
     assert "1112223" in context.ask("What is the special magic Turin number?", max_new_tokens=16).text
     with pytest.raises(InputDataError, match="empty"):
         ra.Context(*loaded, config).forget(0, 4)
+
+
+def test_segments_of_forgotten_tokens_are_released_where_nobody_else_has_them() -> None:
+    """After a fork that is gone the context goes on in a second segment; the first is forgotten as a whole."""
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
+    config = CONFIG.replace(retrieve=20, exact_append=True)
+    cache = read(model, ids, config)
+    fork = cache.fork()
+    feed(model, cache, pieces_of(3, 400)[0])
+    path = cache.batch.hosts(1)[0]
+    assert [len(one.keys[0]) >= one.length for one in path.segments] == [True, True]
+    held, first = cache.host_nbytes, weakref.ref(path.segments[0].keys.base)
+    assert fork.batch.hosts(1)[0].segments[0] is path.segments[0]
+    forget_tokens(cache, model, START, TOKENS - 1)
+    assert path.segments[0] is fork.batch.hosts(1)[0].segments[0], "not all of it is forgotten"
+    forget_tokens(cache, model, START, TOKENS + 10)
+    forget_tokens(cache, model, START, TOKENS + 20)
+    assert path.segments[0].is_hole and len(path) == TOKENS + 400
+    assert cache.host_nbytes <= held - 2 * TOKENS * path.token_bytes
+    assert torch.equal(*(feed(model, one, ids[:, :3]) for one in (fork.fork(), read(model, ids, config))))
+    assert first() is not None
+    other = SequenceKV(path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
+    plain, arrays = path_state(path, 0)
+    path_from_states([(plain, {name: array.copy() for name, array in arrays.items()})], other, None)
+    assert other.segments[0].is_hole
+    queries = np.random.default_rng(0).standard_normal((6, 1, path.head_dim), np.float32)
+    one, two = (attend_path(own, queries, TOKENS + 20, TOKENS + 300, 20, scale=0.2) for own in (path, other))
+    assert np.array_equal(one.out, two.out)
+    pieces = pieces_of(4, 12, 1)
+    got = [feed(model, cache, piece) for piece in pieces]
+    del fork, one, two
+    whole = read(model, ids, config)
+    feed(model, whole, pieces_of(3, 400)[0])
+    kept = whole.fork()  # its segment is another's, too
+    forget_tokens(whole, model, START, TOKENS + 20)
+    assert_near(got, [feed(model, whole, piece) for piece in pieces])
+    del kept, cache, path, other
+    gc.collect()
+    assert first() is None, "somebody still holds the memory"

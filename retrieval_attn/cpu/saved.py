@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.saved_clusters import ClusterMark, cluster_mark, clusters_state, restore_clusters
-from retrieval_attn.cpu.segment import HeadCoders, Segment, restored_segment, steady_index
+from retrieval_attn.cpu.segment import HeadCoders, Segment, hole_for, restored_segment, steady_index
 from retrieval_attn.cpu.store import SequenceKV, Span, path_spans, take_spans
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.index.base import KeyIndex
@@ -135,6 +135,8 @@ def _shape(path: SequenceKV) -> list[Any]:
 def _span_state(span: Span, prefix: str) -> State:
     """Of one span: `held` tokens of its segment, more than `length` where an index covers them."""
     segment = span.segment
+    if segment.is_hole:
+        return {"length": span.length, "held": segment.length, "hole": True}, {}
     with steady_index(segment) as heads:
         index, arrays = _index_state(heads, segment.indexed[0], prefix)
     held = max([span.length, *(index["first"] + head["keys"] for head in index["heads"])])
@@ -198,6 +200,8 @@ def _by_place(arrays: Arrays) -> dict[str, dict[str, npt.NDArray[Any]]]:
 
 
 def _span(told: Mapping[str, Any], arrays: Arrays, path: SequenceKV, coder: HeadCoders | None) -> Span:
+    if told.get("hole"):
+        return Span(hole_for(told["held"], path.num_kv_heads, path.head_dim, path.value_dim, path.fmt), told["length"])
     keys, values = arrays["keys"], arrays["values"]
     wanted = (path.num_kv_heads, told["held"])
     if (keys.shape[:2], path.fmt.dim_of(keys), path.fmt.dim_of(values)) != (wanted, path.head_dim, path.value_dim):

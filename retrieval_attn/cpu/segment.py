@@ -96,6 +96,8 @@ class Segment:
         self.fmt = fmt
         self.length = 0
         self.frozen = False
+        self.is_hole = False
+        """Whether it stands for tokens that nothing reads any more: their numbers are gone, and it has no memory."""
         self.grown: tuple[int, ...] = ()
         """Where the index ended after each insertion into the frozen segment: one that was saved before takes in the
         same tokens together."""
@@ -118,7 +120,7 @@ class Segment:
     def nbytes(self) -> int:
         """Bytes of the tokens written."""
         heads, _, width = self.keys.shape
-        return int(heads * self.length * (width + self.values.shape[2]) * self.fmt.bytes)
+        return 0 if self.is_hole else int(heads * self.length * (width + self.values.shape[2]) * self.fmt.bytes)
 
     @property
     def index_nbytes(self) -> int:
@@ -320,6 +322,13 @@ def restored_segment(
     if heads:
         segment.take_index(first, heads)
     return segment
+
+
+def hole_for(tokens: int, num_kv_heads: int, head_dim: int, value_dim: int, fmt: Format) -> Segment:
+    """A frozen segment in place of tokens that nothing reads any more: address space, in which zeros would be read."""
+    hole = Segment(num_kv_heads, tokens, head_dim, value_dim, fmt, expected=0)
+    hole.length, hole.frozen, hole.is_hole = tokens, True, True
+    return hole
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters, held_cluster_bytes
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment
+from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment, hole_for
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries, check_rows
@@ -311,6 +311,22 @@ def take_spans(path: SequenceKV, spans: Sequence[Span]) -> None:
     path._spans = list(spans)
     path._length = sum(span.length for span in spans)
     path.reserve(0)
+
+
+def release_before(path: SequenceKV, stop: int) -> None:
+    """Let go of the segments that lie wholly before token `stop`: nobody reads those of this path any more.
+
+    Their memory is free where no other path, and no step that is planned still, has them.
+    """
+    released = count = 0
+    for span in path._spans:
+        if released + span.length > stop:
+            break
+        released, count = released + span.length, count + 1
+    if not all(span.segment.is_hole for span in path._spans[:count]):
+        hole = hole_for(released, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
+        path._spans[:count] = [Span(hole, released)]
+        path.steps.clear()
 
 
 def indexed_from(path: SequenceKV, start: int) -> int:

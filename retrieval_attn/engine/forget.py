@@ -22,9 +22,10 @@ from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.rows import rows_by_path
-from retrieval_attn.cache.sequence import Forgotten
+from retrieval_attn.cache.sequence import Forgotten, distinct
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.config import Config
+from retrieval_attn.cpu.store import release_before
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.errors import ConfigError, UnsupportedMaskError, UnsupportedModelError
@@ -72,6 +73,9 @@ def forget_tokens(cache: RetrievalCache, model: PreTrainedModel, start: int, sto
     except BaseException:  # Ctrl-C too
         before.undo()
         raise
+    for number in range(len(layers)):
+        for host in distinct(cache.batch.hosts(number)):
+            release_before(host, span.stop)
 
 
 def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:

@@ -170,3 +170,22 @@ def test_what_cannot_be_saved_or_restored() -> None:
     sliding = ra.enable(copy.deepcopy(tiny_model("mistral_sliding")), CONFIG)
     with pytest.raises(StoreMismatchError, match="kind 'retrieval'"):
         restored(sliding, cache, [states])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_released_tokens_take_no_bytes(name: str) -> None:
+    """The first segment is forgotten as a whole: a node of its own, as long as what is left, that can be cropped."""
+    config = CONFIG.replace(index="flat", tail=True)
+    model = ra.enable(build_model(name, **({"sliding_window": 400} if name == "gemma3" else {})), config)
+    cache = read(model, config, 600)
+    whole, marks = saved(cache), marks_of(saving_fork(cache))
+    feed(model, cache, random_ids(1, 300, seed=5))
+    forget_tokens(cache, model, config.sink, 610)
+    assert cache.batch.hosts(1)[0].segments[0].is_hole and not marks.begins(cache)
+    states = saved(cache)
+    assert size(states) < size(whole)
+    again = restored(model, cache, [states])
+    same_from_here(model, cache.fork(), again)
+    for one in (cache, fresh := restored(model, cache, [states])):
+        one.crop(-270)
+    same_from_here(model, cache, fresh)

@@ -98,7 +98,8 @@ def layer_state(cache: RetrievalCache, number: int, since: Marks | None) -> Stat
     if isinstance(layer, SlidingLayer):
         assert layer.window is not None
         key, value = layer.window.tail()
-        return {"kind": "sliding", "dtype": _name(key)}, {"tail/key": _array(key), "tail/value": _array(value)}
+        plain = {"kind": "sliding", "dtype": _name(key), "unseen": layer.unseen}
+        return plain, {"tail/key": _array(key), "tail/value": _array(value)}
     if isinstance(layer, StateLayer):
         return _linear_state(layer)
     raise InputDataError(f"layer {number} is a {type(layer).__name__}, which cannot be saved; read the text again")
@@ -134,7 +135,7 @@ def restore_layer(cache: RetrievalCache, number: int, device: torch.device, stat
     tail = _tensors(arrays, "tail", plain["dtype"], device)
     layer.is_initialized = True
     if isinstance(layer, SlidingLayer):
-        layer.take_window(*tail)
+        layer.take_window(*tail, int(plain["unseen"]))
         return
     layer.q_heads = int(plain["q_heads"])
     held = layer.hold(*(part[:, :, :0] for part in tail))

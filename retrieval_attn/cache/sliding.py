@@ -97,8 +97,9 @@ class SlidingLayer(CacheLayer):
             self.spill()
         return part
 
-    def take_window(self, key: Tensor, value: Tensor) -> None:
-        """Begin with the tokens of a saved window, (1, kv_heads, tokens, dim)."""
+    def take_window(self, key: Tensor, value: Tensor, unseen: int = 0) -> None:
+        """Begin with the tokens of a saved window, (1, kv_heads, tokens, dim). unseen: as it was."""
+        self.unseen = unseen
         self._window = WindowCache(key, value, max(self.keep, key.shape[2]) + 1)
         self._window.append(key, value, None)
 

@@ -80,9 +80,14 @@ def test_a_conversation_is_saved_turn_by_turn(read: ra.Context, loaded: Loaded, 
         one.extend(" Nobody had seen it coming.", progress=False)
     assert answers(context) == answers(talk)
     other.save("other", store=store)
+    assert talk.save("sequel", store=store).new_tokens < 20
+    for name in ("talk", "same", "sequel"):  # somebody removes what the next save would continue
+        store.remove(name)
+    store.gc()
+    assert talk.save("talk", store=store).new_tokens == talk.num_tokens - read.num_tokens
     assert len(store.chain(store.resolve("other").digest)) == 2
     assert answers(opened(loaded, store, "other")) == answers(other)
-    assert {one.name for one in store.list()} == {"book", "talk", "same", "other"}
+    assert {one.name for one in store.list()} == {"book", "talk", "other"} and store.verify() == []
 
 
 def test_saved_while_it_is_read_or_asked(loaded: Loaded, store: ContextStore) -> None:

@@ -108,7 +108,7 @@ class Saver:
         self._fork = saving_fork(cache)
         (sequence,) = self._fork.batch.sequences
         usable = [one for one in points if one.store == str(store.folder) and one.marks.begins(self._fork)]
-        self._parent = usable[-1] if usable else None
+        self._parent = next((one for one in reversed(usable) if _is_there(store, one.digest)), None)
         self._ids = ids_array(sequence.token_ids)
         self._forgotten = self._fork.batch.forgotten
         self._options = saved_options(self._fork.config, self._forgotten)
@@ -166,6 +166,15 @@ def saved_options(config: Config, forgotten: Forgotten) -> dict[str, Any]:
     """What, beside the tokens, what is saved depends on."""
     options = {name: value for name, value in config.to_dict().items() if name not in RUNTIME}
     return {**options, "forgotten": list(forgotten)}
+
+
+def _is_there(store: ContextStore, digest: str) -> bool:
+    """Whether a node can be continued: it may have been removed, or be damaged."""
+    try:
+        return bool(store.chain(digest))
+    except StoreError as error:
+        log.info("%s; all of the context is written again", error)
+        return False
 
 
 class Kept:

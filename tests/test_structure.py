@@ -68,6 +68,8 @@ INSIDE = {
     "offload.queries",
     "offload.stats",
     "offload.transfer",
+    "store",
+    "store.pages",
 }
 LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
 # The command line is the one top module that reaches the evaluation commands.

@@ -8,6 +8,10 @@ import importlib
 __all__ = ["add_arguments", "run"]
 
 _WHAT = {
+    "contexts": (
+        "retrieval_attn.eval.bench.contexts.command",
+        "what saving a context costs, and how soon it is back: from RAM, from disk, beside reading it anew",
+    ),
     "decode": ("retrieval_attn.eval.bench.decode", "milliseconds per token of every method at every context length"),
     "fidelity": (
         "retrieval_attn.eval.bench.fidelity.command",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from retrieval_attn.eval.bench.session.row import Row
     from retrieval_attn.eval.bench.session.subject import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "settings_of"]
 
 STAGES = "answer, questions, switch, fork, extend, many, memory, recall"
 QUICK = {"length": 2048, "questions": "8,32", "extend": "256", "tokens": 8, "repeats": 1, "caches": "warm",
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib()
     caches = _caches(args.caches)
     baseline = None if args.baseline is None else read_baseline(Path(args.baseline))
-    settings = _settings(args)
+    settings = settings_of(args)
     folder = new_folder(args.output_dir, "bench")
     from retrieval_attn.eval.bench.session.children import Process, cache_environment, own_environment, run_process
     from retrieval_attn.eval.runs import environment
@@ -106,7 +106,7 @@ def _caches(text: str) -> tuple[str, ...]:
     return known[text]
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> Settings:
     """The checked flags. Raises ConfigError, InputDataError, ContextLengthError or MemoryPlanError."""
     import retrieval_attn as ra
     from retrieval_attn.eval.bench.session.stages import STAGES as KNOWN

@@ -135,9 +135,13 @@ class Subject:
             "layers": self.model.config.get_text_config(decoder=True).num_hidden_layers,
         }
 
-    def read(self, ids: Sequence[int]) -> ra.Context:
-        """A new context that holds the ids."""
-        return ra.Context(self.model, self.tokenizer, self._settings.config).read(ids, progress=False)
+    def context(self) -> ra.Context:
+        """A new, empty context."""
+        return ra.Context(self.model, self.tokenizer, self._settings.config)
+
+    def read(self, ids: Sequence[int], **where: str) -> ra.Context:
+        """A new context that holds the ids. where: `save` and `store` of `Context.read`."""
+        return self.context().read(ids, progress=False, **where)
 
     def ids(self, tokens: int) -> list[int]:
         """Token ids of a new text."""

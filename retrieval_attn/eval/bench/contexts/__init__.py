@@ -1,0 +1,1 @@
+"""`retrieval-attn bench contexts`: what saving a context costs, and how soon it is back."""

@@ -291,6 +291,12 @@ class BundleFile:
         self._opened()
         self._check(np.ones(len(self._checked), np.bool_), stop)
 
+    def release(self) -> None:
+        """Forget the bytes, if they were read and not mapped, and that they were checked."""
+        with self._lock:
+            if self._mapped.release():
+                self._places, self._sums = None, np.zeros(0, np.uint32)
+
     def populate(self, names: Iterable[str] | None) -> None:
         """Read these arrays' bytes into memory; None: all of the file."""
         places = self._opened()

@@ -43,6 +43,10 @@ class Mapped:
     def populate(self, start: int, stop: int) -> None:
         """Read bytes start .. stop into memory now. Raises OSError where the disk fails."""
 
+    def release(self) -> bool:
+        """Forget bytes that `data` would read again; False where there are none such."""
+        return False
+
 
 class _Given(Mapped):
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
@@ -76,6 +80,11 @@ class _Read(Mapped):
                         place += count
                 self._data = data
             return self._data
+
+    def release(self) -> bool:
+        with self._lock:
+            self._data = None
+        return True
 
 
 class _Map:

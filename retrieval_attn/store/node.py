@@ -195,6 +195,10 @@ class SavedNode:
         """Check what of a bundle was not checked yet, until `stop`. Raises StoreDamagedError, StoreError."""
         self._file(file).check(stop)
 
+    def release(self, file: str) -> None:
+        """Forget a bundle's bytes where they were read, not mapped; whoever needs them again reads and checks them."""
+        self._file(file).release()
+
     def populate(self, file: str, names: Iterable[str] | None = None) -> None:
         """Read the bytes of these arrays into memory; None: of all. Raises StoreDamagedError, StoreError."""
         self._file(file).populate(names)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from retrieval_attn.errors import StoreError, UnknownContextError
 from retrieval_attn.store.layout import Layout
 from retrieval_attn.store.names import read_name, stored_names
-from retrieval_attn.store.node import DAMAGED, IDS, RECORD, SavedNode
+from retrieval_attn.store.node import DAMAGED, IDS, RECORD, SUFFIX, SavedNode, read_node
 
 
 class Damage(NamedTuple):
@@ -33,7 +33,6 @@ def verify(
     layout.exists()
     found: list[Damage] = []
     needed: dict[str, list[str]] = {}
-    sizes: dict[str, int] = {}
     for name in stored_names(layout) if names is None else names:
         try:
             named = read_name(layout, name)
@@ -46,36 +45,42 @@ def verify(
             continue
         for digest in named.chain:
             needed.setdefault(digest, []).append(name)
-        sizes[name] = named.nbytes
-    nodes: dict[str, SavedNode] = {}
+    sizes = {digest: _size(layout, digest) for digest in needed}
+    done = 0
     for digest, users in needed.items():
-        try:
-            nodes[digest] = SavedNode(layout, digest)
-        except StoreError as error:
-            if _still_needs(layout, users, digest):
-                found.append(Damage(tuple(users), digest, layout.node(digest) / RECORD, str(error)))
-    total, done = sum(node.nbytes for node in nodes.values()), 0
-    for digest, node in nodes.items():
-        wrong = _check(layout, node, tuple(needed[digest]))
-        found += wrong
-        if not wrong:
-            with contextlib.suppress(OSError):
-                layout.disk.unlink(layout.node(digest) / DAMAGED)
-        done += node.nbytes
+        found += _check(layout, digest, tuple(users))
+        done += sizes[digest]
         if progress is not None:
-            progress(done, total)
+            progress(done, sum(sizes.values()))
     return found
 
 
-def _check(layout: Layout, node: SavedNode, names: tuple[str, ...]) -> list[Damage]:
+def _size(layout: Layout, digest: str) -> int:
+    with contextlib.suppress(StoreError):
+        return int(read_node(layout, digest)["nbytes"])
+    return 0
+
+
+def _check(layout: Layout, digest: str, names: tuple[str, ...]) -> list[Damage]:
+    """What is wrong with one node. One file at a time is in memory where files are read, not mapped."""
+    folder = layout.node(digest)
+    try:
+        node = SavedNode(layout, digest)
+    except StoreError as error:
+        needed = _still_needs(layout, names, digest)
+        return [Damage(names, digest, folder / RECORD, str(error))] if needed else []
     wrong = []
     for file in [IDS, *node.files]:
         try:
-            node.check(file)
             if file == IDS:
                 node.ids  # noqa: B018  # the property checks that they give the digest
+            node.check(file)
         except StoreError as error:
-            wrong.append(Damage(names, node.digest, layout.node(node.digest) / f"{file}.ra", str(error)))
+            wrong.append(Damage(names, digest, folder / f"{file}{SUFFIX}", str(error)))
+        node.release(file)
+    if not wrong:
+        with contextlib.suppress(OSError):
+            layout.disk.unlink(folder / DAMAGED)
     return wrong
 
 

@@ -247,6 +247,8 @@ def test_files_on_shared_disks_are_read_not_mapped(store: ContextStore) -> None:
     node.populate("layer-000")
     check_equal(node.bundle("layer-000", verify=True), bundle(0))
     late = ContextStore(store.folder, disk=ReadingDisk()).get(digest)
+    assert late.bundle("layer-000", verify=True) and store.verify() == []
+    late.release("layer-000")
     store.remove("book")
     store.gc()
     check_equal(node.bundle("layer-000", verify=False), bundle(0))

@@ -6,6 +6,7 @@ what it made.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -159,6 +160,7 @@ class Saving(_Stages):
 
     def _read(self, **where: Any) -> tuple[float, ra.Context]:
         ids = self._model.ids(self._job.settings.length)
+        gc.collect()  # the context before this one: its memory, and its maps of files
         started = time.perf_counter()
         context = self._model.read(ids, **where)
         self._wait()
@@ -213,6 +215,7 @@ class Opening(_Stages):
 
     def _prepare(self) -> None:
         """The bytes to where they are to be. Raises AssertionError where the system keeps them in memory."""
+        gc.collect()  # a context that is still there has its files mapped: they would stay in memory
         files = context_files(self._job.store, NAME)
         if self._job.kind == "warm":
             read_through(files)

@@ -122,7 +122,7 @@ def assert_same(one: SequenceKV, other: SequenceKV, seed: int = 0, top_k: Any = 
     rng = np.random.default_rng(seed)
     for n in (1, 3):
         queries = rng.standard_normal((HEADS * GROUP, n, one.head_dim), dtype=np.float32)
-        for span in ((4, len(one) - 40), (0, len(one))):
+        for span in ((4, len(one) - 40), (4, len(one))):
             found, wanted = (attend_paths([path], [queries], [span], top_k, scale=0.2)[0] for path in (other, one))
             np.testing.assert_array_equal(found.out, wanted.out)
             np.testing.assert_array_equal(found.lse, wanted.lse)

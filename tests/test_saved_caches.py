@@ -189,3 +189,21 @@ def test_released_tokens_take_no_bytes(name: str) -> None:
     for one in (cache, fresh := restored(model, cache, [states])):
         one.crop(-270)
     same_from_here(model, cache, fresh)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["device", "sketch"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_on_a_gpu(kind: str, dim: int) -> None:
+    """Four query heads per key-value head: codes and clusters come back to the device as they were."""
+    sizes = {"head_dim": dim, "num_attention_heads": 8, "num_key_value_heads": 2}
+    options = KINDS[kind] | ({"index_options": {"key_bytes": dim // 2}} if kind == "device" else {})
+    config = CONFIG.replace(**options, tail=True, graph=False)
+    model = ra.enable(build_model("llama", **sizes).to("cuda", torch.bfloat16), config)
+    cache = read(model, config)
+    first, marks = saved(cache), marks_of(saving_fork(cache))
+    same_from_here(model, cache.fork(), restored(model, cache, [first]))
+    feed(model, cache, random_ids(1, 300, seed=7))
+    again = restored(model, cache, [first, saved(cache, marks)])
+    assert again.device_nbytes == cache.device_nbytes
+    same_from_here(model, cache.fork(), again)

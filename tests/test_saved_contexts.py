@@ -234,3 +234,17 @@ def test_what_was_forgotten(read: ra.Context, loaded: Loaded, store: ContextStor
     assert fork_sinks and saved.digest != store.resolve("whole").digest and saved.new_tokens == 0
     assert answers(opened(loaded, store, "half")) == answers(fork)
     assert answers(opened(loaded, store, "whole")) == answers(read)
+
+
+@pytest.mark.cuda
+def test_opened_on_a_gpu(loaded: Loaded, store: ContextStore, fresh_decoders: None) -> None:
+    """Codes on the device, captured steps: the same tokens; and on a CPU, which scans the codes there."""
+    model = copy.deepcopy(loaded[0]).to("cuda", torch.bfloat16)
+    context = ra.Context(model, loaded[1]).read(needle_text(80_000), progress=False, save="gpu", store=store)
+    assert context.cache.index_kinds().keys() == {"device"}
+    again = opened((model, loaded[1]), store, "gpu")
+    assert again.cache.index_kinds() == context.cache.index_kinds()
+    for append in ("exact", "retrieval"):
+        one, other = (each.ask(QUESTION, max_new_tokens=24, append=append) for each in (context, again))
+        assert one.text == other.text and other.stats.decoded == one.stats.decoded == "graph"
+    again._kept.wait()

@@ -191,19 +191,26 @@ def test_released_tokens_take_no_bytes(name: str) -> None:
     same_from_here(model, cache, fresh)
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("kind", ["device", "sketch"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_on_a_gpu(kind: str, dim: int) -> None:
-    """Four query heads per key-value head: codes and clusters come back to the device as they were."""
+def test_four_queries_of_a_head_in_bfloat16(device: str, kind: str, dim: int) -> None:
+    """Codes and clusters come back to the device as they were; the same bytes of them once both were asked."""
     sizes = {"head_dim": dim, "num_attention_heads": 8, "num_key_value_heads": 2}
     options = KINDS[kind] | ({"index_options": {"key_bytes": dim // 2}} if kind == "device" else {})
     config = CONFIG.replace(**options, tail=True, graph=False)
-    model = ra.enable(build_model("llama", **sizes).to("cuda", torch.bfloat16), config)
+    model = ra.enable(build_model("llama", **sizes).to(device, torch.bfloat16), config)
     cache = read(model, config)
     first, marks = saved(cache), marks_of(saving_fork(cache))
     same_from_here(model, cache.fork(), restored(model, cache, [first]))
     feed(model, cache, random_ids(1, 300, seed=7))
-    again = restored(model, cache, [first, saved(cache, marks)])
-    assert again.device_nbytes == cache.device_nbytes
-    same_from_here(model, cache.fork(), again)
+    fork, again = cache.fork(), restored(model, cache, [first, saved(cache, marks)])
+    same_from_here(model, fork, again)
+    for one, other in zip(fork.coded_indexes, again.coded_indexes, strict=True):
+        assert len(one) == len(other) and torch.equal(codes_of(one), codes_of(other))
+
+
+def codes_of(index: Any) -> Tensor:
+    """The codes of all keys."""
+    held: Tensor = index.codes.device.codes[: len(index)]
+    return held

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 RUNTIME = ("threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append")
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
+OPENING_THREADS = 4
+"""Layers that are brought back at once: most of it are copies, to the device and of what is on disk."""
 CHECKED_LATER = ("keys", "values")
 """Arrays, by the end of their names, whose checksums a thread compares after a context was opened: nearly all bytes."""
 
@@ -262,17 +265,20 @@ def open_saved(
     forgotten = Forgotten(*chain[-1].options["forgotten"])
     cache = restored_cache(model, chosen, index, ids, forgotten)
     devices, files = layer_devices(model, len(cache.layers)), dict(_files(chain[-1]))
-    # one layer after the other: with several nodes each layer takes all of its states at once
+
+    def restore(number: int) -> None:
+        if number in files:
+            bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain]
+            states = [(dict(one.plain), dict(one.arrays)) for one in bundles]
+            restore_layer(cache, number, devices[number], states)
+
     with (
         compilation(model, cache, len(ids), progress=progress) as compiling,
         prepared(model, cache, compiling),
         ReadingBar(cache, f"opening {name}", progress),
+        ThreadPoolExecutor(OPENING_THREADS, "retrieval_attn-open") as pool,
     ):
-        for number in range(len(cache.layers)):
-            if number in files:
-                bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain]
-                states = [(dict(one.plain), dict(one.arrays)) for one in bundles]
-                restore_layer(cache, number, devices[number], states)
+        for _ in pool.map(restore, range(len(cache.layers))):
             if cache.on_layer is not None:
                 cache.on_layer()
     kept = Kept([SavedPoint(str(store.folder), named.digest, len(ids), forgotten, marks_of(cache))], LateCheck(chain))

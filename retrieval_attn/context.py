@@ -107,7 +107,7 @@ class Context:
             raise
         self._whole = True
         if saving is not None:
-            self._kept.note(saving.finish(_described(self))[1])
+            self._kept.note(saving.finish(_described(self), progress))
         return self
 
     def open(

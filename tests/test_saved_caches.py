@@ -24,6 +24,8 @@ from retrieval_attn.cache.saved import (
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.errors import InputDataError, StoreMismatchError
 from tests.graph_cases import CONFIG
+from tests.test_hybrid import CONFIGS as HYBRIDS
+from tests.test_hybrid import new_model
 from tests.tiny_models import build_model, random_ids, tiny_model
 
 States = list[tuple[dict[str, Any], dict[str, Any]] | None]
@@ -123,6 +125,16 @@ def test_every_family(name: str) -> None:
     model = ra.enable(copy.deepcopy(tiny_model(name)), CONFIG)
     cache = read(model, CONFIG, 300)
     same_from_here(model, cache.fork(), restored(model, cache, [saved(cache)]))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_of_hybrids(name: str) -> None:
+    """Linear attention, short convolutions, state spaces; layers without a state have no file."""
+    model = ra.enable(new_model(name, initializer_range=0.2), CONFIG)
+    cache = read(model, CONFIG, 120)
+    states = saved(cache)
+    assert sum(state is not None and state[0]["kind"] == "state" for state in states) >= 1
+    same_from_here(model, cache.fork(), restored(model, cache, [states]), tokens=6)
 
 
 def test_a_fork_shares_what_was_saved_and_a_crop_does_not() -> None:

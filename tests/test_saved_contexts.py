@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn import cli
+from retrieval_attn import answer_loop, cli
 from retrieval_attn.errors import (
     ConfigError,
     InputDataError,
@@ -100,6 +100,25 @@ def test_saved_while_it_is_read_or_asked(loaded: Loaded, store: ContextStore) ->
     expected = answers(context)
     assert saving.wait().done and 0 < saving.new_tokens < 20
     assert answers(opened(loaded, store, "beside")) == expected
+
+
+@pytest.mark.parametrize("where", ["finish_prefill", "make_ready"])
+def test_a_read_that_fails_saves_nothing(
+    where: str, loaded: Loaded, store: ContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle, or when all layers are written: and the context may read again."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    context = ra.Context(*loaded)
+    with monkeypatch.context() as patched:
+        patched.setattr(answer_loop, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            context.read(needle_text(3_000), progress=False, save="half", store=store)
+    assert store.list() == [] and not list(store.folder.glob("nodes/*/*"))
+    context.read(needle_text(3_000), progress=False, save="whole", store=store)
+    assert [one.name for one in store.list()] == ["whole"] and store.verify() == []
 
 
 def test_another_process_opens_it(read: ra.Context, store: ContextStore, needle_model_path: Path) -> None:

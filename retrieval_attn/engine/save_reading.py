@@ -19,7 +19,7 @@ from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.saved import Marks, ids_array, marks_of, marks_of_layer
 from retrieval_attn.cache.sequence import Forgotten
 from retrieval_attn.cpu.saved import PathMark
-from retrieval_attn.engine.saving import Saved, SavedPoint, node_plain, saved_options, write_layer
+from retrieval_attn.engine.saving import Saved, SavedPoint, node_plain, saved_options, saving_bar, write_layer
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.store import ContextStore, check_name
 
@@ -44,7 +44,7 @@ class ReadingSave:
         self._ids = ids_array(ids)
         self.saved = Saved(name, len(ids))
         self._identity, self._options = identity_of(model, tokenizer), saved_options(cache.config, Forgotten())
-        self._read = 0
+        self._read = self._written = 0
         self._marks: dict[int, PathMark] = {}
         self._complete, self._stop = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -73,16 +73,18 @@ class ReadingSave:
             self._cache.on_layer = before
         self._complete.set()
 
-    def finish(self, plain: Mapping[str, Any]) -> tuple[Saved, SavedPoint]:
+    def finish(self, plain: Mapping[str, Any], progress: bool) -> SavedPoint:
         """Wait for the disk, and give the context its name. plain: kept beside it. Raises StoreError."""
         assert self._thread is not None
-        self._thread.join()
+        with saving_bar(self.saved.name, len(self._cache.layers), show=progress) as bar:
+            while self._thread.is_alive():
+                bar.update(self._written - bar.n)
+                self._thread.join(LOOK_SECONDS)
         if self._error is not None:
             raise self._error
         self._store.name(self.saved.name, self.saved.digest, dict(plain))
         marks = Marks(self._marks) if self.saved.new_tokens else marks_of(self._cache).of_another()
-        point = SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks)
-        return self.saved, point
+        return SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks)
 
     def _run(self) -> None:
         began = time.perf_counter()
@@ -95,8 +97,11 @@ class ReadingSave:
                             return
                         self._marks |= marks_of_layer(self._cache, number)
                         self.saved.nbytes += write_layer(writer, self._cache, number, None)
+                        self._written += 1
                     self.saved.new_tokens = len(self._ids)
-                    self._complete.wait()
+                    while not self._complete.is_set():  # the last layer is there; what follows may fail still
+                        if self._stop.wait(LOOK_SECONDS):
+                            return
                     writer.publish(node_plain(self._cache))
         except BaseException as error:  # raised by `finish`
             self._error = error

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.cache.cache import RetrievalCache
@@ -180,6 +181,11 @@ def _is_there(store: ContextStore, digest: str) -> bool:
         return False
 
 
+def saving_bar(name: str, layers: int, *, show: bool) -> tqdm[Any]:
+    """Shown only when saving takes longer than two seconds."""
+    return tqdm(total=layers, desc=f"saving {name}", unit="layer", delay=2.0, leave=False, disable=not show)
+
+
 class Kept:
     """Of one context: the saved ones that it continues, and what compares the files that it was opened from."""
 
@@ -214,17 +220,18 @@ class Kept:
         plain: Mapping[str, Any],
         wait: bool,
     ) -> Saved:
-        """See `Context.save`. plain: kept beside the name."""
+        """See `Context.save`. plain: kept beside the name. A bar shows the layers."""
         saver = Saver(store, name, model, tokenizer, cache, self._points, plain)
         if wait:
-            self._run(saver)
+            with saving_bar(name, len(cache.layers), show=True) as bar:
+                self._run(saver, bar.update)
         else:
             saver.saved._thread = threading.Thread(target=self._run_beside, args=(saver,), name=f"save-{name}")
             saver.saved._thread.start()
         return saver.saved
 
-    def _run(self, saver: Saver) -> None:
-        saver.run()
+    def _run(self, saver: Saver, on_layer: Callable[[], object] | None = None) -> None:
+        saver.run(on_layer)
         assert saver.point is not None
         self.note(saver.point)
 

@@ -1,4 +1,4 @@
-"""What keys belong to: a model's shape, positions, dtype, weights and tokenizer, as one line of JSON.
+"""What keys belong to: a model's shape, positions, dtype, weights, acting adapters and tokenizer, as a line of JSON.
 
 A context that was saved with one identity is refused under another. Weights are sampled, not read whole: 16 places of
 256 bytes of every tensor, the same ones each time, which tell apart any two models that were trained, however little.
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from retrieval_attn.model.adapters import adapter_state
 
 LAYOUT = 1
 """Of what the cache saves; another number is another identity."""
@@ -36,7 +38,9 @@ def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     config = model.config.get_text_config(decoder=True)
     shape = {name: value for name, value in config.to_diff_dict().items() if name not in _NAMES_ONLY}
     rope = {name: shape.pop(name) for name in list(shape) if "rope" in name or name == "max_position_embeddings"}
+    adapters = adapter_state(model)
     fields = {
+        "adapters": _digest(repr(adapters).encode()) if adapters else None,
         "layout": LAYOUT,
         "model type": config.model_type,
         "config": _digest(_plain(shape).encode()),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -256,6 +258,21 @@ def test_prefill_waits_when_indexes_fall_behind(threaded: None, monkeypatch: pyt
     finish_prefill(cache)
     assert order[:4] == ["opened", "built", "built", "opened"]
     assert cache.stats().wait_seconds > 0
+
+
+def test_a_cache_that_is_gone_leaves_no_keys(threaded: None) -> None:
+    """Nobody keeps the work of its last layers, and with it their keys, until the next read."""
+    cache = read(CONFIG, random_ids(1, 300), 128)
+    finish_prefill(cache)
+    hosts = [host for number in range(len(cache.layers)) for host in cache.batch.hosts(number)]
+    segments = [weakref.ref(segment) for host in hosts for segment in host.segments]
+    assert len(segments) >= len(cache.layers)
+    del cache, hosts
+    until = time.monotonic() + 5  # a thread lets go of its last work right after that is done
+    while any(one() is not None for one in segments) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert all(one() is None for one in segments)
 
 
 def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:

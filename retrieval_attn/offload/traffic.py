@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -30,16 +31,19 @@ class Leaving(Protocol):
 
 
 class Traffic:
-    """The works under way from one device, in order."""
+    """The works under way from one device, in order.
+
+    Who does a work keeps it, and its threads do: here it would keep the keys of its layer after a context is gone.
+    """
 
     def __init__(self) -> None:
-        self._works: list[Leaving] = []
+        self._works: list[weakref.ref[Leaving]] = []
         self._lock = threading.Lock()
 
     def add(self, work: Leaving) -> None:
         """`work` begins to copy from the device."""
         with self._lock:
-            self._works = [other for other in self._works if not other.done] + [work]
+            self._works = [one for one in self._works if one() is not None] + [weakref.ref(work)]
 
     def make_room(self, alone: bool = False) -> float:
         """Wait before a layer takes memory for its keys: one earlier layer may still be copied (alone: none may), and
@@ -60,8 +64,9 @@ class Traffic:
 
     def _under_way(self) -> list[Leaving]:
         with self._lock:
-            self._works = [work for work in self._works if not work.done]
-            return list(self._works)
+            works = [work for one in self._works if (work := one()) is not None and not work.done]
+            self._works = [weakref.ref(work) for work in works]
+            return works
 
 
 @functools.cache

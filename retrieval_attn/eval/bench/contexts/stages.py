@@ -19,6 +19,7 @@ import retrieval_attn as ra
 from retrieval_attn.eval.bench.contexts.cold import context_files, make_cold, read_through
 from retrieval_attn.eval.bench.contexts.job import NAME, Job
 from retrieval_attn.eval.bench.host import host_peak, start_host_peak
+from retrieval_attn.eval.bench.session.events import Tell
 from retrieval_attn.eval.bench.session.row import Row
 from retrieval_attn.eval.bench.session.subject import Subject
 from retrieval_attn.store import ContextStore
@@ -29,7 +30,6 @@ WAYS: dict[Literal["exact", "retrieval"], str] = {"retrieval": "through the inde
 QUESTION = 32
 TOKENS = 8
 """Of an answer: the first one is timed, all are compared."""
-Tell = Callable[[dict[str, Any]], None]
 
 
 class Stop(Exception):

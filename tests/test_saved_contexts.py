@@ -197,6 +197,11 @@ def test_damage_is_found(read: ra.Context, loaded: Loaded, store: ContextStore) 
         assert "layer-002" in str(error)
     (found,) = store.verify()
     assert "bergen" in str(found) and "layer-002" in str(found)
+    # nothing continues a node that is known to be damaged
+    turn = read.fork().extend(" The end.", progress=False)
+    assert turn.save("turn", store=store).new_tokens == turn.num_tokens
+    store.remove("turn")
+    store.gc()
     damaged(0)
     file.write_bytes(whole)
     assert store.verify() == [] and answers(opened(loaded, store, "bergen")) == answers(read)

@@ -23,14 +23,13 @@ from retrieval_attn.cache.sequence import Forgotten, ids_tensor
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import STATE_NAMES, StateLayer
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.saved import PathMark, path_from_states, path_mark, path_state, span_marks, spans_since
+from retrieval_attn.cpu.saved import PathMark, State, path_from_states, path_mark, path_state, span_marks, spans_since
 from retrieval_attn.errors import InputDataError, StoreMismatchError
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.placement import execution_device, input_device
 from retrieval_attn.offload.codes import DeviceCoder
 
 Array = npt.NDArray[Any]
-State = tuple[dict[str, Any], dict[str, Array]]
 HOST = "host/"
 """Begins the names of a path's arrays."""
 _AS_INTEGERS = {torch.bfloat16: torch.int16}

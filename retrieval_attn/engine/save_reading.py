@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.saved import Marks, ids_array, marks_of, marks_of_layer
 from retrieval_attn.cache.sequence import Forgotten
 from retrieval_attn.cpu.saved import PathMark
-from retrieval_attn.engine.saving import Saved, SavedPoint, node_plain, saved_options, saving_bar, write_layer
+from retrieval_attn.engine.saving import SavedPoint, node_plain, saved_options, saving_bar, write_layer
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.store import ContextStore, check_name
 
@@ -40,9 +39,9 @@ class ReadingSave:
         ids: Sequence[int],
     ) -> None:
         check_name(name)
-        self._store, self._cache = store, cache
+        self._store, self._name, self._cache = store, name, cache
         self._ids = ids_array(ids)
-        self.saved = Saved(name, len(ids))
+        self._digest, self._existed = "", False
         self._identity, self._options = identity_of(model, tokenizer), saved_options(cache.config, Forgotten())
         self._read = self._written = 0
         self._marks: dict[int, PathMark] = {}
@@ -76,36 +75,33 @@ class ReadingSave:
     def finish(self, plain: Mapping[str, Any], progress: bool) -> SavedPoint:
         """Wait for the disk, and give the context its name. plain: kept beside it. Raises StoreError."""
         assert self._thread is not None
-        with saving_bar(self.saved.name, len(self._cache.layers), show=progress) as bar:
+        with saving_bar(self._name, len(self._cache.layers), show=progress) as bar:
             while self._thread.is_alive():
                 bar.update(self._written - bar.n)
                 self._thread.join(LOOK_SECONDS)
         if self._error is not None:
             raise self._error
-        self._store.name(self.saved.name, self.saved.digest, dict(plain))
-        marks = Marks(self._marks) if self.saved.new_tokens else marks_of(self._cache).of_another()
-        return SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks)
+        self._store.name(self._name, self._digest, dict(plain))
+        marks = marks_of(self._cache).of_another() if self._existed else Marks(self._marks)
+        return SavedPoint(str(self._store.folder), self._digest, len(self._ids), Forgotten(), marks)
 
     def _run(self) -> None:
-        began = time.perf_counter()
         try:
             with self._store.writer(self._identity, None, self._ids, self._options) as writer:
-                self.saved.digest = writer.digest
+                self._digest, self._existed = writer.digest, writer.exists
                 if not writer.exists:
                     for number in range(len(self._cache.layers)):
                         if not self._wait_for(number):
                             return
                         self._marks |= marks_of_layer(self._cache, number)
-                        self.saved.nbytes += write_layer(writer, self._cache, number, None)
+                        write_layer(writer, self._cache, number, None)
                         self._written += 1
-                    self.saved.new_tokens = len(self._ids)
                     while not self._complete.is_set():  # the last layer is there; what follows may fail still
                         if self._stop.wait(LOOK_SECONDS):
                             return
                     writer.publish(node_plain(self._cache))
         except BaseException as error:  # raised by `finish`
             self._error = error
-        self.saved.seconds = time.perf_counter() - began
 
     def _wait_for(self, number: int) -> bool:
         """Until layer `number` is on the host and indexed. False: reading has failed."""

@@ -112,27 +112,26 @@ class Saver:
         self._fork = saving_fork(cache)
         (sequence,) = self._fork.batch.sequences
         usable = [one for one in points if one.store == str(store.folder) and one.marks.begins(self._fork)]
-        self._parent = next((one for one in reversed(usable) if _is_there(store, one.digest)), None)
+        self._parent = next((one for one in reversed(usable) if store.continues(one.digest)), None)
         self._ids = ids_array(sequence.token_ids)
         self._forgotten = self._fork.batch.forgotten
         self._options = saved_options(self._fork.config, self._forgotten)
         self._identity = identity_of(model, tokenizer)
         self.saved = Saved(name, len(self._ids))
-        self.point: SavedPoint | None = None
 
-    def run(self, on_layer: Callable[[], object] | None = None) -> Saved:
+    def run(self, on_layer: Callable[[], object] | None = None) -> SavedPoint:
         """Write what the store does not have, then give it its name. on_layer: called after each layer."""
         began = time.perf_counter()
         parent, marks = self._parent, marks_of(self._fork)
         if parent is not None and (parent.tokens, parent.forgotten) == (len(self._ids), self._forgotten):
-            self.point = parent  # nothing came since
+            point = parent  # nothing came since
         else:
             digest, existed = self._write(parent, on_layer)
             marks = marks.of_another() if existed else marks
-            self.point = SavedPoint(str(self._store.folder), digest, len(self._ids), self._forgotten, marks)
-        self._store.name(self.saved.name, self.point.digest, self._plain)
-        self.saved.digest, self.saved.seconds = self.point.digest, time.perf_counter() - began
-        return self.saved
+            point = SavedPoint(str(self._store.folder), digest, len(self._ids), self._forgotten, marks)
+        self._store.name(self.saved.name, point.digest, self._plain)
+        self.saved.digest, self.saved.seconds = point.digest, time.perf_counter() - began
+        return point
 
     def _write(self, parent: SavedPoint | None, on_layer: Callable[[], object] | None) -> tuple[str, bool]:
         """The node's digest, and whether the store had it already."""
@@ -170,15 +169,6 @@ def saved_options(config: Config, forgotten: Forgotten) -> dict[str, Any]:
     """What, beside the tokens, what is saved depends on."""
     options = {name: value for name, value in config.to_dict().items() if name not in RUNTIME}
     return {**options, "forgotten": list(forgotten)}
-
-
-def _is_there(store: ContextStore, digest: str) -> bool:
-    """Whether a node can be continued: it may have been removed, or be damaged."""
-    try:
-        return bool(store.chain(digest))
-    except StoreError as error:
-        log.info("%s; all of the context is written again", error)
-        return False
 
 
 def saving_bar(name: str, layers: int, *, show: bool) -> tqdm[Any]:
@@ -231,9 +221,7 @@ class Kept:
         return saver.saved
 
     def _run(self, saver: Saver, on_layer: Callable[[], object] | None = None) -> None:
-        saver.run(on_layer)
-        assert saver.point is not None
-        self.note(saver.point)
+        self.note(saver.run(on_layer))
 
     def _run_beside(self, saver: Saver) -> None:
         try:
@@ -259,16 +247,15 @@ def open_saved(
     questions will have. Raises UnknownContextError, StoreMismatchError, StoreDamagedError, ConfigError.
     """
     named = store.resolve(name)
-    store.get(named.digest, identity_of(model, tokenizer))
+    chain = store.chain(named.digest, identity_of(model, tokenizer))
     if named.plain.get("template") != template:
         raise StoreMismatchError(
             f"the context {name!r} was begun with another chat template than the tokenizer has now; questions would "
             "not continue it. Open it with that tokenizer, or read the text again"
         )
-    chain = store.chain(named.digest)
     chosen = _opened_config(chain[-1], config, overrides)
     index = chosen.replace(**chain[-1].plain["decided"])
-    ids = [int(token) for node in chain for token in node.ids.tolist()]
+    ids = [token for node in chain for token in node.ids.tolist()]
     forgotten = Forgotten(*chain[-1].options["forgotten"])
     cache = restored_cache(model, chosen, index, ids, forgotten)
     devices, files = layer_devices(model, len(cache.layers)), dict(_files(chain[-1]))

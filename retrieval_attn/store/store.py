@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError, UnknownContextError
+from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.store.disk import OS_DISK, Disk
 from retrieval_attn.store.failures import guarded
 from retrieval_attn.store.layout import Layout, Pin, default_folder
@@ -19,7 +19,7 @@ from retrieval_attn.store.names import NamedContext, check_name, read_name, read
 from retrieval_attn.store.node import SUFFIX, SavedNode, chain_of, check_identity
 from retrieval_attn.store.sweep import Freed, stored_bytes, sweep
 from retrieval_attn.store.verify import Damage, verify
-from retrieval_attn.store.writer import NodeWriter
+from retrieval_attn.store.writer import NodeWriter, is_whole
 
 
 class ContextStore:
@@ -69,10 +69,21 @@ class ContextStore:
             check_identity(self._layout, {"digest": digest, "identity": node.identity}, identity)
         return node
 
-    def chain(self, digest: str) -> builtins.list[SavedNode]:
+    def chain(self, digest: str, identity: str | None = None) -> builtins.list[SavedNode]:
         """All nodes from the root to this one, mapped. Raises as `get`; a parent that is gone: UnknownContextError."""
         self._layout.exists()
-        return [SavedNode(self._layout, record["digest"]) for record in chain_of(self._layout, digest)]
+        records = chain_of(self._layout, digest)
+        if identity is not None:
+            check_identity(self._layout, records[-1], identity)
+        return [SavedNode(self._layout, record["digest"]) for record in records]
+
+    def continues(self, digest: str) -> bool:
+        """Whether a node can have children: all nodes up to it are there, and no damage of them is known."""
+        try:
+            self._layout.exists()
+            return all(is_whole(self._layout, record["digest"]) for record in chain_of(self._layout, digest))
+        except StoreError:
+            return False
 
     def files(self, digest: str) -> builtins.list[Path]:
         """Paths of a node's bundles, sorted. Raises UnknownContextError for a node that is gone."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 from retrieval_attn.store import ContextStore
-from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text
+from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
 
 TEXT = 12_000
 """Characters."""
@@ -258,6 +259,30 @@ def test_what_was_forgotten(read: ra.Context, loaded: Loaded, store: ContextStor
     assert fork_sinks and saved.digest != store.resolve("whole").digest and saved.new_tokens == 0
     assert answers(opened(loaded, store, "half")) == answers(fork)
     assert answers(opened(loaded, store, "whole")) == answers(read)
+
+
+def test_a_layer_is_not_ready_while_its_index_is_waited_for() -> None:
+    """A save beside the read would take the layer without its index."""
+    begun, done = threading.Event(), threading.Event()
+
+    class Work:
+        done = False
+
+        def check(self) -> None:
+            pass
+
+        def finish(self) -> None:
+            begun.set()
+            assert done.wait(10)
+
+    layer: Any = ra.RetrievalCache(tiny_model("llama")).layers[0]
+    layer._work = Work()
+    waiting = threading.Thread(target=layer.finish_index)
+    waiting.start()
+    assert begun.wait(10) and not layer.check_index()
+    done.set()
+    waiting.join()
+    assert layer.check_index()
 
 
 @pytest.mark.cuda

@@ -180,13 +180,10 @@ class RetrievalLayer(CacheLayer):
 
         Raises what went wrong with them, with the layer named.
         """
-        work, self._work = self._work, None
+        work = self._work
         if work is not None:
-            try:
-                work.finish()
-            except BaseException:
-                self._work = work  # what failed, or was interrupted, is not forgotten
-                raise
+            work.finish()
+            self._work = None  # not before: who asks meanwhile, in another thread, is told that keys are on their way
 
     def check_index(self) -> bool:
         if self._work is None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from retrieval_attn.offload.staging import Staging
+from retrieval_attn.offload.staging import Staging, pinned
 from retrieval_attn.offload.threads import ThreadPool
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -64,13 +64,16 @@ def test_refused_pinned_memory_is_said_once(caplog: pytest.LogCaptureFixture, mo
     monkeypatch.setattr(torch, "empty", refusing)
     monkeypatch.setattr("retrieval_attn.offload.page_lock._said", set())
     with caplog.at_level(logging.WARNING):
-        rings = [Staging(torch.device("cpu"), 64, 2) for _ in range(2)]
+        ring = Staging(torch.device("cpu"), 64, 2)
+    assert not caplog.messages, "a CPU's copies need no pinned memory"
+    with caplog.at_level(logging.WARNING):
+        ring._buffers = [pinned(64) for _ in range(2)]
     assert caplog.messages == [
         "page-locked memory was refused (CUDA error: cannot pin; `ulimit -l` shows a limit): keys and values are "
         "copied through ordinary memory, slower"
     ]
     got: list[list[int]] = []
-    rings[0].bring([([torch.arange(4)], lambda array: got.append(array.tolist()))], None)
+    ring.bring([([torch.arange(4)], lambda array: got.append(array.tolist()))], None)
     assert got == [[0, 1, 2, 3]]
 
 

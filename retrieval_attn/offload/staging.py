@@ -34,12 +34,12 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, size: int = BUFFER_BYTES, count: int = BUFFERS) -> None:
-        """size: bytes of a buffer. Where pinned memory is refused the buffers are ordinary memory; it is said once."""
+        """size: bytes of a buffer. Where a GPU's pinned memory is refused they are ordinary memory; it is said once."""
         self.size = size
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._turn = threading.Lock()
-        self._buffers = [pinned(size) for _ in range(count)]
+        self._buffers = [pinned(size) if self._cuda else torch.empty(size, dtype=torch.uint8) for _ in range(count)]
 
     def bring(self, pieces: Iterable[CopyChunk], ready: torch.cuda.Event | None) -> None:
         """Copy each piece to the host and hand it to its taker, in order; returns when the last was taken.
@@ -105,6 +105,18 @@ def _hand_over(arrays: list[np.ndarray], sent: torch.cuda.Event | None, taker: C
     if sent is not None:
         sent.synchronize()
     taker(*arrays)
+
+
+def sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of any plain array on a device, by its current stream, without waiting: from page-locked memory.
+
+    Maps of files, above all, are not given to the driver: it copies such pages one by one.
+    """
+    if device.type != "cuda" or not array.nbytes:
+        return torch.from_numpy(np.array(array, copy=True)).to(device)
+    room = pinned(array.nbytes).numpy().view(array.dtype).reshape(array.shape)
+    np.copyto(room, array)
+    return torch.from_numpy(room).to(device, non_blocking=True)
 
 
 def pinned(size: int) -> Tensor:

@@ -171,6 +171,24 @@ def test_each_shape_is_launched_once_while_the_model_reads(
     assert launched[len(names) + 1 :] == ["capture"]
 
 
+@pytest.mark.parametrize("index", ["device", "flat"])
+def test_a_context_that_a_graph_waits_for_is_not_bound_twice(loaded: Loaded, emulated_graphs: None, index: str) -> None:
+    """Its first answer launches the graph that the first context had captured; another kind of step is rehearsed."""
+    from retrieval_attn.engine.graph import registry
+
+    config = CONFIG.replace(index=index, retrieve=4)
+    one = ra.Context(*loaded, config).read(TEXT, progress=False)
+    [decoder] = registry._decoders[loaded[0]]
+    assert (decoder.captures, decoder.replays) == (1, 1)
+    other = ra.Context(*loaded, config).read(TEXT, progress=False)
+    assert (decoder.captures, decoder.replays) == (1, 1)
+    answers = [context.ask("Well?", max_new_tokens=5, append="retrieval") for context in (one, other)]
+    assert decoder.captures == 1 and decoder.replays > 4 and answers[0].tokens == answers[1].tokens
+    assert {answer.stats.decoded for answer in answers} == {"graph"}
+    ra.Context(*loaded, config).read("too short for anything to be retrieved", progress=False)
+    assert len(decoder.graphs) == 2
+
+
 @pytest.mark.cuda
 def test_threads_compile_what_the_device_launches_while_the_model_reads(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, fresh_decoders: None

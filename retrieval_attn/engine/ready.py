@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +29,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.engine.graph.ahead import LayerLaunches
-from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
+from retrieval_attn.engine.graph.registry import bind, has_captured, runtime_for, unbind
 from retrieval_attn.engine.preparation import Preparation
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.gpu.attention.merge import empty_partial, merge
@@ -203,13 +205,14 @@ def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:
 def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
     """Make the trial of the exchange, capture the step of one token, launch it once. Nothing on a CPU.
 
-    Where that cannot be, the first answer says why.
+    Nothing, too, where an earlier context's graph will do: to bind a context takes a third of a second of 32 layers,
+    and its first answer binds it after its first token. Where no step can be captured, the first answer says why.
     """
     if cache.config.graph is False:
         return
     try:
         runtime = runtime_for(model)
-        if runtime is None:
+        if runtime is None or has_captured(model, cache, runtime):
             return
         launcher = bind(model, cache, runtime)
         try:
@@ -221,10 +224,13 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
 
 
 def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """Search codes on a CUDA device as questions do, in one layer of each shape: all questions run those kernels."""
+    """Search codes on a CUDA device as questions do, in one layer of each shape: all questions run those kernels.
+
+    Once in a process for a model and a shape.
+    """
     if input_device(model).type != "cuda":
         return
-    rehearsed = set()
+    rehearsed = _searched.setdefault(model, set())
     for layer in cache.layers:
         if not isinstance(layer, RetrievalLayer) or not layer.index.spec.keeps_device_keys:
             continue
@@ -242,6 +248,9 @@ def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
                 part.begin(layer.config)
                 part.attend(layer.config, value.shape[3], LayerStats())
             uploads.clear()
+
+
+_searched: weakref.WeakKeyDictionary[PreTrainedModel, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def question_lengths(layer: RetrievalLayer, held: HeldTokens) -> list[int]:

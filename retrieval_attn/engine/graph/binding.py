@@ -17,7 +17,7 @@ from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state, signature
-from retrieval_attn.engine.graph.host import held_by
+from retrieval_attn.engine.graph.host import code_shape, held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
@@ -25,6 +25,7 @@ from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, window_partials
 from retrieval_attn.index.task import descriptor as words
 
@@ -159,6 +160,24 @@ class Binding:
                 bound.plan()
         self.update_kind()
         self.upload_spans()
+
+
+def expected_kind(cache: RetrievalCache) -> StepKind:
+    """What `Binding.kind` will be, if the codes of a layer cover all that it retrieves from."""
+    layers = [layer for _, layer in attending(cache)]
+    held = [
+        (layer, layer.held)
+        for layer in layers
+        if isinstance(layer, RetrievalLayer) and layer.held is not None and layer.held.retrieves
+    ]
+    coded = [
+        stop - start
+        for layer, one in held
+        if code_shape(layer, one.window.buffers[0].shape[3]) is not None
+        for start, stop in one.ranges
+    ]
+    padded = any(window_of(layer).valid is not None for layer in layers)
+    return StepKind(bool(held), padded, size_class(max(coded)) if max(coded, default=0) else 0)
 
 
 class GraphLayer:

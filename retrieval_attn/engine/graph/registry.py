@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cpu.serve import Server
-from retrieval_attn.engine.graph.binding import Binding
+from retrieval_attn.engine.graph.binding import Binding, expected_kind
 from retrieval_attn.engine.graph.decoder import GraphDecoder, signature
 from retrieval_attn.engine.graph.emulation import emulated_runtime
 from retrieval_attn.engine.graph.launch import Launcher
@@ -44,6 +44,17 @@ def runtime_for(model: PreTrainedModel) -> Runtime | None:
     return cuda_runtime(
         device.index if device.index is not None else torch.cuda.current_device(), Server, requested_host_callback()
     )
+
+
+def has_captured(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> bool:
+    """Whether a decoder waits whose graphs have the step that comes next in `cache`, as far as is known before `bind`.
+
+    Raises CaptureError for a cache without tokens.
+    """
+    needed = signature(model, cache, runtime)
+    with _lock:
+        graphs = [kind for one in _decoders.get(model, ()) if one.signature == needed for kind in one.graphs]
+    return bool(graphs) and expected_kind(cache) in graphs
 
 
 def bind(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> Launcher:

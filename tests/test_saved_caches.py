@@ -23,6 +23,7 @@ from retrieval_attn.cache.saved import (
 )
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.errors import InputDataError, StoreMismatchError
+from retrieval_attn.offload.codes import SentCodes
 from tests.graph_cases import CONFIG
 from tests.test_hybrid import CONFIGS as HYBRIDS
 from tests.test_hybrid import new_model
@@ -71,10 +72,12 @@ def restored(model: Any, cache: ra.RetrievalCache, nodes: list[States]) -> ra.Re
     """From copies: each opening maps the files anew, and insertions write to what it has mapped."""
     ids = cache.batch.sequences[0].token_ids.tolist()
     found = restored_cache(model, cache.config, cache.index.config, ids, cache.batch.forgotten)
+    sent = SentCodes()
     for number, device in enumerate(layer_devices(model, len(found.layers))):
         states = copy.deepcopy([node[number] for node in nodes])
         if states[-1] is not None:
-            restore_layer(found, number, device, [state for state in states if state is not None])
+            restore_layer(found, number, device, [state for state in states if state is not None], sent)
+    sent.wait()
     return found
 
 

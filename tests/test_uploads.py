@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,15 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.segment import restored_segment
+from retrieval_attn.cpu.store import SequenceKV, Span, take_spans
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import page_lock, upload
 from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.transfer import pack, to_host, unpack
 from retrieval_attn.offload.upload import Stretch, Uploads, as_blocks
+from retrieval_attn.store.bundle import Bundle, BundleFile, write_bundle
+from retrieval_attn.store.disk import OsDisk
 from tests.tiny_models import build_model, random_ids
 
 HEADS, DIM, VALUE_DIM = 3, 128, 64
@@ -191,6 +196,80 @@ class TestPageLock:
         plain = logits(False, 1 << 30)
         for lock in (True, False):
             assert torch.allclose(logits(lock, 2 << 20), plain, atol=1e-4, rtol=1e-4)
+
+
+class TestSavedSegments:
+    """Keys and values that lie in a file: the driver locks its pages, once, when they are asked for."""
+
+    pytestmark = pytest.mark.cuda
+
+    def mapped_path(self, fmt: Format, folder: Path, tokens: int = TOKENS) -> SequenceKV:
+        rows = path_of(fmt, 4, tokens).segments[0]
+        arrays = dict(zip(("keys", "values"), rows.read(0, tokens), strict=True))
+        file = folder / "layer.ra"
+        disk = OsDisk()
+        seal = write_bundle(disk, file, Bundle({}, arrays))
+        found = BundleFile(file, disk.map(file), seal, lambda: None).bundle(verify=True).arrays
+        segment = restored_segment(found["keys"], found["values"], fmt, 0, ())
+        host = SequenceKV(HEADS, DIM, VALUE_DIM, fmt)
+        take_spans(host, [Span(segment, tokens)])
+        return host
+
+    @pytest.mark.parametrize("fmt", [Format.FLOAT32, Format.BFLOAT16, Format.INT8])
+    def test_pages_of_a_file_are_locked_by_the_first_walk(self, fmt: Format, tmp_path: Path, block_bytes: None) -> None:
+        host = self.mapped_path(fmt, tmp_path)
+        [segment] = host.segments
+        uploads, wanted = Uploads(torch.device("cuda", 0)), expected(host, TOKENS, torch.bfloat16)
+        for turn in range(2):
+            found = walked(uploads, Stretch.of(host), torch.bfloat16)
+            for mine, theirs in zip(found, wanted, strict=True):
+                assert torch.equal(mine, theirs), turn
+            assert segment.locked_ends == (TOKENS,) and segment.locked_rows is not None
+            for own, private in zip(segment.locked_rows, (segment.keys, segment.values), strict=True):
+                assert own.ctypes.data != private.ctypes.data and np.array_equal(own, private)
+                assert torch.from_numpy(own.reshape(-1).view(np.uint8)).is_pinned()
+
+    def test_no_page_is_locked_unless_wanted(self, tmp_path: Path) -> None:
+        host = self.mapped_path(Format.BFLOAT16, tmp_path)
+        host.page_lock = False
+        wanted = expected(host, TOKENS, torch.float32)
+        found = walked(Uploads(torch.device("cuda", 0)), Stretch.of(host), torch.float32)
+        assert all(map(torch.equal, found, wanted)) and not host.segments[0].locked_ends
+
+    def test_where_files_are_refused_they_are_gathered(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(page_lock, "register", lambda *given: "operation not supported")
+        monkeypatch.setattr(page_lock, "_file_refused", threading.Event())
+        monkeypatch.setattr(page_lock, "_said", set())
+        host = self.mapped_path(Format.BFLOAT16, tmp_path)
+        wanted = expected(host, TOKENS, torch.float32)
+        for _ in range(2):
+            found = walked(Uploads(torch.device("cuda", 0)), Stretch.of(host), torch.float32)
+            assert all(map(torch.equal, found, wanted)) and not host.segments[0].locked_ends
+        assert len(caplog.records) == 1 and "saved contexts" in caplog.text
+
+    def test_files_are_unlocked_before_they_are_unmapped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        unlocked: list[int] = []
+        unregister = page_lock.unregister
+
+        def noted(addresses: list[int]) -> None:
+            unlocked.extend(addresses)
+            unregister(addresses)
+
+        monkeypatch.setattr(page_lock, "unregister", noted)
+        host = self.mapped_path(Format.BFLOAT16, tmp_path)
+        walked(Uploads(torch.device("cuda", 0)), Stretch.of(host), torch.float32)
+        rows = host.segments[0].locked_rows
+        assert rows is not None and not unlocked
+        addresses = [one.ctypes.data for one in rows]
+        del host, rows
+        gc.collect()
+        assert sorted(unlocked) == sorted(addresses)
+        (tmp_path / "small").mkdir()
+        other = self.mapped_path(Format.BFLOAT16, tmp_path / "small", 3000)
+        walked(Uploads(torch.device("cuda", 0)), Stretch.of(other), torch.float32)
+        assert not other.segments[0].locked_ends
 
 
 @pytest.mark.cuda

@@ -8,10 +8,10 @@ them and estimates the others, by fewer clusters, for they are few.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from retrieval_attn.cpu.clusters import MAX_CLUSTERS, ClusterTable
 from retrieval_attn.cpu.host_attend import step_pieces
@@ -21,6 +21,7 @@ from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
 from retrieval_attn.gpu.codes.search import CodeRange
 from retrieval_attn.index.device import SPARE_TOKENS
+from retrieval_attn.offload.staging import sent
 
 
 class CodedPieces(NamedTuple):
@@ -60,6 +61,13 @@ def take_apart(path: SequenceKV, start: int, stop: int, k: int) -> CodedPieces:
     return CodedPieces(plain, codes, table, entries)
 
 
+def bring_clusters(path: SequenceKV, start: int, stop: int, k: int) -> None:
+    """Make what `take_apart` will find on the device, and nothing else. Nothing for a path without codes there."""
+    coded = coded_pieces(step_pieces(path, start, stop))
+    if path.clusters is not None and len(coded) == 1 and all(head_codes(coded[0], k) or [None]):
+        _entries(path, coded[0])
+
+
 def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
     """The pieces whose keys may be coded on a device."""
     return [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
@@ -91,11 +99,11 @@ class _SegmentClusters:
     [first, first + length) are known, and mean values (kv_heads, MAX_CLUSTERS, value_dim).
     """
 
-    def __init__(self, mean_values: Tensor, first: int, device: torch.device) -> None:
+    def __init__(self, mean_values: np.ndarray[Any, Any], first: int, device: torch.device) -> None:
         """mean_values: (kv_heads, clusters, value_dim)."""
         heads, clusters, value_dim = mean_values.shape
         self.mean_values = torch.zeros(heads, MAX_CLUSTERS, value_dim, dtype=MEAN_DTYPE, device=device)
-        self.mean_values[:, :clusters] = mean_values.to(device, MEAN_DTYPE)
+        self.mean_values[:, :clusters] = sent(mean_values, device)
         self.first, self.length = first, 0
         self.members = torch.zeros(heads, 0, dtype=torch.uint8, device=device)
 
@@ -104,7 +112,7 @@ class _SegmentClusters:
         """Bytes of members, with room for more, and of mean values."""
         return self.members.nbytes + self.mean_values.nbytes
 
-    def cover(self, ids: Tensor, stop: int) -> None:
+    def cover(self, ids: np.ndarray[Any, Any], stop: int) -> None:
         """Take members up to the segment's token `stop` out of ids (kv_heads, tokens) on the host."""
         length = stop - self.first
         if length <= self.length:
@@ -113,7 +121,7 @@ class _SegmentClusters:
             grown = self.members.new_zeros(len(self.members), length + SPARE_TOKENS)
             grown[:, : self.length] = self.members[:, : self.length]
             self.members = grown
-        self.members[:, self.length : length] = ids[:, self.first + self.length : stop].to(self.members.device)
+        self.members[:, self.length : length] = sent(ids[:, self.first + self.length : stop], self.members.device)
         self.length = length
 
 
@@ -127,8 +135,8 @@ def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
     held = shared.on_devices.setdefault(segment, {})
     known: _SegmentClusters | None = held.get(device)
     if known is None or known.first != piece.index_first:
-        known = held[device] = _SegmentClusters(torch.from_numpy(shared.mean_values), piece.index_first, device)
-    known.cover(torch.from_numpy(shared.members(segment, piece.index_first, piece.high, path.fmt)), piece.high)
+        known = held[device] = _SegmentClusters(shared.mean_values, piece.index_first, device)
+    known.cover(shared.members(segment, piece.index_first, piece.high, path.fmt), piece.high)
     return [ClusterEntry(*one) for one in zip(known.members, known.mean_values, strict=True)]
 
 

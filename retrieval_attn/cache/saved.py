@@ -17,17 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.held import edge_of, take_edge
+from retrieval_attn.cache.coded_clusters import bring_clusters
+from retrieval_attn.cache.held import HeldTokens, edge_of, take_edge
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Forgotten, ids_tensor
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import STATE_NAMES, StateLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.saved import PathMark, State, path_from_states, path_mark, path_state, span_marks, spans_since
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import InputDataError, StoreMismatchError
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.placement import execution_device, input_device
-from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.offload.codes import DeviceCoder, SentCodes, beside
+from retrieval_attn.offload.staging import sent as sent_array
 
 Array = npt.NDArray[Any]
 HOST = "host/"
@@ -118,8 +121,13 @@ def restored_cache(
     return cache
 
 
-def restore_layer(cache: RetrievalCache, number: int, device: torch.device, states: Sequence[State]) -> None:
-    """Fill layer `number` on `device` with its states of a chain of nodes, the root's first."""
+def restore_layer(
+    cache: RetrievalCache, number: int, device: torch.device, states: Sequence[State], sent: SentCodes
+) -> None:
+    """Fill layer `number` on `device` with its states of a chain of nodes, the root's first.
+
+    Nothing may be asked of the layer before `sent` has been waited for.
+    """
     layer: Any = cache.layers[number]
     plain, arrays = states[-1]
     kinds: dict[Any, str] = {RetrievalLayer: "retrieval", SlidingLayer: "sliding", StateLayer: "state"}
@@ -131,20 +139,33 @@ def restore_layer(cache: RetrievalCache, number: int, device: torch.device, stat
     if isinstance(layer, StateLayer):
         _restore_linear(layer, plain, arrays, device)
         return
-    tail = _tensors(arrays, "tail", plain["dtype"], device)
-    layer.is_initialized = True
-    if isinstance(layer, SlidingLayer):
-        layer.take_window(*tail, int(plain["unseen"]))
-        return
-    layer.q_heads = int(plain["q_heads"])
-    held = layer.hold(*(part[:, :, :0] for part in tail))
-    sinks = _tensors(arrays, "sinks", plain["dtype"], device)
-    host = held.hosts[0]
-    coder = DeviceCoder(device, host.num_kv_heads) if host.spec.cls.keeps_device_keys else None
+    with beside(device):
+        tail = _tensors(arrays, "tail", plain["dtype"], device)
+        layer.is_initialized = True
+        if isinstance(layer, SlidingLayer):
+            layer.take_window(*tail, int(plain["unseen"]))
+            return
+        layer.q_heads = int(plain["q_heads"])
+        held = layer.hold(*(part[:, :, :0] for part in tail))
+        sinks = _tensors(arrays, "sinks", plain["dtype"], device)
+        _restore_path(held.hosts[0], states, device, sent)
+        take_edge(held, plain["edge"], sinks, tail)
+        if "sinks/unturned" in arrays:
+            held.unturned_sinks = _tensor(arrays["sinks/unturned"], plain["dtype"], torch.device("cpu"))
+        _bring_clusters(layer, held)
+
+
+def _restore_path(host: SequenceKV, states: Sequence[State], device: torch.device, codes: SentCodes) -> None:
+    coder = DeviceCoder(device, host.num_kv_heads, codes) if host.spec.cls.keeps_device_keys else None
     path_from_states([(one["host"], _of_host(some)) for one, some in states], host, coder)
-    take_edge(held, plain["edge"], sinks, tail)
-    if "sinks/unturned" in arrays:
-        held.unturned_sinks = _tensor(arrays["sinks/unturned"], plain["dtype"], torch.device("cpu"))
+
+
+def _bring_clusters(layer: RetrievalLayer, held: HeldTokens) -> None:
+    """To a device that has codes: the first question would wait for them, layer by layer."""
+    (host,), ((start, stop),) = held.hosts, held.ranges
+    count = layer.config.retrieve_count(stop - start)
+    if count is not None and stop > start and host.spec.keeps_codes(host.head_dim):
+        bring_clusters(host, start, stop, count)
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
@@ -179,7 +200,7 @@ def _array(tensor: Tensor) -> Array:
 
 
 def _tensor(array: Array, dtype: str, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).view(getattr(torch, dtype)).to(device, copy=True)
+    return sent_array(array, device).view(getattr(torch, dtype))
 
 
 def _tensors(arrays: Any, name: str, dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:

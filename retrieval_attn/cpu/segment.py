@@ -93,6 +93,9 @@ class Segment:
         self.values = _reserve((num_kv_heads, capacity, fmt.width(value_dim)), fmt, sure)
         self.locked_ends: tuple[int, ...] = ()
         """Ends of the token ranges, one after the other from 0 on, that are page-locked (`offload/page_lock.py`)."""
+        self.locked_rows: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+        """Keys and values where they are page-locked, if that is another address: a file's own pages. Not to be written
+        to."""
         self.fmt = fmt
         self.length = 0
         self.frozen = False

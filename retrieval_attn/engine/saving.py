@@ -12,10 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -38,16 +39,17 @@ from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready, prepared
 from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError, StoreMismatchError
 from retrieval_attn.model.identity import identity_of
+from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.store import Bundle, ContextStore, NodeWriter, SavedNode, check_name
+from retrieval_attn.store.failures import guarded
 
 log = logging.getLogger(__name__)
 
 RUNTIME = ("threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append")
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
-OPENING_THREADS = 4
-"""Layers that are brought back at once: most of it are copies, to the device and of what is on disk."""
-CHECKED_LATER = ("keys", "values")
-"""Arrays, by the end of their names, whose checksums a thread compares after a context was opened: nearly all bytes."""
+CHECKED_LATER = ("keys", "values", "/codes")
+"""Arrays, by the end of their names, whose checksums a thread compares after a context was opened: nearly all bytes.
+None of them says where something lies: a wrong bit makes a wrong answer at most, of which the thread tells."""
 
 
 @dataclass(frozen=True)
@@ -258,27 +260,33 @@ def open_saved(
     ids = [token for node in chain for token in node.ids.tolist()]
     forgotten = Forgotten(*chain[-1].options["forgotten"])
     cache = restored_cache(model, chosen, index, ids, forgotten)
-    devices, files = layer_devices(model, len(cache.layers)), dict(_files(chain[-1]))
-
-    def restore(number: int) -> None:
-        if number in files:
-            bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain]
-            states = [(dict(one.plain), dict(one.arrays)) for one in bundles]
-            restore_layer(cache, number, devices[number], states)
-
     with (
         compilation(model, cache, len(ids), progress=progress) as compiling,
         prepared(model, cache, compiling),
         ReadingBar(cache, f"opening {name}", progress),
-        ThreadPoolExecutor(OPENING_THREADS, "retrieval_attn-open") as pool,
     ):
-        for _ in pool.map(restore, range(len(cache.layers))):
-            if cache.on_layer is not None:
-                cache.on_layer()
+        _restore_layers(cache, chain, layer_devices(model, len(cache.layers)), store.folder)
     kept = Kept([SavedPoint(str(store.folder), named.digest, len(ids), forgotten, marks_of(cache))], LateCheck(chain))
     with using_retrieval(model, cache.config.prefill_chunk):
         make_ready(model, cache)
     return cache, kept
+
+
+def _restore_layers(
+    cache: RetrievalCache, chain: Sequence[SavedNode], devices: Sequence[torch.device], folder: Path
+) -> None:
+    """folder: of the store, for errors."""
+    files, sent = dict(_files(chain[-1])), SentCodes()
+    try:
+        for number, device in enumerate(devices):
+            if number in files:
+                bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain]
+                restore_layer(cache, number, device, [(dict(one.plain), dict(one.arrays)) for one in bundles], sent)
+            if cache.on_layer is not None:
+                cache.on_layer()
+    finally:
+        with guarded("read", folder):
+            sent.wait()
 
 
 class LateCheck:

@@ -10,19 +10,24 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.mapped import file_bytes, is_mapped, populate
 
 log = logging.getLogger(__name__)
 
 LEAST_BYTES = 1 << 20
 """Less of a head's keys than this is not registered: it crosses in no time from ordinary memory."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: the device does not write there
 _refused = threading.Event()
+_file_refused = threading.Event()
 _said: set[str] = set()
 
 
@@ -53,6 +58,49 @@ def lock_pages(segment: Segment) -> None:
     segment.locked_ends = (*segment.locked_ends, stop)
 
 
+def locked_rows(segment: Segment, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `Segment.read`, of tokens that are page-locked, at the addresses that are."""
+    keys, values = segment.read(0, segment.length) if segment.locked_rows is None else segment.locked_rows
+    return keys[:, start:stop], values[:, start:stop]
+
+
+def lockable(segment: Segment) -> bool:
+    """Whether `lock_file` would page-lock what a loaded segment holds."""
+    return (
+        not segment.locked_ends
+        and not segment.page_tokens
+        and not _file_refused.is_set()
+        and segment.frozen
+        and segment.keys[:1].nbytes >= LEAST_BYTES
+        and is_mapped(segment.keys)
+    )
+
+
+def lock_file(segment: Segment) -> None:
+    """Register keys and values of a loaded segment: the file's own pages, which are not copied for it.
+
+    A launch of any thread waits while the driver registers an array, 45 GB a second. Where the driver refuses files, it
+    is said once, and they are gathered from then on. For one thread at a time. Raises StoreError.
+    """
+    arrays = [file_bytes(array) for array in (segment.keys, segment.values)]
+    keys, values = arrays
+    if not lockable(segment) or keys is None or values is None:
+        return
+    done: list[int] = []
+    for view, array in zip((segment.keys, segment.values), (keys, values), strict=True):
+        with guarded("read", Path("the file of a saved context")):
+            populate(view)  # in the driver's hands, pages would come from the disk one by one
+        if reason := register(array.ctypes.data, array.nbytes, _PORTABLE | _READ_ONLY):
+            unregister(done)
+            _file_refused.set()
+            say_refused(reason, "keys and values of saved contexts cross through page-locked buffers, slower")
+            return
+        done.append(array.ctypes.data)
+    for array, address in zip((keys, values), done, strict=True):
+        weakref.finalize(_owner(array), unregister, [address]).atexit = False
+    segment.locked_rows, segment.locked_ends = (keys, values), (segment.length,)
+
+
 def _owner(array: np.ndarray) -> np.ndarray:
     """The array at the end of the chain of views: it goes when the last of them goes."""
     while isinstance(array.base, np.ndarray):
@@ -60,10 +108,10 @@ def _owner(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def register(address: int, nbytes: int) -> str:
+def register(address: int, nbytes: int, flags: int = _PORTABLE) -> str:
     """Page-lock these bytes. Why the driver refused; empty where the memory is page-locked now."""
     cudart: Any = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
+    error = cudart.cudaHostRegister(address, nbytes, flags)
     if int(error) == 0:
         return ""
     _forget_error()

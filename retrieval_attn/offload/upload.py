@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.segment import PathPart
+from retrieval_attn.cpu.segment import PathPart, Segment
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.memory import spare_bytes
+from retrieval_attn.offload.page_lock import lock_file, lockable, locked_rows
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import TORCH_DTYPE, unpack
@@ -129,6 +130,12 @@ class _Block:
     buffer: Tensor
     arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     gathering: Future[None] | None = None
+
+    @property
+    def loose_bytes(self) -> int:
+        """Of its rows, those that are not page-locked."""
+        loose = sum(part.high - part.low for part, _, locked in _pieces(self.cut.parts) if not locked)
+        return loose * self.host.token_bytes * self.cut.heads // self.host.num_kv_heads
 
     def rows_in(self, buffer: Tensor) -> _Rows:
         """The block's rows, laid out in `buffer`."""
@@ -235,30 +242,42 @@ class Uploads:
         host = one.host
         buffer, used = self._buffer(one.block_bytes)
         block = _Block(host, cut, buffer)
-        pieces = list(_pieces(cut.parts))
-        loose = sum(part.high - part.low for part, _, locked in pieces if not locked)
-        loose *= host.token_bytes * cut.heads // host.num_kv_heads
         if used is not None:
             self._stream.wait_event(used)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what had the memory before
         self._ahead.append(block)
-        if loose > INLINE_BYTES:
-            block.gathering = _gatherer().submit(self._gather, pieces, block)
-            return
+        files = [part.segment for part in cut.parts if lockable(part.segment)] if host.page_lock else []
+        if files:
+            block.gathering = _gatherer().submit(self._lock_and_copy, files, block)
+        elif block.loose_bytes > INLINE_BYTES:
+            block.gathering = _gatherer().submit(self._gather, block)
+        else:
+            self._copy(block)
+
+    def _copy(self, block: _Block) -> None:
+        """Send a block as it lies, nearly all of it in page-locked memory."""
         with torch.cuda.stream(self._stream):
-            placed = block.rows_in(buffer)
-            for part, offset, locked in pieces:
-                for source, target in _rows(part, offset, placed, cut.first_head):
+            placed = block.rows_in(block.buffer)
+            for part, offset, locked in _pieces(block.cut.parts):
+                for source, target in _rows(part, offset, placed, block.cut.first_head, locked):
                     target.copy_(source if locked else source.pin_memory(), non_blocking=True)
             block.arrived.record(self._stream)
 
-    def _gather(self, pieces: list[tuple[PathPart, int, bool]], block: _Block) -> None:
+    def _lock_and_copy(self, files: list[Segment], block: _Block) -> None:
+        """Send a block of files, whose pages are locked from now on: who asks again finds them so."""
+        with torch.cuda.device(self._device):
+            for segment in files:
+                lock_file(segment)
+            (self._gather if block.loose_bytes > INLINE_BYTES else self._copy)(block)
+
+    def _gather(self, block: _Block) -> None:
         """Send a block of ordinary memory: threads copy its rows into a page-locked buffer that looks like it."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             placed = block.rows_in(block.buffer)
             buffer, sent = _gather_ring().take(placed.flat.nbytes)
             staged, first = block.rows_in(buffer), block.cut.first_head
+            pieces = _pieces(block.cut.parts)
             _copiers().map(_copy, [pair for part, offset, _ in pieces for pair in _rows(part, offset, staged, first)])
             placed.flat.copy_(staged.flat, non_blocking=True)
             sent.record(self._stream)
@@ -326,10 +345,16 @@ def _pieces(parts: Sequence[PathPart]) -> Iterator[tuple[PathPart, int, bool]]:
             offset += high - low
 
 
-def _rows(part: PathPart, offset: int, block: _Rows, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per head from `first` on, rows on the host and their place in a block: one run of memory each."""
+def _rows(
+    part: PathPart, offset: int, block: _Rows, first: int, locked: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per head from `first` on, rows on the host and their place in a block: one run of memory each.
+
+    locked: at addresses that are page-locked.
+    """
     count = part.high - part.low
-    for array, into in zip(part.segment.read(part.low, part.high), (block.key, block.value), strict=True):
+    arrays = (locked_rows if locked else Segment.read)(part.segment, part.low, part.high)
+    for array, into in zip(arrays, (block.key, block.value), strict=True):
         for head in range(len(into)):
             yield torch.from_numpy(array[first + head]).view(into.dtype), into[head, offset : offset + count]
 

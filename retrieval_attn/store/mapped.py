@@ -14,12 +14,17 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+_WILL_NEED = 3
+"""MADV_WILLNEED: the disk gets all of a range at once, instead of what a fault reads ahead."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14: reads pages in, and fails where touching one would end the process."""
+_AHEAD = 1 << 24
+"""Bytes behind a range that the disk is asked for with it: it reads on while somebody looks at the range."""
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _PAGE = mmap.PAGESIZE
 
@@ -99,16 +104,18 @@ class _Map:
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        self._address, self._nbytes = int(address), nbytes
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (self._address, not private),
-        }
+        self._address, self.nbytes = int(address), nbytes
+        self.twin: _Map | None = None
+        """Of a private map: the shared one of the same file."""
+        self.__array_interface__ = _interface(self._address, nbytes, not private)
+
+    @property
+    def address(self) -> int:
+        return self._address
 
     def advise(self, start: int, stop: int) -> None:
         first = start // _PAGE * _PAGE
+        self._libc.madvise(self._address + first, min(stop + _AHEAD, self.nbytes) - first, _WILL_NEED)  # a hint
         code = errno.EINTR
         while code == errno.EINTR:
             if self._libc.madvise(self._address + first, stop - first, _POPULATE_READ) == 0:
@@ -120,7 +127,54 @@ class _Map:
 
     def __del__(self) -> None:
         if hasattr(self, "_address"):
-            self._libc.munmap(self._address, self._nbytes)
+            self._libc.munmap(self._address, self.nbytes)
+
+
+class _Unwritten:
+    """Makes arrays over a shared map that look as if they could be written to: drivers and PyTorch take no others."""
+
+    def __init__(self, owner: _Map) -> None:
+        self._owner = owner
+        self.__array_interface__ = _interface(owner.address, owner.nbytes, False)
+
+
+def _interface(address: int, nbytes: int, read_only: bool) -> dict[str, Any]:
+    return {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, read_only)}
+
+
+def file_bytes(view: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """The file's own pages behind a C-contiguous view of a private map, of the same shape; None for any other array.
+
+    They can be page-locked where they are: those of a private map would be copied first. They are what `view` has as
+    long as nobody wrote to it. To write to them ends the process.
+    """
+    private = _map_of(view)
+    if private is None or private.twin is None or not view.flags.c_contiguous:
+        return None
+    begin = view.ctypes.data - private.address
+    whole = np.asarray(_Unwritten(private.twin))
+    return whole[begin : begin + view.nbytes].view(view.dtype).reshape(view.shape)
+
+
+def is_mapped(view: npt.NDArray[Any]) -> bool:
+    """Whether `file_bytes` finds a file behind it."""
+    private = _map_of(view)
+    return private is not None and private.twin is not None and view.flags.c_contiguous
+
+
+def populate(view: npt.NDArray[Any]) -> None:
+    """Read the bytes of a C-contiguous view of a map into memory now; nothing for others. Raises OSError."""
+    private = _map_of(view)
+    if private is not None and view.nbytes:
+        begin = view.ctypes.data - private.address
+        (private.twin or private).advise(begin, begin + view.nbytes)
+
+
+def _map_of(view: npt.NDArray[Any]) -> _Map | None:
+    owner: Any = view
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, _Map) else None
 
 
 class _Private(Mapped):
@@ -128,6 +182,7 @@ class _Private(Mapped):
         super().__init__(nbytes)
         # checksums are those of the file: of a page that this process has written to, the private map has its own
         self._owner, self._seen = _Map(handle, nbytes, private=True), _Map(handle, nbytes, private=False)
+        self._owner.twin = self._seen
         self._data, self._stored = np.asarray(self._owner), np.asarray(self._seen)
 
     @property

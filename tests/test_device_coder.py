@@ -17,7 +17,7 @@ from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.sketch.index import SketchIndex
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.offload.codes import DeviceCoder, SentCodes
 from tests.cpu.reference import recall
 from tests.tiny_models import build_model, random_ids
 
@@ -69,15 +69,21 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
         path.build_index(0, 300, coder=coder)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_saved_codes_come_back_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that were there, and the same answers; keys that come later are coded as if nothing had happened."""
+def test_saved_codes_come_back_in_parts(device: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that were there, and the same answers; keys that come later are coded as if nothing had happened.
+
+    together: they are sent by threads; of one head more keys come before they have arrived.
+    """
     monkeypatch.setattr("retrieval_attn.offload.codes.SENT_BYTES", 5000)
     rng = np.random.default_rng(8)
     keys = rng.standard_normal((2, 3001, 64), dtype=np.float32)
     more = rng.standard_normal((2, 5000, 64), dtype=np.float32)  # more than there is room for
     queries = rng.standard_normal((6, 64), dtype=np.float32)
-    coder, other = (DeviceCoder(torch.device(device), 2) for _ in range(2))
+    sent = SentCodes(1)
+    coder = DeviceCoder(torch.device(device), 2)
+    other = DeviceCoder(torch.device(device), 2, sent if together else None)
     for head in range(2):
         made = DeviceIndex.make(
             keys[head], Format.FLOAT32, DeviceIndex.Options(), Training(queries[None], coder=coder.for_head(head))
@@ -87,6 +93,11 @@ def test_saved_codes_come_back_in_parts(device: str, monkeypatch: pytest.MonkeyP
         for index in (made, back):
             codes: Any = index.codes
             assert codes.device.codes.device.type == device and codes.device.length == len(index)
+        if head:
+            sent.wait()
+        else:
+            for index in (made, back):
+                index.insert(more[head])
         for _ in range(2):
             assert np.array_equal(made.codes.rows().copy(), back.codes.rows())
             found, wanted = (index.search(queries, 20) for index in (back, made))

@@ -158,6 +158,7 @@ def restore_layer(
 def _restore_path(host: SequenceKV, states: Sequence[State], device: torch.device, codes: SentCodes) -> None:
     coder = DeviceCoder(device, host.num_kv_heads, codes) if host.spec.cls.keeps_device_keys else None
     path_from_states([(one["host"], _of_host(some)) for one, some in states], host, coder)
+    codes.flush()
 
 
 def _bring_clusters(layer: RetrievalLayer, held: HeldTokens) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -76,7 +77,7 @@ class DeviceCoder:
         with self._turn:
             with beside(self._device):
                 memory = _take(capacity_for(len(keys)), space.key_bytes, device=self._device)
-                codes = HeadCodes(space, fmt, memory, self._lent_to(head))
+                codes = HeadCodes.empty(space, fmt, memory, self._lent_to(head))
             codes.add(keys)
             return codes.rows()
 
@@ -87,17 +88,17 @@ class DeviceCoder:
     def restored(self, space: CodeSpace, fmt: Format, rows: np.ndarray[Any, Any], head: int | None = None) -> HeadCodes:
         """The codes that had these rows (n, key_bytes). Raises MemoryPlanError where the device has no room."""
         with beside(self._device):
-            codes = HeadCodes(space, fmt, self._room_for(len(rows), space))
-            if self._sent is None:
-                codes.fill(rows)
-            else:
-                self._sent.add(codes, rows)
+            memory = self._room_for(len(rows), space)
+            if self._sent is not None and self._device.type == "cuda":
+                return self._sent.add(space, fmt, memory, rows)
+            codes = HeadCodes.empty(space, fmt, memory)
+            codes.fill(rows)
         return codes
 
     def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where the device has no room for them."""
         with beside(self._device):
-            return HeadCodes(space, fmt, self._room_for(expected, space), self._lent_to(head))
+            return HeadCodes.empty(space, fmt, self._room_for(expected, space), self._lent_to(head))
 
     def _room_for(self, expected: int, space: CodeSpace) -> Tensor:
         """Memory for the codes of one head, on the stream of `beside`."""
@@ -115,32 +116,82 @@ class SentCodes:
     One thread does the rest of a layer's work in the time that this takes; several that do would wait for each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 16) -> None:
+        """heads: how many have room together, at most."""
+        self._heads = heads
         self._futures: list[Future[None]] = []
+        self._spaces: list[_Spaces] = []
+        self._codes: list[tuple[HeadCodes, np.ndarray[Any, Any]]] = []
 
-    def add(self, codes: HeadCodes, rows: np.ndarray[Any, Any]) -> None:
-        """These are the codes (n, key_bytes) of the first n keys, n at most what was expected."""
-        if codes.device.codes.device.type == "cuda":
-            codes.device.length = len(rows)
-            self._futures.append(_senders().submit(_send, codes, rows))
-        else:
-            codes.fill(rows)
+    def add(self, space: CodeSpace, fmt: Format, memory: Tensor, rows: np.ndarray[Any, Any]) -> HeadCodes:
+        """Codes (n, key_bytes) of the first n keys of a head, on a GPU; they leave with the next `flush`."""
+        if not self._spaces or not self._spaces[-1].fits(space):
+            self._spaces.append(_Spaces(space, self._heads, memory.device))
+        there = DeviceCodes(self._spaces[-1].add(space), memory)
+        there.length = len(rows)
+        codes = HeadCodes(there, fmt, sent=self)
+        self._codes.append((codes, rows))
+        return codes
+
+    def flush(self) -> None:
+        """Send what was added, the heads of a layer say: their spaces by one copy of the current stream."""
+        for spaces in self._spaces:
+            spaces.send()
+        if self._codes:
+            self._futures.append(_senders().submit(_send, self._codes))
+        self._spaces, self._codes = [], []
 
     def wait(self) -> None:
-        """Until all are there: nothing may read them before. Raises what went wrong, OSError where a disk fails."""
+        """Until all are there: nothing may read them before. Raises what went wrong, OSError where a disk fails.
+
+        Within `beside` of the device, if something was added since the last `flush`.
+        """
+        self.flush()
         futures, self._futures = self._futures, []
         wait(futures)
         for future in futures:
             future.result()
 
 
-def _send(codes: HeadCodes, rows: np.ndarray[Any, Any]) -> None:
-    device = codes.device.codes.device
-    populate(rows)
+class _Spaces:
+    """Spaces of one shape on their way to a device, in one block."""
+
+    def __init__(self, like: CodeSpace, heads: int, device: torch.device) -> None:
+        """heads: how many there is room for."""
+        self._shapes = [side.shape for side in like[:4]]
+        self._sizes = [-(-side.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS for side in like[:4]]
+        self._left = pinned(4 * heads * sum(self._sizes)).view(torch.float32).view(heads, -1)
+        self._there = torch.empty(self._left.shape, device=device)
+        self._count = 0
+
+    def fits(self, space: CodeSpace) -> bool:
+        """Whether there is room for this one."""
+        return self._count < len(self._left) and [side.shape for side in space[:4]] == self._shapes
+
+    def add(self, space: CodeSpace) -> DeviceSpace:
+        """Where it will be."""
+        place, held = 0, self._left[self._count].numpy()
+        parts = self._there[self._count].split(self._sizes)
+        self._count += 1
+        for size, side in zip(self._sizes, space[:4], strict=True):
+            held[place : place + side.size] = side.reshape(-1)
+            place += size
+        sides = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow)
+
+    def send(self) -> None:
+        """By the current stream."""
+        self._there[: self._count].copy_(self._left[: self._count], non_blocking=True)
+
+
+def _send(some: list[tuple[HeadCodes, np.ndarray[Any, Any]]]) -> None:
+    device = some[0][0].device.codes.device
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(_sending_stream(device)):
         stream = torch.cuda.current_stream(device)
         stream.wait_stream(_stream(device))  # what had the memory before
-        codes.fill(rows)
+        for codes, rows in some:
+            populate(rows)
+            codes.copy(rows)
         stream.synchronize()
 
 
@@ -163,15 +214,18 @@ class HeadCoder(NamedTuple):
 class HeadCodes:
     """`KeyCodes` of one head on a device; `device` has them as tensors."""
 
-    def __init__(self, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> None:
-        """memory: (tokens, key_bytes) uint8, where the codes go. lent: see `DeviceCoder.lent`, of this head.
+    def __init__(
+        self, device: DeviceCodes, fmt: Format, lent: Loan | None = None, sent: SentCodes | None = None
+    ) -> None:
+        """lent: see `DeviceCoder.lent`, of this head. sent: where codes are, and their space, until they have come."""
+        self.device, self._fmt, self._lent, self._sent = device, fmt, lent, sent
 
-        Within `beside` of memory's device.
-        """
-        self._fmt, self._lent = fmt, lent
+    @classmethod
+    def empty(cls, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> HeadCodes:
+        """memory: (tokens, key_bytes) uint8, where codes will go. Within `beside` of its device."""
         query_side, key_side, shift, estimate = _sent_together(space[:4], memory.device)
         there = DeviceSpace(query_side, key_side, shift, estimate, space.wide, space.narrow)
-        self.device = DeviceCodes(there, memory)
+        return cls(DeviceCodes(there, memory), fmt, lent)
 
     @property
     def nbytes(self) -> int:
@@ -180,16 +234,24 @@ class HeadCodes:
     def fill(self, rows: np.ndarray[Any, Any]) -> None:
         """These are the codes (n, key_bytes) of the first n keys, which were coded before; n at most what was expected.
 
-        They cross through page-locked memory, a part while the next is being read from its file. Within `beside` of the
-        device, which has them when that ends.
+        Within `beside` of the device, which has them when that ends.
         """
-        codes = self.device
-        for start, some in _outbox.parts(rows, codes.codes.device):
-            codes.codes[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
-        self._lent, codes.length = None, len(rows)
+        self.copy(rows)
+        self._lent, self.device.length = None, len(rows)
+
+    def copy(self, rows: np.ndarray[Any, Any]) -> None:
+        """The bytes of `fill`, by the current stream, without waiting: through page-locked memory, a part while the
+        next is being read from its file.
+        """
+        codes = self.device.codes
+        for start, some in _outbox.parts(rows, codes.device):
+            codes[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
 
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
+        if self._sent is not None:
+            self._sent.wait()  # more room may be taken for all of them
+            self._sent = None
         codes = self.device
         device, length = codes.codes.device, codes.length
         with beside(device):

@@ -114,9 +114,10 @@ def sent(array: np.ndarray, device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or not array.nbytes:
         return torch.from_numpy(np.array(array, copy=True)).to(device)
-    room = pinned(array.nbytes).numpy().view(array.dtype).reshape(array.shape)
-    np.copyto(room, array)
-    return torch.from_numpy(room).to(device, non_blocking=True)
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    room = pinned(array.nbytes).view(dtype).view(array.shape)  # PyTorch keeps it until the copy is over
+    np.copyto(room.numpy(), array)
+    return room.to(device, non_blocking=True)
 
 
 def pinned(size: int) -> Tensor:

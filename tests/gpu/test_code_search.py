@@ -52,7 +52,8 @@ def made(dim: int, key_bytes: int, count: int, seed: int = 0) -> tuple[CodeSpace
 
 
 def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any]) -> DeviceCodes:
-    codes = HeadCodes(space, Format.FLOAT32, torch.empty(7, space.key_bytes, dtype=torch.uint8, device=device)).device
+    memory = torch.empty(7, space.key_bytes, dtype=torch.uint8, device=device)
+    codes = HeadCodes.empty(space, Format.FLOAT32, memory).device
     for some in torch.from_numpy(keys).to(device).split(300):
         assert codes.add(some)
     return codes

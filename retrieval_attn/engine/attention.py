@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from retrieval_attn.engine.prefill import unwrap_layers, wrap_layers, wrapped_chunk
+from retrieval_attn.engine.prefill import chunks_of, unwrap_layers, wrap_layers, wrapped_chunk
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.model import hooks
 from retrieval_attn.model.multimodal import for_text, text_attention
@@ -21,7 +21,7 @@ class _Use:
     """What a model had before it was first used, and by how many it is used now."""
 
     attention: str
-    chunk: int | None
+    wrapped: bool
     count: int = 0
 
 
@@ -31,32 +31,30 @@ _uses_lock = threading.Lock()
 
 @contextmanager
 def using_retrieval(model: PreTrainedModel, chunk: int) -> Iterator[None]:
-    """Retrieval attention and layer-major prefill for the duration, then whatever the model had before.
+    """Retrieval attention and layer-major prefill in chunks of `chunk` for the duration, then what the model had.
 
-    Several threads may use a model at once: the last one to leave gives it back.
+    Several threads may use a model at once, each with chunks of its own: the last one to leave gives it back.
     """
     with _uses_lock:
         attention, layers = text_attention(model), wrapped_chunk(model)
         if attention != hooks.NAME:
             set_attention(model, hooks.NAME)
-        use = _uses.setdefault(model, _Use(attention, layers))
-        use.count += 1
-        if layers != chunk:
+        if layers is None:
             wrap_layers(model, chunk)
+        use = _uses.setdefault(model, _Use(attention, layers is not None))
+        use.count += 1
     try:
-        yield
+        with chunks_of(model, chunk):
+            yield
     finally:
         with _uses_lock:
             use.count -= 1
             if use.count == 0:
                 _uses.pop(model, None)
-                layers = use.chunk
                 if use.attention != hooks.NAME:
                     set_attention(model, use.attention)
-            if layers is not None and layers != wrapped_chunk(model):
-                wrap_layers(model, layers)
-            elif layers is None and use.count == 0:
-                unwrap_layers(model)
+                if not use.wrapped:
+                    unwrap_layers(model)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

@@ -8,6 +8,7 @@ the output's matrix gets the rows that it is asked for. Cosines and sines are ma
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -26,6 +27,15 @@ from retrieval_attn.offload.hidden import DeviceRows, Ferry, HiddenRows, HostRow
 log = logging.getLogger(__name__)
 
 
+class _Forward(threading.local):
+    """What one forward knows of its hidden states. A thread runs one at a time, and others run theirs beside it."""
+
+    def __init__(self) -> None:
+        self.latest: weakref.ref[Tensor] | None = None
+        self.layout = Layout()
+        self.ferry: Ferry | None = None
+
+
 class HiddenStates:
     """The hidden states on their way through the layers of one model.
 
@@ -36,11 +46,7 @@ class HiddenStates:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._latest: weakref.ref[Tensor] | None = None
-        self.layout = Layout()
-        """Of the forward under way."""
-        self.ferry: Ferry | None = None
-        """What takes chunks to and from the host in the forward under way; None: they lie on the device."""
+        self._forward = _Forward()
 
     def __getstate__(self) -> dict[str, Any]:
         """A model that is enabled can be copied and saved whole; weak references cannot."""
@@ -54,19 +60,30 @@ class HiddenStates:
         """The model whose layers are wrapped."""
         return self._model()
 
+    @property
+    def layout(self) -> Layout:
+        """Of the calling thread's forward under way."""
+        return self._forward.layout
+
+    @property
+    def ferry(self) -> Ferry | None:
+        """What takes chunks to and from the host in the calling thread's forward; None: they lie on the device."""
+        return self._forward.ferry
+
     def begin(self, cache: Any, tokens: int, batch: int, chunk: int) -> None:
         """A forward of `tokens` tokens of `batch` rows begins, in chunks of `chunk`. Raises UnsupportedModelError."""
         cache.index.decide(tokens, batch)
         config = where_possible(self.model, cache.index.config.replace(prefill_chunk=chunk))
         held = cache.get_seq_length() + tokens
-        self.layout = reading_layout(self.model.config, config, held, free_device_bytes(self.model), batch)
+        self._forward.layout = reading_layout(self.model.config, config, held, free_device_bytes(self.model), batch)
         if self.layout.hidden_on_host:
             log.info("hidden states of %d tokens lie in host memory while they are read", tokens)
-            self.ferry = Ferry(input_device(self.model), tokens)
+            self._forward.ferry = Ferry(input_device(self.model), tokens)
 
     def end(self) -> None:
         """The forward is over, or failed."""
-        ferry, self.ferry, self.layout = self.ferry, None, Layout()
+        ferry = self.ferry
+        self._forward.ferry, self._forward.layout = None, Layout()
         if ferry is not None:
             ferry.close()
 
@@ -79,12 +96,13 @@ class HiddenStates:
 
     def may_overwrite(self, hidden_states: Tensor) -> bool:
         """Whether `hidden_states` is dead once it has been read."""
-        return not torch.is_grad_enabled() and self._latest is not None and self._latest() is hidden_states
+        latest = self._forward.latest
+        return not torch.is_grad_enabled() and latest is not None and latest() is hidden_states
 
     def passed(self, out: Tensor, module: nn.Module, seen: bool) -> None:
         """`out` leaves `module`. seen: somebody else may keep it (forward hooks, output_hidden_states)."""
         seen = seen or bool(module._forward_hooks)
-        self._latest = None if seen else weakref.ref(out)
+        self._forward.latest = None if seen else weakref.ref(out)
         if seen and self.ferry is not None:
             self.ferry.finish()
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,15 +71,14 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
 
     Raises ConfigError for a chunk below 1. Layers that are wrapped already get the new chunk size.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ConfigError(f"chunk must be an integer >= 1 token, got {chunk!r}; 8192 is a good start.")
+    _require_chunk(chunk)
     parts = decoder_parts(model)
     _unwrap(model, parts)
     stream = _Stream(model, chunk)
     for layer, index in parts.layers:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
     for norm in parts.norms:
-        _wrap(norm, _ChunkedNorm(norm, chunk, stream))
+        _wrap(norm, _ChunkedNorm(norm, stream))
     states, size = stream.states, functools.partial(getattr, stream, "chunk")
     for embedding in _embeddings(model):
         _wrap(embedding, NotedEmbedding(embedding, states, size))
@@ -87,6 +88,11 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
         _wrap(rotary, NotedRotary(rotary, states))
     for head in _heads(model):
         _wrap(head, NotedHead(head))
+
+
+def _require_chunk(chunk: int) -> None:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ConfigError(f"chunk must be an integer >= 1 token, got {chunk!r}; 8192 is a good start.")
 
 
 def unwrap_layers(model: nn.Module) -> None:
@@ -131,12 +137,61 @@ def wrapped_chunk(model: nn.Module) -> int | None:
     return chunk
 
 
+class _Asked(threading.local):
+    """Chunks by model that the calling thread has asked for."""
+
+    def __init__(self) -> None:
+        self.chunks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+_asked = _Asked()
+
+
+def _asked_chunks() -> weakref.WeakKeyDictionary[nn.Module, int]:
+    return _asked.chunks
+
+
+@contextmanager
+def chunks_of(model: nn.Module, chunk: int) -> Iterator[None]:
+    """The calling thread's forwards take so many tokens at once, whatever the layers are wrapped with.
+
+    Other threads' forwards of the model keep their own. Blocks nest. Raises ConfigError for a chunk below 1.
+    """
+    _require_chunk(chunk)
+    chunks = _asked_chunks()
+    before = chunks.get(model)
+    chunks[model] = chunk
+    try:
+        yield
+    finally:
+        if before is None:
+            chunks.pop(model, None)
+        else:
+            chunks[model] = before
+
+
 class _Stream:
     """What the wrapped modules of one model share: how many tokens go through at once, and where the rest waits."""
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
-        self.chunk = chunk  # tokens; halved where memory does not suffice
+        self._chunk = chunk
         self.states = HiddenStates(model)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that go through at once: what the calling thread has asked for (`chunks_of`), or the wrapped layers'.
+
+        Halved where memory does not suffice.
+        """
+        return _asked_chunks().get(self.model, self._chunk)
+
+    @chunk.setter
+    def chunk(self, chunk: int) -> None:
+        asked = _asked_chunks()
+        if self.model in asked:
+            asked[self.model] = chunk
+        else:
+            self._chunk = chunk
 
     @property
     def model(self) -> Any:
@@ -188,6 +243,8 @@ class _ChunkedLayer:
         if spec is not None:  # here, where nothing is cut into chunks yet
             spec.positions.require_one_text(spec.padding, tokens, kwargs)
         if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer | StateLayer):
+            if cache.on_chunk is not None:
+                cache.on_chunk()
             result = self._original(hidden_states, *args, **kwargs)
         elif isinstance(layer, StateLayer):  # its state goes from chunk to chunk
             result = self._walk(cache, layer, hidden_states, args, kwargs)
@@ -244,6 +301,8 @@ class _ChunkedLayer:
         start = 0
         while start < tokens:
             stop = min(start + self._stream.chunk, tokens)
+            if cache.on_chunk is not None:
+                cache.on_chunk()
             mark = layer.mark()
             part = self._fitting(rows, (start, stop, tokens), args, kwargs)
             if part is None:
@@ -333,12 +392,12 @@ def abandon(cache: Any) -> None:
 class _ChunkedNorm:
     """The final normalisation in chunks of tokens: the same rows, without a float32 copy of the whole prompt."""
 
-    def __init__(self, norm: nn.Module, chunk: int, stream: _Stream) -> None:
-        self._original, self._stream, self.chunk = norm.forward, stream, chunk
+    def __init__(self, norm: nn.Module, stream: _Stream) -> None:
+        self._original, self._stream = norm.forward, stream
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else 0
-        chunk, states = min(self.chunk, self._stream.chunk), self._stream.states
+        chunk, states = self._stream.chunk, self._stream.states
         if tokens <= chunk or torch.is_grad_enabled():
             return self._original(hidden_states, *args, **kwargs)
         rows = states.rows(hidden_states)

@@ -105,22 +105,27 @@ class AnswerLoop:
         return PromptState(batch.ids, logits, place[:, -1], mask)
 
     def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
-        """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
-        once; with a bar if `progress`. Returns the seconds of all of it.
-        """
+        """`read_whole`, with a bar if `progress`. Returns the seconds of all of it."""
         started = time.perf_counter()
+        self.read_whole(cache, batch, progress)
+        return time.perf_counter() - started
+
+    def read_whole(self, cache: RetrievalCache, batch: PromptRows, progress: bool = False) -> PromptState:
+        """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
+        once; with a bar if `progress`.
+        """
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
         with (
             compilation(self.model, cache, batch.ids.shape[1], progress=progress) as compiling,
             prepared(self.model, cache, compiling),
             ReadingBar(cache, f"reading {tokens:,} tokens", progress) as bar,
         ):
-            self.read(cache, batch)
+            state = self.read(cache, batch)
             bar.wait()
             finish_prefill(cache, bar.show)
         with using_retrieval(self.model, cache.config.prefill_chunk):
             make_ready(self.model, cache)
-        return time.perf_counter() - started
+        return state
 
     def answer(
         self,

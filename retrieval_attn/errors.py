@@ -10,6 +10,7 @@
     ├── CacheMismatchError     a cache used with another model, batch or token sequence
     ├── CaptureError           a decode step that cannot be recorded as one graph, with its reason
     ├── BackendError           no attention backend can serve a shape, dtype or device
+    │   └── RowsFailedError    some rows of a step for several failed; the others' logits are right
     ├── MemoryPlanError        a plan that does not fit the memory it was given
     ├── InputDataError         a user's file or text that is missing, empty or malformed     (also ValueError)
     ├── RunFolderError         a results folder that belongs to another configuration
@@ -24,6 +25,9 @@ Messages say three things: what was needed, what was given, what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class RetrievalAttentionError(Exception):
@@ -64,6 +68,19 @@ class CaptureError(RetrievalAttentionError):
 
 class BackendError(RetrievalAttentionError):
     """No attention backend can serve the given shape, dtype or device."""
+
+
+class RowsFailedError(BackendError):
+    """Some rows of a step for several rows failed; the others have their token.
+
+    errors: what went wrong, by the row's number. logits: (rows, vocabulary) float32, those of failed rows without
+    meaning.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception], logits: Any) -> None:
+        self.errors, self.logits = dict(errors), logits
+        told = "; ".join(f"row {row}: {type(error).__name__}: {error}" for row, error in self.errors.items())
+        super().__init__(f"{told}. Their caches cannot be used any more; the other rows have their token.")
 
 
 class MemoryPlanError(RetrievalAttentionError):

@@ -107,7 +107,7 @@ class RetrievalCache(LayeredCache):
         for layer in other.layers:
             if isinstance(layer, RetrievalLayer):
                 layer.index = other.index
-        other.on_layer = None
+        other.on_layer = other.on_chunk = None
         return other
 
     def crop(self, tokens_to_remove: int) -> None:

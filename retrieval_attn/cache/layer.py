@@ -198,7 +198,11 @@ class CacheLayer(HandleLayer):
 
 
 class LayeredCache(Cache):
-    """What layer-major prefill asks of a cache. on_layer: called after each decoder layer of a forward, or None."""
+    """What layer-major prefill asks of a cache. on_layer: called after each decoder layer of a forward, or None.
+
+    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, or None.
+    """
 
     config: Config
     on_layer: Callable[[], object] | None = None
+    on_chunk: Callable[[], object] | None = None

@@ -73,6 +73,7 @@ class Batch:
     valid: (batch, some first columns) CPU bool, True for a real token; None: no padding. Columns behind it are real.
     forgotten: what no token attends to from now on; columns count them still.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
+    broken: why nothing can follow, a forward failed half-way; "" else.
     """
 
     def __init__(self) -> None:
@@ -83,9 +84,14 @@ class Batch:
         self.forgotten = Forgotten()
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
+        self.broken = ""
 
     def start(self, rows: int) -> None:
-        """Make the sequences of an empty batch. Raises CacheMismatchError if there are others than `rows`."""
+        """Make the sequences of an empty batch. Raises CacheMismatchError if there are others than `rows`, or if it is
+        broken.
+        """
+        if self.broken:
+            raise CacheMismatchError(f"This cache cannot be used any more, a forward failed: {self.broken}")
         if not self.sequences:
             self.sequences = [Sequence() for _ in range(rows)]
         elif len(self.sequences) != rows:
@@ -141,7 +147,7 @@ class Batch:
     def reset(self) -> None:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
-        self.uploads, self.forgotten = {}, Forgotten()
+        self.uploads, self.forgotten, self.broken = {}, Forgotten(), ""
 
     def snapshot(self) -> dict[str, Any]:
         """The batch as it is, for `restore`."""
@@ -163,7 +169,7 @@ class Batch:
         """An independent batch of the same sequences: segments and indexes are shared, both may go on."""
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
-        other.devices, other.forgotten = dict(self.devices), self.forgotten
+        other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:

@@ -1,0 +1,211 @@
+"""PausedRead: reads a prompt into a cache in a thread of its own, cell by cell, as others grant it time.
+
+A cell is a chunk of one layer. Between two of them the thread waits at a gate: nothing of a model is held there but the
+prompt's hidden states, so that steps of other rows run meanwhile. What is computed is what `Context.read` computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+import weakref
+from collections.abc import Sequence as Items
+
+from retrieval_attn.answer_loop import AnswerLoop, PromptRows
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.rollback import Rollback
+from retrieval_attn.engine.decode import PromptState
+from retrieval_attn.engine.prefill import abandon
+from retrieval_attn.errors import ConfigError, InputDataError
+
+log = logging.getLogger(__name__)
+
+
+class ReadCancelled(Exception):
+    """The read was cancelled; nobody waits for it any more."""
+
+
+class PausedRead:
+    """Reads token ids into a cache, as many cells as it is granted. Use the cache when `done` without `error`.
+
+    A read that is cancelled, or fails, leaves the cache as it was before. One that nobody refers to is cancelled.
+    """
+
+    def __init__(self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> None:
+        """Begin; no cell runs before `go`. cache: of one sequence, whose ids it knows, or empty. ids: what follows.
+
+        Raises InputDataError for no ids or those of images, ContextLengthError, CacheMismatchError; here, before there
+        is a thread.
+        """
+        if not len(ids):
+            raise InputDataError("A read needs at least one token; give a non-empty list of token ids.")
+        cache.require_room(len(ids))
+        sequences = cache.batch.sequences
+        before = sequences[0].token_ids if sequences else ()
+        if len(sequences) > 1 or len(before) != cache.batch.columns:
+            raise InputDataError(
+                f"A read continues one sequence whose ids are known, the cache has {len(sequences)} sequences of "
+                f"{cache.batch.columns} tokens and {len(before)} ids; say them with cache.batch.note_ids."
+            )
+        batch = loop.batch([list(ids)], before=before)
+        chunks = -(-len(ids) // cache.config.prefill_chunk)
+        self._gate = _Gate(chunks * len(cache.layers))
+        self.cache = cache
+        self._thread = threading.Thread(
+            target=_run, args=(loop, cache, batch, self._gate), name="retrieval_attn-read", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._gate.cancel)
+
+    def go(self, cells: int) -> None:
+        """Grant so many cells more. Returns at once. Raises ConfigError for a number below 1."""
+        if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
+            raise ConfigError(f"cells={cells!r} must be a whole number >= 1")
+        self._gate.grant(cells)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the granted cells are done, or all is. False: not within `timeout` seconds."""
+        waited = self._gate.wait(timeout)
+        if self.done:
+            self._thread.join()  # it has nothing left to do
+        return waited
+
+    def result(self, timeout: float | None = None) -> PromptState:
+        """Wait for the end, which must have been granted: the logits of the last token and what goes with them.
+
+        Raises what went wrong, ReadCancelled, or TimeoutError.
+        """
+        if not self._gate.wait_ended(timeout):
+            raise TimeoutError(f"the read has {self.cells_left} cells left, {self._gate.granted} of them granted")
+        self._thread.join()  # it has nothing left to do
+        if self.error is not None:
+            raise self.error
+        assert self._gate.state is not None
+        return self._gate.state
+
+    def cancel(self) -> None:
+        """End before the next cell, and wait for that: no thread is left, and the cache is as before. Safe at any time.
+
+        A read that is done stays done.
+        """
+        self._gate.cancel()
+        self._thread.join()
+
+    @property
+    def done(self) -> bool:
+        """The thread has ended: all is read and indexed, or there is an `error`."""
+        return self._gate.ended
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it early, ReadCancelled too."""
+        return self._gate.error
+
+    @property
+    def cells_done(self) -> int:
+        """Cells that ran, without the one that is running."""
+        return self._gate.cells_done
+
+    @property
+    def cells_left(self) -> int:
+        """Cells still to run, 0 when it is done. Chunks that do not fit the device's memory get halved: then, more."""
+        return 0 if self.done else max(self._gate.total - self.cells_done, 0)
+
+
+class _Gate:
+    """What a read and its thread share; the thread holds no reference to the read itself."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.granted = self._begun = 0
+        self._inside = self._waiting = self._cancelled = self.ended = False
+        self._changed = threading.Condition()
+        self.state: PromptState | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def cells_done(self) -> int:
+        with self._changed:
+            return self._begun - self._inside
+
+    def grant(self, cells: int) -> None:
+        with self._changed:
+            self.granted += cells
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def enter(self) -> None:
+        """Called by the thread before each cell."""
+        with self._changed:
+            self._inside = False
+            while not self.granted and not self._cancelled:
+                self._waiting = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._waiting = False
+            if self._cancelled:
+                raise ReadCancelled
+            self.granted -= 1
+            self._begun += 1
+            self._inside = True
+
+    def end(self, state: PromptState | None, error: BaseException | None) -> None:
+        with self._changed:
+            self.state, self.error, self.ended, self._inside = state, error, True, False
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended or (self._waiting and not self.granted), timeout)
+
+    def wait_ended(self, timeout: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended, timeout)
+
+
+def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: _Gate) -> None:
+    """The thread."""
+    before: Rollback | None = None
+    try:
+        before = Rollback(cache) if cache.get_seq_length() else None
+        cache.on_chunk = gate.enter
+        try:
+            state = loop.read_whole(cache, batch)
+        finally:
+            cache.on_chunk = None
+        cache.batch.note_ids(batch.ids)
+    except BaseException as error:  # raised to who waits
+        _undo(cache, before)
+        _let_go(error)
+        gate.end(None, error)
+    else:
+        gate.end(state, None)
+
+
+def _undo(cache: RetrievalCache, before: Rollback | None) -> None:
+    """The cache is as before the read; threads that copy or index for it have ended."""
+    if before is not None:
+        if not before.undo():
+            cache.batch.broken = "a read was cancelled or failed and could not be undone"
+        return
+    abandon(cache)
+    for layer in cache.layers:
+        try:
+            if isinstance(layer, CacheLayer):
+                layer.finish_index()
+        except Exception as error:  # what failed is forgotten
+            log.debug("a read that is undone had failed: %s", error)
+    cache.reset()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """The frames that an error has come through hold activations; it keeps the lines."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,256 @@
+"""One forward for rows that each have a `RetrievalCache` of their own: `step`.
+
+The model runs once: its linear parts, norms and output see all rows together. At a cache layer, queries, keys and
+values part, and every row goes through the layer of its own cache, which counts, spills and indexes its tokens as if it
+were alone. A row joins by being in the list and leaves by not being in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from retrieval_attn.batch.row_states import RowsState
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import forward
+from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
+from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.model.rotation import rope_types
+
+
+@torch.no_grad()
+def step(
+    model: PreTrainedModel, caches: Items[RetrievalCache], tokens: Items[int] | Tensor, positions: Items[int] | Tensor
+) -> Tensor:
+    """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
+
+    caches: of one sequence each, filled by this model. tokens, positions: (rows,), the new token of each and its
+    position; int64 on the model's input device, or numbers. No rows give (0, vocabulary).
+
+    Raises CacheMismatchError before anything happens for a cache that cannot take part, ShapeError for lists of
+    different lengths. Raises RowsFailedError, with the logits, where some rows' search failed: the others have their
+    token. After any other exception no cache of the list can be used any more, but for those refused before.
+    """
+    device = input_device(model)
+    token_ids, places = (torch.as_tensor(given, dtype=torch.int64, device=device) for given in (tokens, positions))
+    if not token_ids.shape == places.shape == (len(caches),):
+        raise ShapeError(
+            f"step needs one token and one position for each of {len(caches)} caches, got {tuple(token_ids.shape)} "
+            f"and {tuple(places.shape)}."
+        )
+    model = unwrapped(model)
+    for row, cache in enumerate(caches):
+        _require_usable(row, cache, caches)
+    if not caches:
+        return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
+    logits: list[tuple[list[int], Tensor]] = []
+    errors: dict[int, Exception] = {}
+    try:
+        with using_retrieval(model, caches[0].config.prefill_chunk):
+            for rows in _groups(model, places):
+                together = RowsCache([caches[row] for row in rows])
+                own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
+                found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
+                together.finish()
+                logits.append((rows, found))
+                errors.update((rows[row], error) for row, error in together.errors.items())
+    except BaseException as error:  # somewhere in the middle of a layer, or of a token
+        for cache in caches:
+            cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
+        raise
+    result = logits[0][1]
+    if len(logits) > 1:
+        result = torch.empty(len(caches), result.shape[1], dtype=result.dtype, device=result.device)
+        for rows, found in logits:
+            result[rows] = found
+    if errors:
+        raise RowsFailedError(dict(sorted(errors.items())), result)
+    return result
+
+
+def _require_usable(row: int, cache: RetrievalCache, caches: Items[RetrievalCache]) -> None:
+    """Raise CacheMismatchError for a cache that cannot be a row."""
+    problem = None
+    if not isinstance(cache, RetrievalCache):
+        problem = f"is a {type(cache).__name__}: rows are RetrievalCaches"
+    elif cache.batch.broken:
+        problem = f"failed before ({cache.batch.broken}): take it out of the list"
+    elif len(cache.batch.sequences) != 1 or not cache.batch.columns:
+        problem = (
+            f"holds {len(cache.batch.sequences)} sequences of {cache.batch.columns} tokens: a row is one sequence that "
+            "has been read"
+        )
+    elif len(cache.layers) != len(caches[0].layers) or cache.model_type != caches[0].model_type:
+        problem = (
+            f"was made for a {cache.model_type} model of {len(cache.layers)} layers, the first for a "
+            f"{caches[0].model_type} model of {len(caches[0].layers)}: rows belong to one model"
+        )
+    elif any(cache is other for other in caches[:row]):
+        problem = "is in the list twice: fork it"
+    if problem is not None:
+        raise CacheMismatchError(f"Row {row} {problem}.")
+
+
+def _groups(model: PreTrainedModel, positions: Tensor) -> list[list[int]]:
+    """Rows that may share a forward: all, unless the model turns keys by its longest position.
+
+    Long RoPE takes other factors for the whole forward when one position lies beyond the original length; a row alone
+    would not.
+    """
+    text = model.config.get_text_config(decoder=True)
+    changing = rope_types(text.to_dict()) & {"dynamic", "longrope"}
+    rows = list(range(len(positions)))
+    if not changing or len(rows) < 2:
+        return [rows]
+    given = [getattr(text, "original_max_position_embeddings", None)]
+    given += [one.get("original_max_position_embeddings") for one in _rope_options(text.to_dict())]
+    length = next((one for one in given if one), text.max_position_embeddings)
+    groups: dict[int, list[int]] = {}
+    for row, position in enumerate(positions.tolist()):
+        beyond = position + 1 if "dynamic" in changing else 1
+        groups.setdefault(beyond if position + 1 > length else 0, []).append(row)
+    return list(groups.values())
+
+
+def _rope_options(options: Any) -> list[dict[str, Any]]:
+    """The dictionaries of a config that say a kind of rotary embedding."""
+    if not isinstance(options, dict):
+        return []
+    own = [options] if "rope_type" in options else []
+    return own + [found for value in options.values() for found in _rope_options(value)]
+
+
+class RowsCache(Cache):
+    """`past_key_values` of one forward of one new token for each row: input_ids and position_ids (rows, 1), no mask.
+
+    Made anew for every forward; `finish` ends it. errors: what went wrong with a row, by its number. Its part of the
+    logits means nothing then, and its cache is not used again.
+    """
+
+    def __init__(self, caches: Items[RetrievalCache]) -> None:
+        """caches: of each row, of one model, one sequence each. Raises UnsupportedModelError, the layer named."""
+        self.caches = list(caches)
+        self.errors: dict[int, Exception] = {}
+        super().__init__(layers=[self._layer(number) for number in range(len(self.caches[0].layers))])
+        for row, cache in enumerate(self.caches):
+            try:
+                cache.require_room(1)
+            except Exception as error:
+                self.fail(row, error)
+
+    def _layer(self, number: int) -> Any:
+        layers: list[Any] = [cache.layers[number] for cache in self.caches]
+        if all(isinstance(layer, StateLayer) for layer in layers):
+            return RowsState(layers)
+        if all(isinstance(layer, CacheLayer) for layer in layers):
+            return RowsLayer(self, number, layers)
+        raise UnsupportedModelError(
+            f"Layer {number} is of kinds {sorted({type(layer).__name__ for layer in layers})} in the caches of these "
+            "rows; a forward for several rows serves layers of one kind. Make the caches for one model."
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, RowsLayer):
+            raise CacheMismatchError(
+                f"These rows have no keys for layer {layer_idx}, where the model stores some; make their caches for "
+                "this model."
+            )
+        return layer.update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row."""
+        return max(cache.batch.columns for cache in self.caches)
+
+    def fail(self, row: int, error: Exception) -> None:
+        """This row goes no further; the others do."""
+        self.errors[row] = error
+        self.caches[row].batch.broken = f"{type(error).__name__}: {error}"
+
+    def finish(self) -> None:
+        """The forward is over: states go back to the rows they belong to."""
+        for layer in self.layers:
+            if isinstance(layer, RowsState):
+                layer.give_back()
+
+
+class RowsLayer(CacheLayerMixin, AttendingLayer):
+    """One layer of all rows: takes what is new, attends row by row."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, rows: RowsCache, number: int, layers: list[CacheLayer]) -> None:
+        super().__init__()
+        self._rows, self._number, self._layers = rows, number, layers
+        self.is_sliding = layers[0].is_sliding
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note the new keys and values (rows, kv_heads, 1, dim) and return handles. Raises CacheMismatchError."""
+        if key_states.shape[0] != len(self._layers) or key_states.shape[2] != 1:
+            raise CacheMismatchError(
+                f"A forward with a RowsCache is one new token for each of its {len(self._layers)} rows, got keys "
+                f"{tuple(key_states.shape)}. Read more tokens with each row's own cache."
+            )
+        self._pending = (key_states, value_states)
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Each row's new token to its own tokens: query (rows, q_heads, 1, head_dim), float32 of value_dim out."""
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "
+                "own; models that share keys and values between layers are not served."
+            )
+        (key, value), self._pending = self._pending, None
+        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        for row, layer in enumerate(self._layers):
+            if row in self._rows.errors:
+                continue
+            own = slice(row, row + 1)
+            try:
+                layer.update(key[own], value[own])
+                place = replace(spec, q_offset=layer.columns, padding=None)
+                out[own] = layer.attend(
+                    module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
+                )
+            except Exception as error:
+                self._rows.fail(row, error)
+        return out
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._rows.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._rows.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True

@@ -1,0 +1,235 @@
+"""Reads that pause between cells: the same bits as without pauses, beside steps of others, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.reading import PausedRead, ReadCancelled
+from retrieval_attn.batch.rows import step
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import PromptState
+from retrieval_attn.engine.prefill import wrapped_chunk
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+OPTIONS: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "retrieve": 50, "prefill_chunk": 300}
+WAIT = 60.0
+
+
+@pytest.fixture
+def loop(loaded: tuple[Any, Any]) -> AnswerLoop:
+    return AnswerLoop(*loaded)
+
+
+def ids_of(tokens: int, seed: int = 0) -> list[int]:
+    drawn = torch.randint(3, 4000, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return drawn.tolist()  # type: ignore[no-any-return]
+
+
+def new_cache(loop: AnswerLoop, **options: Any) -> RetrievalCache:
+    return RetrievalCache(loop.model, ra.Config(**{**OPTIONS, **options}))
+
+
+def read_at_once(loop: AnswerLoop, cache: RetrievalCache, ids: list[int]) -> PromptState:
+    """What `Context.read` does."""
+    before = list(cache.batch.sequences[0].token_ids) if cache.batch.sequences else []
+    batch = loop.batch([ids], before=before)
+    state = loop.read_whole(cache, batch)
+    cache.batch.note_ids(batch.ids)
+    return state
+
+
+def paths(cache: RetrievalCache) -> list[SequenceKV]:
+    return [layer.hosts[0] for layer in cache.layers if isinstance(layer, RetrievalLayer)]
+
+
+def assert_same(one: RetrievalCache, other: RetrievalCache) -> None:
+    """Keys, values, indexes, clusters and windows, bit for bit."""
+    assert one.get_seq_length() == other.get_seq_length()
+    assert one.index_kinds() == other.index_kinds() and one.index_notes() == other.index_notes()
+    assert one.host_nbytes == other.host_nbytes
+    for mine, wanted in zip(paths(one), paths(other), strict=True):
+        for left, right in zip(mine.read(0, len(mine)), wanted.read(0, len(wanted)), strict=True):
+            assert left.tobytes() == right.tobytes()
+        assert (mine.clusters is None) == (wanted.clusters is None)
+        for first, second in zip(mine.segments, wanted.segments, strict=True):
+            for index, same in zip(first.indexes, second.indexes, strict=True):
+                assert flat(index.state()) == flat(same.state())
+    for layer, same_layer in zip(one.layers, other.layers, strict=True):
+        for part, same_part in zip(layer.window.tail(), same_layer.window.tail(), strict=True):
+            assert torch.equal(part, same_part)
+
+
+def flat(state: Any) -> Any:
+    """Plain values and bytes of a state."""
+    if isinstance(state, np.ndarray):
+        return state.shape, state.tobytes()
+    if isinstance(state, dict):
+        return {name: flat(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [flat(value) for value in state]
+    return state
+
+
+@pytest.mark.parametrize("index", ["flat", "roargraph", "auto"])
+def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
+    ids = ids_of(1000)
+    plain, paused = new_cache(loop, index=index), new_cache(loop, index=index)
+    wanted = read_at_once(loop, plain, ids)
+    read = PausedRead(loop, paused, ids)
+    layers = len(paused.layers)
+    assert read.cells_left == 4 * layers
+    done = 0
+    while not read.done:
+        read.go(3)
+        assert read.wait(WAIT)
+        done = min(done + 3, 4 * layers)
+        assert read.cells_done == done
+        if done == 4 * layers:
+            read.go(1)
+            break
+    state = read.result(WAIT)
+    assert torch.equal(state.logits, wanted.logits) and torch.equal(state.sequences, wanted.sequences)
+    assert read.cells_left == 0 and read.error is None
+    assert_same(paused, plain)
+
+
+def test_a_read_continues_what_is_there(loop: AnswerLoop) -> None:
+    plain = new_cache(loop)
+    read_at_once(loop, plain, ids_of(500))
+    paused = plain.fork()
+    wanted = read_at_once(loop, plain, ids_of(200, 1))
+    read = PausedRead(loop, paused, ids_of(200, 1))
+    read.go(100)
+    assert torch.equal(read.result(WAIT).logits, wanted.logits)
+    assert_same(paused, plain)
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.is_alive()}
+
+
+@pytest.mark.parametrize("prefix", [0, 400])
+def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
+    """At every cell: no thread, no memory, and the cache as before."""
+    first = new_cache(loop, index="roargraph")
+    if prefix:
+        read_at_once(loop, first, ids_of(prefix))
+    layers, ids = len(first.layers), ids_of(700, 1)
+    wanted = read_at_once(loop, first.fork(), ids).logits
+    cells = 3 * layers
+    before = threads()
+    for cell in range(0, cells + 1):
+        cache = first.fork()
+        held = cache.host_nbytes
+        read = PausedRead(loop, cache, ids)
+        if cell:
+            read.go(cell)
+        assert read.wait(WAIT)
+        assert read.cells_done == cell
+        read.cancel()
+        if cell == cells:  # there was no gate any more
+            assert read.error is None and cache.get_seq_length() == prefix + len(ids)
+            continue
+        assert isinstance(read.error, ReadCancelled)
+        with pytest.raises(ReadCancelled):
+            read.result()
+        assert cache.host_nbytes == held and cache.get_seq_length() == prefix
+        assert cache.on_chunk is None and cache.on_layer is None
+        if cell == layers:
+            again = PausedRead(loop, cache, ids)
+            again.go(cells)
+            assert torch.equal(again.result(WAIT).logits, wanted)
+        assert "retrieval_attn-read" not in threads()
+    assert threads() <= before
+    assert wrapped_chunk(loop.model) is None
+
+
+def test_nobody_refers_to_a_read_that_waits(loop: AnswerLoop) -> None:
+    cache = new_cache(loop)
+    gone = weakref.ref(cache)
+    read: PausedRead | None = PausedRead(loop, cache, ids_of(700))
+    assert read is not None
+    read.go(2)
+    assert read.wait(WAIT)
+    del read, cache
+    gc.collect()
+    began = time.monotonic()
+    while "retrieval_attn-read" in threads() and time.monotonic() - began < WAIT:
+        time.sleep(0.01)
+    gc.collect()
+    assert "retrieval_attn-read" not in threads() and gone() is None
+
+
+def test_an_error_reaches_who_waits(loop: AnswerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = new_cache(loop)
+    read = PausedRead(loop, cache, ids_of(700))
+    read.go(4)
+    assert read.wait(WAIT)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a broken layer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.model.model.layers[1].mlp, "forward", broken)
+        read.go(100)
+        with pytest.raises(ValueError, match="a broken layer"):
+            read.result(WAIT)
+    assert read.done and read.cells_left == 0 and cache.get_seq_length() == 0
+    assert read_at_once(loop, cache, ids_of(100)).logits.isfinite().all()
+
+
+def test_bad_input_is_refused_before_there_is_a_thread(loop: AnswerLoop) -> None:
+    cache = new_cache(loop)
+    with pytest.raises(InputDataError, match="at least one token"):
+        PausedRead(loop, cache, [])
+    with pytest.raises(ContextLengthError):
+        PausedRead(loop, cache, [5] * (int(cache.max_positions or 0) + 1))
+    assert "retrieval_attn-read" not in threads()
+    read = PausedRead(loop, cache, [5])
+    with pytest.raises(ConfigError, match="cells"):
+        read.go(0)
+    with pytest.raises(TimeoutError, match="cells left"):
+        read.result(0.01)
+    read.cancel()
+
+
+def test_steps_run_beside_a_read(loop: AnswerLoop) -> None:
+    """Rows decode in this thread while another reads, with chunks of another size: both as alone."""
+    ids, other = ids_of(1500), ids_of(400, 1)
+    plain, paused = new_cache(loop, index="roargraph"), new_cache(loop, index="roargraph")
+    wanted = read_at_once(loop, plain, ids)
+    row = new_cache(loop, prefill_chunk=64)
+    read_at_once(loop, row, other)
+    alone = row.fork()
+
+    def decode(cache: RetrievalCache, tokens: int) -> list[int]:
+        chosen = [5]
+        while len(chosen) < tokens:
+            chosen.append(int(step(loop.model, [cache], chosen[-1:], [cache.get_seq_length()]).argmax()))
+        return chosen
+
+    wanted_tokens = decode(alone, 60)
+    with using_retrieval(loop.model, 64):
+        read = PausedRead(loop, paused, ids)
+        read.go(1000)
+        tokens = decode(row, 60)
+        state = read.result(WAIT)
+    assert tokens == wanted_tokens
+    assert torch.equal(state.logits, wanted.logits)
+    assert_same(paused, plain)
+    assert wrapped_chunk(loop.model) is None

@@ -33,8 +33,8 @@ Append = Literal["exact", "retrieval"]
 class Context:
     """One document in a model's memory: read once, then asked, extended and forked.
 
-    The keys and values live on the host; forks and questions share them. A question never changes the
-    context: it continues a fork. Reading or extending that fails, or is interrupted, leaves it as it was before.
+    The keys and values live on the host; forks and questions share them. A question never changes the context: it
+    continues a fork. Reading or extending that fails leaves it as it was. kept: what it is saved as, or opened from.
 
     question, wherever one is taken: a string, or a list of chat messages {"role": "user" or "assistant", "content":
     text} in turn, the last one from the user; the context stands at the start of the first message. A string, and the
@@ -53,7 +53,7 @@ class Context:
         self.read_seconds = 0.0
         self._loop = AnswerLoop(self.model, tokenizer)
         self._cache = RetrievalCache(self.model, self.config)
-        self._kept, self._whole = Kept(), True  # False while text is appended, for good if it could not be undone
+        self.kept, self._whole = Kept(), True  # False while text is appended, for good if it could not be undone
 
     @property
     def _ids(self) -> Sequence[int]:
@@ -107,7 +107,7 @@ class Context:
             raise
         self._whole = True
         if saving is not None:
-            self._kept.note(saving.finish(_described(self), progress))
+            self.kept.note(saving.finish(_described(self), progress))
         return self
 
     def open(
@@ -116,7 +116,7 @@ class Context:
         """Take up a saved context in place of reading a text; see `LLM.open`. Returns self."""
         _require_empty(self)
         template, place = _described(self)["template"], (as_store(store), name, self.model, self.tokenizer)
-        self._cache, self._kept = open_saved(*place, self.config, overrides, progress, template)
+        self._cache, self.kept = open_saved(*place, self.config, overrides, progress, template)
         self.config = self._cache.config
         return self
 
@@ -162,14 +162,14 @@ class Context:
         self._require_whole()
         if not self._ids:
             raise InputDataError("The context is empty; call read(text) before save().")
-        return self._kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, _described(self), wait)
+        return self.kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, _described(self), wait)
 
     def fork(self) -> Context:
         """An independent copy that shares the host's keys, values and indexes."""
         self._require_whole()
         other = object.__new__(Context)
         other.__dict__.update(self.__dict__)
-        other._cache, other._kept = self._cache.fork(), self._kept.fork()
+        other._cache, other.kept = self._cache.fork(), self.kept.fork()
         return other
 
     def __reduce__(self) -> NoReturn:
@@ -258,7 +258,7 @@ class Context:
         self._cache.batch.note_ids(batch.ids)
 
     def _require_whole(self) -> None:
-        self._kept.require_whole()
+        self.kept.require_whole()
         if not self._whole:
             raise CacheMismatchError(
                 "Text was being added to this context when that was interrupted, and it could not be undone. Read "

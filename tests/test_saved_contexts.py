@@ -64,7 +64,7 @@ def test_saved_and_opened(read: ra.Context, loaded: Loaded, store: ContextStore)
         hook.remove()
     assert not forwards and context.num_tokens == read.num_tokens
     assert answers(context) == answers(read) and NEEDLE.split()[-1].strip(".") in answers(read)[0][0]
-    context._kept.wait()
+    context.kept.wait()
     assert store.verify() == []
 
 
@@ -191,7 +191,7 @@ def test_damage_is_found(read: ra.Context, loaded: Loaded, store: ContextStore) 
     try:
         context = opened(loaded, store, "bergen")
         with pytest.raises(StoreDamagedError, match="layer-002"):
-            context._kept.wait()
+            context.kept.wait()
         with pytest.raises(StoreDamagedError, match="layer-002"):
             context.ask(QUESTION, max_new_tokens=1)
     except StoreDamagedError as error:  # it may lie in what is compared first
@@ -235,6 +235,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     node.chmod(0o600)
     node.write_bytes(data)
     capsys.readouterr()
+    assert cli.main(["ask", "book", QUESTION, "--max-new-tokens", "2", *usual]) != 0, "found after the answer at last"
+    assert "layer-000" in capsys.readouterr().err
     assert cli.main(["contexts", "verify", "book"]) == 1
     assert "book" in capsys.readouterr().out
     assert cli.main(["contexts", "rm", "book"]) == 0
@@ -296,4 +298,4 @@ def test_opened_on_a_gpu(loaded: Loaded, store: ContextStore, fresh_decoders: No
     for append in ("exact", "retrieval"):
         one, other = (each.ask(QUESTION, max_new_tokens=24, append=append) for each in (context, again))
         assert one.text == other.text and other.stats.decoded == one.stats.decoded == "graph"
-    again._kept.wait()
+    again.kept.wait()

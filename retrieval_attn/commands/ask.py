@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         for piece in stream:
             print(piece, end="", flush=True)
     print(flush=True)
+    context.kept.wait(progress=True)  # damage that is found only now has its message, below an answer that may be wrong
     if stream.answer is not None:
         stats = stream.answer.stats
         _say_tail(stats)

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from retrieval_attn.cache.saved import (
 )
 from retrieval_attn.cache.sequence import Forgotten
 from retrieval_attn.config import Config
+from retrieval_attn.cpu.saved import State
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready, prepared
@@ -47,6 +49,10 @@ log = logging.getLogger(__name__)
 
 RUNTIME = ("threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append")
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
+CHECKERS = 2
+"""Threads that check the small arrays of layers ahead of the one that is brought back."""
+LOOK_SECONDS = 0.05
+"""Between two looks at how far the thread is that compares."""
 CHECKED_LATER = ("keys", "values", "/codes")
 """Arrays, by the end of their names, whose checksums a thread compares after a context was opened: nearly all bytes.
 None of them says where something lies: a wrong bit makes a wrong answer at most, of which the thread tells."""
@@ -197,10 +203,12 @@ class Kept:
         if self._check is not None:
             self._check.require_whole()
 
-    def wait(self) -> None:
-        """Until the files were compared. Raises StoreDamagedError."""
+    def wait(self, *, progress: bool = False) -> None:
+        """Until the files that the context was opened from were compared with their checksums: an opened context
+        answers before that. Raises StoreDamagedError. progress: show a bar if that takes longer than two seconds.
+        """
         if self._check is not None:
-            self._check.wait()
+            self._check.wait(progress=progress)
 
     def save(
         self,
@@ -277,23 +285,32 @@ def _restore_layers(
 ) -> None:
     """folder: of the store, for errors."""
     files, sent = dict(_files(chain[-1])), SentCodes()
+
+    def states(number: int) -> list[State]:
+        bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain] if number in files else []
+        return [(dict(one.plain), dict(one.arrays)) for one in bundles]
+
     try:
-        for number, device in enumerate(devices):
-            if number in files:
-                bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain]
-                restore_layer(cache, number, device, [(dict(one.plain), dict(one.arrays)) for one in bundles], sent)
-            if cache.on_layer is not None:
-                cache.on_layer()
+        with ThreadPoolExecutor(CHECKERS, "retrieval_attn-open") as pool:
+            for number, told in enumerate(pool.map(states, range(len(devices)))):
+                if told:
+                    restore_layer(cache, number, devices[number], told, sent)
+                if cache.on_layer is not None:
+                    cache.on_layer()
     finally:
         with guarded("read", folder):
             sent.wait()
 
 
 class LateCheck:
-    """Compares the checksums that opening left out, in a thread, a layer after the other. `error`: what it found."""
+    """Compares the checksums that opening left out, in a thread, a layer after the other.
+
+    error: what it found. files, compared: how many there are, and were compared.
+    """
 
     def __init__(self, chain: Sequence[SavedNode]) -> None:
         self.error: StoreDamagedError | None = None
+        self.files, self.compared = sum(len(node.files) for node in chain), 0
         self._ended = threading.Event()
         thread = threading.Thread(
             target=_check, args=(list(chain), weakref.ref(self), self._ended), name="retrieval_attn-check", daemon=True
@@ -302,9 +319,12 @@ class LateCheck:
         self._thread = thread
         thread.start()
 
-    def wait(self) -> None:
-        """Until all was compared. Raises StoreDamagedError."""
-        self._thread.join()
+    def wait(self, *, progress: bool) -> None:
+        """Until all was compared. Raises StoreDamagedError. progress: show a bar."""
+        with tqdm(total=self.files, desc="comparing", unit="file", delay=2.0, leave=False, disable=not progress) as bar:
+            while self._thread.is_alive():
+                self._thread.join(LOOK_SECONDS)
+                bar.update(self.compared - bar.n)
         self.require_whole()
 
     def require_whole(self) -> None:
@@ -319,6 +339,9 @@ def _check(chain: list[SavedNode], owner: weakref.ref[LateCheck], ended: threadi
             for node in chain:
                 if file in node.files and not ended.is_set():
                     node.check(file, ended.is_set)  # reads the pages in, too, in the order of the layers
+                    if (found := owner()) is not None:
+                        found.compared += 1
+                        del found
     except StoreError as error:
         found = owner()
         if found is not None:

@@ -83,17 +83,19 @@ class Context:
         progress: bool = True,
         save: str | None = None,
         store: ContextStore | str | Path | None = None,
+        wait: bool = True,
     ) -> Context:
         """Prefill and index `text` (or token ids, taken as they are), layer by layer. Returns self, indexes ready.
 
         A string gets the template's opening: the begin-of-sequence token and, for chat models, the start of the
         user's turn. A bar shows the layers when reading takes longer than two seconds.
         save, store: keep the context under this name, see `save`; each layer is written while later ones are read.
+        wait=False: a thread writes what is left when all is read; `kept.saving.wait()` waits for it.
         Raises InputDataError for an empty text or a context that was read already, ContextLengthError. StoreError, if
         saving failed: the context was read all the same.
         """
         _require_empty(self)
-        ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
+        ids = _checked(self, self.template.context_ids(text) if isinstance(text, str) else text)
         saving = None
         if save is not None:
             saving = ReadingSave(as_store(store), save, self.model, self.tokenizer, self._cache, ids)
@@ -107,7 +109,7 @@ class Context:
             raise
         self._whole = True
         if saving is not None:
-            self.kept.note(saving.finish(_described(self), progress))
+            saving.finish(self.kept, _described(self), wait=wait, progress=progress)
         return self
 
     def open(
@@ -125,7 +127,7 @@ class Context:
         self._require_whole()
         if not self._ids:
             return self.read(text, progress=progress)
-        ids = self._checked(self.template.plain_ids(text) if isinstance(text, str) else text)
+        ids = _checked(self, self.template.plain_ids(text) if isinstance(text, str) else text)
         before, self._whole = Rollback(self._cache), False
         try:
             self._append(ids, progress)
@@ -220,7 +222,7 @@ class Context:
 
         append: see `ask`.
         """
-        return self._answer([self._checked(ids)], append, Sampling.of(sampling, options))[0]
+        return self._answer([_checked(self, ids)], append, Sampling.of(sampling, options))[0]
 
     def stream(
         self,
@@ -244,12 +246,6 @@ class Context:
         return Stream(work)
 
     # -- inside -------------------------------------------------------------------------------------
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        checked = checked_ids(ids, self._loop.vocabulary)
-        if not checked:
-            raise InputDataError("The text has no tokens; give a non-empty string or list of token ids.")
-        return checked
 
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
@@ -280,6 +276,13 @@ class Context:
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))
         return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, on_text, cancelled)
+
+
+def _checked(context: Context, ids: Sequence[int]) -> list[int]:
+    checked = checked_ids(ids, context._loop.vocabulary)
+    if not checked:
+        raise InputDataError("The text has no tokens; give a non-empty string or list of token ids.")
+    return checked
 
 
 def _described(context: Context) -> dict[str, Any]:

@@ -148,9 +148,11 @@ class LLM:
         progress: bool = True,
         save: str | None = None,
         store: ContextStore | str | Path | None = None,
+        wait: bool = True,
     ) -> Context:
-        """Read and index a long text; ask the returned context questions. save, store: see `Context.read`."""
-        return Context(self.model, self.tokenizer, self.config).read(text, progress=progress, save=save, store=store)
+        """Read and index a long text; ask the returned context questions. save, store, wait: see `Context.read`."""
+        context = Context(self.model, self.tokenizer, self.config)
+        return context.read(text, progress=progress, save=save, store=store, wait=wait)
 
     def open(
         self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any

@@ -24,7 +24,7 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
-from retrieval_attn.store import ContextStore
+from retrieval_attn.store import OS_DISK, ContextStore
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
 
 TEXT = 12_000
@@ -101,6 +101,29 @@ def test_saved_while_it_is_read_or_asked(loaded: Loaded, store: ContextStore) ->
     expected = answers(context)
     assert saving.wait().done and 0 < saving.new_tokens < 20
     assert answers(opened(loaded, store, "beside")) == expected
+
+
+def test_a_read_need_not_wait_for_the_disk(
+    loaded: Loaded, store: ContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked and grows while a slow disk takes it; what was read is saved, and the next save continues it."""
+    write, slow = OS_DISK.write, threading.Event()
+
+    def held(handle: int, data: memoryview) -> None:
+        slow.wait(20)
+        write(handle, data)
+
+    monkeypatch.setattr(OS_DISK, "write", held)
+    text = needle_text(6_000)
+    context = ra.Context(*loaded).read(text, progress=False, save="later", store=store, wait=False)
+    saving = context.kept.saving
+    assert saving is not None and not saving.done and store.list() == []
+    fork, expected = context.fork(), answers(context)
+    context.extend(" The end.", progress=False)
+    slow.set()
+    assert saving.wait().digest == store.resolve("later").digest and saving.new_tokens == fork.num_tokens
+    assert answers(opened(loaded, store, "later")) == expected == answers(fork)
+    assert 0 < context.save("longer", store=store).new_tokens < 20
 
 
 @pytest.mark.parametrize("where", ["finish_prefill", "make_ready"])

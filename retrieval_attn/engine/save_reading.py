@@ -6,8 +6,11 @@ later layers (CachedAttention, section 3.2.2, writes beside decoding).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.saved import Marks, ids_array, marks_of, marks_of_layer
+from retrieval_attn.cache.saved import Marks, file_of, ids_array, layer_state, marks_of, marks_of_layer, saving_fork
 from retrieval_attn.cache.sequence import Forgotten
 from retrieval_attn.cpu.saved import PathMark
-from retrieval_attn.engine.saving import SavedPoint, node_plain, saved_options, saving_bar, write_layer
+from retrieval_attn.engine.saving import Kept, Saved, SavedPoint, node_plain, saved_options, saving_bar
 from retrieval_attn.model.identity import identity_of
-from retrieval_attn.store import ContextStore, check_name
+from retrieval_attn.store import Bundle, ContextStore, NodeWriter, check_name
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
 """Between two looks at whether a layer is ready."""
@@ -39,15 +44,18 @@ class ReadingSave:
         ids: Sequence[int],
     ) -> None:
         check_name(name)
-        self._store, self._name, self._cache = store, name, cache
+        self._store, self._cache = store, cache
         self._ids = ids_array(ids)
-        self._digest, self._existed = "", False
+        self.saved = Saved(name, len(self._ids))
         self._identity, self._options = identity_of(model, tokenizer), saved_options(cache.config, Forgotten())
         self._read = self._written = 0
         self._marks: dict[int, PathMark] = {}
+        self._turn = threading.Lock()
+        """Held while a layer's state is taken: then its arrays stay as they are, but not before."""
         self._complete, self._stop = threading.Event(), threading.Event()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._plain: dict[str, Any] = {}
+        self._kept: Kept | None = None
+        self._waits = True
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -60,48 +68,82 @@ class ReadingSave:
             self._read += 1
 
         self._cache.on_layer = on_layer
-        self._thread = threading.Thread(target=self._run, name="retrieval_attn-save", daemon=True)
-        self._thread.start()
+        thread = self.saved._thread = threading.Thread(target=self._run, name="retrieval_attn-save", daemon=True)
+        thread.start()
         try:
             yield
         except BaseException:
             self._stop.set()
-            self._thread.join()
+            thread.join()
             raise
         finally:
             self._cache.on_layer = before
-        self._complete.set()
 
-    def finish(self, plain: Mapping[str, Any], progress: bool) -> SavedPoint:
-        """Wait for the disk, and give the context its name. plain: kept beside it. Raises StoreError."""
-        assert self._thread is not None
-        with saving_bar(self._name, len(self._cache.layers), show=progress) as bar:
-            while self._thread.is_alive():
-                bar.update(self._written - bar.n)
-                self._thread.join(LOOK_SECONDS)
-        if self._error is not None:
-            raise self._error
-        self._store.name(self._name, self._digest, dict(plain))
-        marks = marks_of(self._cache).of_another() if self._existed else Marks(self._marks)
-        return SavedPoint(str(self._store.folder), self._digest, len(self._ids), Forgotten(), marks)
+    def finish(self, kept: Kept, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
+        """What was read is complete: give it its name once it is on the disk. plain: kept beside the name.
+
+        kept: of the context, which knows of the save as `kept.saving`, and of the node when it is there. wait: return
+        then, or raise StoreError; otherwise a thread goes on, and Python does not end before it.
+        """
+        self._plain, self._kept, kept.saving, self._waits = dict(plain), kept, self.saved, wait
+        thread = self.saved._thread
+        assert thread is not None
+        if not wait:
+            with self._turn:
+                self._cache = saving_fork(self._cache)
+            atexit.register(thread.join)
+        self._complete.set()
+        if wait:
+            with saving_bar(self.saved.name, len(self._cache.layers), show=progress) as bar:
+                while thread.is_alive():
+                    bar.update(self._written - bar.n)
+                    thread.join(LOOK_SECONDS)
+            self.saved.wait()
 
     def _run(self) -> None:
+        began = time.perf_counter()
         try:
             with self._store.writer(self._identity, None, self._ids, self._options) as writer:
-                self._digest, self._existed = writer.digest, writer.exists
+                self.saved.digest = writer.digest
+                if not writer.exists and not self._write_layers(writer):
+                    return
+                while not self._complete.is_set():  # the last layer is there; what follows may fail still
+                    if self._stop.wait(LOOK_SECONDS):
+                        return
                 if not writer.exists:
-                    for number in range(len(self._cache.layers)):
-                        if not self._wait_for(number):
-                            return
-                        self._marks |= marks_of_layer(self._cache, number)
-                        write_layer(writer, self._cache, number, None)
-                        self._written += 1
-                    while not self._complete.is_set():  # the last layer is there; what follows may fail still
-                        if self._stop.wait(LOOK_SECONDS):
-                            return
+                    self.saved.new_tokens = len(self._ids)
                     writer.publish(node_plain(self._cache))
-        except BaseException as error:  # raised by `finish`
-            self._error = error
+            self._name(writer.exists)
+        except BaseException as error:  # raised where somebody waits
+            self.saved._error = error
+            if not self._waits:
+                log.warning("saving the context %r failed: %s", self.saved.name, error)
+        finally:
+            self.saved.seconds = time.perf_counter() - began
+            atexit.unregister(threading.current_thread().join)
+
+    def _write_layers(self, writer: NodeWriter) -> bool:
+        """False: reading has failed."""
+        for number in range(len(self._cache.layers)):
+            if not self._wait_for(number):
+                return False
+            with self._turn:
+                cache = self._cache
+                self._marks |= marks_of_layer(cache, number)
+                file = file_of(cache, number)
+                state = None if file is None else layer_state(cache, number, None)
+            if file is not None and state is not None:
+                writer.add(file, Bundle(*state))
+                self.saved.nbytes += sum(array.nbytes for array in state[1].values())
+            self._written += 1
+        return True
+
+    def _name(self, existed: bool) -> None:
+        """existed: somebody else had written the node."""
+        self._store.name(self.saved.name, self.saved.digest, self._plain)
+        marks = marks_of(self._cache).of_another() if existed else Marks(self._marks)
+        assert self._kept is not None
+        self._kept.note(SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks))
 
     def _wait_for(self, number: int) -> bool:
         """Until layer `number` is on the host and indexed. False: reading has failed."""

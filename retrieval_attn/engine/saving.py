@@ -185,10 +185,14 @@ def saving_bar(name: str, layers: int, *, show: bool) -> tqdm[Any]:
 
 
 class Kept:
-    """Of one context: the saved ones that it continues, and what compares the files that it was opened from."""
+    """Of one context: the saved ones that it continues, and what compares the files that it was opened from.
+
+    saving: the last save, which may be under way; None before the first.
+    """
 
     def __init__(self, points: Sequence[SavedPoint] = (), check: LateCheck | None = None) -> None:
         self._points, self._check = tuple(points), check
+        self.saving: Saved | None = None
 
     def fork(self) -> Kept:
         """For a fork of the context."""
@@ -222,6 +226,7 @@ class Kept:
     ) -> Saved:
         """See `Context.save`. plain: kept beside the name. A bar shows the layers."""
         saver = Saver(store, name, model, tokenizer, cache, self._points, plain)
+        self.saving = saver.saved
         if wait:
             with saving_bar(name, len(cache.layers), show=True) as bar:
                 self._run(saver, bar.update)

@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[Row], dic
 def test_saving_tells_all_its_rows(saved: tuple[Job, list[Row], dict[str, Any]]) -> None:
     job, rows, facts = saved
     assert [row.status for row in rows] == ["ok"] * len(rows)
-    keys = "load read read_saving ratio save bytes turn turn_bytes first/retrieval first/exact"
+    keys = "load read read_saving ratio all_saved save bytes turn turn_bytes first/retrieval first/exact"
     assert [row.key for row in rows] == keys.split()
     by_key = {row.key: row for row in rows}
     assert by_key["ratio"].later == pytest.approx(

@@ -139,8 +139,8 @@ class Subject:
         """A new, empty context."""
         return ra.Context(self.model, self.tokenizer, self._settings.config)
 
-    def read(self, ids: Sequence[int], **where: str) -> ra.Context:
-        """A new context that holds the ids. where: `save` and `store` of `Context.read`."""
+    def read(self, ids: Sequence[int], **where: Any) -> ra.Context:
+        """A new context that holds the ids. where: `save`, `store` and `wait` of `Context.read`."""
         return self.context().read(ids, progress=False, **where)
 
     def ids(self, tokens: int) -> list[int]:

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from retrieval_attn.engine.switch import disable, enable
     from retrieval_attn.engine.verify import Report, verify
     from retrieval_attn.errors import (
+        AdmissionError,
         BackendError,
         CacheMismatchError,
         CaptureError,
         ConfigError,
         ContextLengthError,
+        EngineFullError,
         InputDataError,
         MemoryPlanError,
         NotFiniteError,
@@ -64,6 +66,7 @@ _NAMES = {
 """Public names by the module that they are loaded from; all others are errors."""
 
 __all__ = [
+    "AdmissionError",
     "Answer",
     "BackendError",
     "CacheMismatchError",
@@ -72,6 +75,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "ContextLengthError",
+    "EngineFullError",
     "InputDataError",
     "LLM",
     "MemoryPlanError",

@@ -14,6 +14,8 @@
     ├── MemoryPlanError        a plan that does not fit the memory it was given
     ├── InputDataError         a user's file or text that is missing, empty or malformed     (also ValueError)
     ├── RunFolderError         a results folder that belongs to another configuration
+    ├── AdmissionError         a request that can never be admitted, with the arithmetic    (also ValueError)
+    ├── EngineFullError        as many requests wait as may wait, or the engine is draining
     └── StoreError             saved contexts that cannot be written or read, with the file
         ├── UnknownContextError    a name or a node that the store does not have
         ├── StoreDamagedError      a saved context whose bytes are not those that were written
@@ -93,6 +95,14 @@ class InputDataError(RetrievalAttentionError, ValueError):
 
 class RunFolderError(RetrievalAttentionError):
     """A results folder that belongs to another configuration."""
+
+
+class AdmissionError(RetrievalAttentionError, ValueError):
+    """A request that could never be admitted, or whose name is taken; the message carries the arithmetic."""
+
+
+class EngineFullError(RetrievalAttentionError):
+    """As many requests wait as may wait, or the engine takes no new ones; a later try may succeed."""
 
 
 class StoreError(RetrievalAttentionError):

@@ -146,7 +146,13 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize(
     "name",
-    ["retrieval_attn", "retrieval_attn.index", "retrieval_attn.cpu.host_attend", "retrieval_attn.store.crc_kernels"],
+    [
+        "retrieval_attn",
+        "retrieval_attn.batch.scheduler",
+        "retrieval_attn.cpu.host_attend",
+        "retrieval_attn.index",
+        "retrieval_attn.store.crc_kernels",
+    ],
 )
 def test_light_modules_import_neither_torch_nor_transformers(name: str) -> None:
     """A search-only user, and every --help, must not pay seconds and gigabytes for torch."""

@@ -1,0 +1,70 @@
+"""A job: one request as the scheduler sees it, numbers of tokens and whose it is. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from retrieval_attn.errors import ConfigError
+
+__all__ = ["PRIORITIES", "Job", "Priority", "State"]
+
+Priority = Literal["interactive", "batch"]
+PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")
+
+
+class State(StrEnum):
+    """Where a job is: waiting -> reading -> ready -> decoding <-> parked -> gone; from each of them it may be gone.
+
+    waiting: holds nothing. reading: its prompt is read between steps; pages and host bytes are reserved. ready: read,
+    without a slot. decoding: has a slot, and gets a token in every step. parked: read, holds host bytes alone. gone: it
+    holds nothing and is forgotten; so is a job that was never submitted.
+    """
+
+    WAITING = "waiting"
+    READING = "reading"
+    READY = "ready"
+    DECODING = "decoding"
+    PARKED = "parked"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one request needs.
+
+    prompt_tokens: all of the prompt, at least 1. max_tokens: most tokens to generate, at least 1. cached_tokens: of the
+    prompt, from its start, that the tree holds: at most prompt_tokens - 1, for the last token is the first step's
+    input. owner: with whom the engine's time is shared evenly. Raises ConfigError for anything else.
+    """
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    cached_tokens: int = 0
+    owner: str = ""
+    priority: Priority = "interactive"
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_tokens", 1), ("max_tokens", 1), ("cached_tokens", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} of job {self.id!r} must be an integer >= {least}, got {value!r}.")
+        if self.cached_tokens >= self.prompt_tokens:
+            raise ConfigError(
+                f"cached_tokens of job {self.id!r} must be below its {self.prompt_tokens:,} prompt_tokens, got "
+                f"{self.cached_tokens:,}: the last token of a prompt is computed in any case."
+            )
+        if self.priority not in PRIORITIES:
+            raise ConfigError(f"priority must be one of {', '.join(PRIORITIES)}; got {self.priority!r}.")
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens to read before the first step: neither the cached ones nor the last, which is the step's input."""
+        return self.prompt_tokens - self.cached_tokens - 1
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens whose keys and values the job adds; cached ones belong to the tree and are not counted twice."""
+        return self.prompt_tokens - self.cached_tokens + self.max_tokens

@@ -12,6 +12,8 @@
     ├── BackendError           no attention backend can serve a shape, dtype or device
     │   └── RowsFailedError    some rows of a step for several failed; the others' logits are right
     ├── MemoryPlanError        a plan that does not fit the memory it was given
+    ├── OutOfPagesError        more pages than are free
+    ├── ReleasedError          a page or a node that was given back, used as if it were still held
     ├── InputDataError         a user's file or text that is missing, empty or malformed     (also ValueError)
     ├── RunFolderError         a results folder that belongs to another configuration
     ├── AdmissionError         a request that can never be admitted, with the arithmetic    (also ValueError)
@@ -87,6 +89,14 @@ class RowsFailedError(BackendError):
 
 class MemoryPlanError(RetrievalAttentionError):
     """A plan that does not fit into the memory it was given."""
+
+
+class OutOfPagesError(RetrievalAttentionError):
+    """More pages than are free; the message has the numbers."""
+
+
+class ReleasedError(RetrievalAttentionError):
+    """A page or a node that nobody holds any more: it was freed or evicted, or was never taken."""
 
 
 class InputDataError(RetrievalAttentionError, ValueError):

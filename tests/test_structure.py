@@ -148,7 +148,9 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     "name",
     [
         "retrieval_attn",
+        "retrieval_attn.batch.pages",
         "retrieval_attn.batch.scheduler",
+        "retrieval_attn.batch.tree",
         "retrieval_attn.cpu.host_attend",
         "retrieval_attn.index",
         "retrieval_attn.store.crc_kernels",

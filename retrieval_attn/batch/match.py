@@ -1,0 +1,98 @@
+"""Match: how much of a text the tree has, and where. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from retrieval_attn.batch.ids import Ids, common
+from retrieval_attn.batch.lease import Lease
+from retrieval_attn.batch.node import Namespace, Node, Place
+
+__all__ = ["Match", "ending", "longest"]
+
+
+class Match(NamedTuple):
+    """The longest known beginning of a text; the root's place where nothing is known.
+
+    node, tokens: the last node and how many tokens of its span. length: tokens in all. ready: of these, tokens that are
+    in memory; the others an engine brings from its store or reads. lease: on node, where one was asked for.
+    """
+
+    node: Node
+    tokens: int
+    length: int
+    ready: int
+    lease: Lease | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the rest of the text begins."""
+        return Place(self.node, self.tokens)
+
+    @property
+    def missing(self) -> tuple[Node, ...]:
+        """Nodes of the match that are not in memory, in the order in which they must be brought."""
+        return tuple(node for node in self.node.path() if not node.in_memory)
+
+
+def longest(root: Node, ids: Ids, namespace: Namespace, *, in_memory: bool = False) -> Match:
+    """The longest match of all ids; of equally long ones the one with more in memory, then the one found first.
+
+    in_memory: pass over what is not. Every id is compared. Each node is visited once at most, and only those whose
+    first tokens agree: O(tokens + nodes on the way), and once more for each node that doubles another's span.
+    """
+    best = Match(root, 0, 0, 0)
+
+    def visit(node: Node, tokens: int, ready: int) -> bool:
+        nonlocal best
+        length = node.start + tokens
+        if (length, ready) > (best.length, best.ready):
+            best = Match(node, tokens, length, ready)
+        return best.ready == len(ids)
+
+    _walk(root, ids, namespace, in_memory, visit)
+    return best
+
+
+def ending(root: Node, ids: Ids, namespace: Namespace) -> Node | None:
+    """The node whose span ends where ids end, all of which agree: in memory before not, own before everybody's."""
+    best: Node | None = None
+
+    def rank(node: Node | None) -> tuple[bool, bool, bool]:
+        return node is not None, node is not None and node.in_memory, node is not None and node.namespace == namespace
+
+    def visit(node: Node, tokens: int, ready: int) -> bool:
+        nonlocal best
+        if tokens == len(node) and node.end == len(ids) and node.parent is not None and rank(node) > rank(best):
+            best = node
+        return rank(best) == (True, True, True)
+
+    _walk(root, ids, namespace, False, visit)
+    return best
+
+
+def _walk(root: Node, ids: Ids, namespace: Namespace, in_memory: bool, visit: Callable[[Node, int, int], bool]) -> None:
+    """Visit nodes that agree with ids, with their tokens that agree and the tokens in memory, until visit says enough.
+
+    A child that begins inside a span and does not double it differs from the span in its first token. So behind the
+    tokens that agree with a span only children at their end, and those that double it, can go on.
+    """
+    namespaces = (None,) if namespace is None else (None, namespace)
+    stack = [(root, 0)]
+    while stack:
+        node, ready = stack.pop()
+        tokens = common(node.ids, ids[node.start :])
+        length = node.start + tokens
+        if node.in_memory:
+            ready = length
+        if visit(node, tokens, ready):
+            return
+        branches = node.branches
+        if branches is None:
+            continue
+        for name in namespaces:
+            for at in (*branches.doubled(name, tokens), tokens):
+                for child in branches.at(name, at, ids[node.start + at :]):
+                    if child.in_memory or not in_memory:
+                        stack.append((child, min(ready, child.start)))

@@ -1,0 +1,235 @@
+"""Choosing the next token of every row: temperature, top-k, top-p, min-p, seed and logprobs of a row's own.
+
+What a row draws depends on its logits, its `RowDraw` and its position alone: not on the other rows, on their number, on
+the row's place among them, or on what was drawn before. Therefore the noise comes from a counter (`philox.py`), and
+sums that decide something are sums of integers, whose order does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.batch.philox import WORD, row_noise
+from retrieval_attn.errors import ConfigError
+
+MAX_LOGPROBS = 20
+WEIGHT = 2.0**40
+"""The largest weight of a row as an integer; weights below it keep 40 bits. 2^22 of them fit into an int64."""
+
+
+@dataclass(frozen=True)
+class RowDraw:
+    """How one row chooses its tokens.
+
+    temperature: 0, or less than 1e-5, takes the likeliest token (greedy) and leaves the other options without effect.
+    top_k: 0 keeps every token. top_p: (0, 1], 1 keeps every token. min_p: [0, 1], share of the likeliest token's
+    probability below which a token is left out; 0 keeps every token. seed: 64 bits. logprobs: how many of the likeliest
+    tokens are told with their log-probabilities, besides the chosen one, 0 to 20; 0: none, the chosen one's neither.
+    Filters act in the order temperature, top-k, top-p, min-p, as in transformers. Tokens with equal scores stay or go
+    together. Raises ConfigError for a value of the wrong type or out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {self.temperature!r}.")
+        if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k must be an integer >= 0 (0 keeps every token), got {self.top_k!r}.")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be a number in (0, 1], got {self.top_p!r}; 1 keeps every token.")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be a number in [0, 1], got {self.min_p!r}; 0 keeps every token.")
+        if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"seed must be an integer of 64 bits, got {self.seed!r}.")
+        if not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < _LEAST_TEMPERATURE
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+_LEAST_TEMPERATURE = 1e-5
+"""Below it a temperature counts as 0: scores divided by it could leave the range of float32."""
+
+
+class DrawMode(NamedTuple):
+    """What the host knows of all rows of a step; a graph that was captured for it serves rows that need no more.
+
+    sample: a row draws; otherwise choosing costs an argmax. filters: a row that draws leaves tokens out. logprobs: the
+    most that a row asks for; None: no row asks even for the chosen token's.
+    """
+
+    sample: bool = False
+    filters: bool = False
+    logprobs: int | None = None
+
+
+class Chosen(NamedTuple):
+    """What `choose` found, on the logits' device.
+
+    ids: int64 (rows,), 0 in failed rows. failed: bool (rows,): rows whose logits hold NaN, or whose largest is
+    infinite. logprobs: float32 (rows,) of the chosen tokens, natural logarithms, of the logits before temperature and
+    filters. top_ids int64, top_logprobs float32: (rows, n), likeliest first. The last three are None where the mode
+    has no logprobs. NaN in failed rows.
+    """
+
+    ids: Tensor
+    failed: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+class DrawTable:
+    """The `RowDraw` of every row in tensors that stay where they are, so that a captured graph reads what is new.
+
+    temperature, min_p: float32; top_p: float64; top_k, seed_low, seed_high: int64; all (rows,), on `device`. A row
+    that was never written is greedy.
+    """
+
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        """Raises ConfigError for fewer than one row."""
+        if not _is_int(rows) or rows < 1:
+            raise ConfigError(f"a DrawTable needs at least 1 row, got {rows!r}.")
+        self._draws = [RowDraw()] * rows
+        device = torch.device(device)
+        page_locked = device.type == "cuda"
+        self._numbers_cpu = torch.zeros(rows, 3, dtype=torch.float64, pin_memory=page_locked)
+        self._words_cpu = torch.zeros(rows, 3, dtype=torch.int64, pin_memory=page_locked)
+        self._numbers_cpu[:, 1] = 1.0
+        self._numbers_view, self._words_view = self._numbers_cpu.numpy(), self._words_cpu.numpy()
+        self._numbers = self._numbers_cpu.to(device, copy=True)
+        self._words = self._words_cpu.to(device, copy=True)
+
+    def __len__(self) -> int:
+        return len(self._draws)
+
+    def write(self, slot: int, draw: RowDraw) -> None:
+        """Row `slot` chooses by `draw` from the next step on.
+
+        On a GPU the copy is queued on the current stream and waits for nothing. The same slot may be written again
+        once that copy has run. Raises IndexError for a slot outside [0, rows).
+        """
+        if not 0 <= slot < len(self._draws):
+            raise IndexError(f"slot {slot} of a DrawTable of {len(self._draws)} rows")
+        self._draws[slot] = draw
+        seed = draw.seed % 2**64
+        temperature = 0.0 if draw.greedy else float(draw.temperature)
+        self._numbers_view[slot] = temperature, draw.top_p, draw.min_p
+        self._words_view[slot] = draw.top_k, seed & WORD, seed >> 32
+        self._numbers[slot].copy_(self._numbers_cpu[slot], non_blocking=True)
+        self._words[slot].copy_(self._words_cpu[slot], non_blocking=True)
+
+    def clear(self, slot: int) -> None:
+        """Row `slot` is free: greedy, which costs least. Raises IndexError as `write` does."""
+        self.write(slot, RowDraw())
+
+    @property
+    def mode(self) -> DrawMode:
+        """What all rows together need."""
+        asked = [draw.logprobs for draw in self._draws if draw.logprobs]
+        return DrawMode(
+            any(not draw.greedy for draw in self._draws),
+            any(draw.filters for draw in self._draws),
+            max(asked, default=None),
+        )
+
+    def columns(self, rows: int) -> _Columns:
+        """Views of the first `rows` rows."""
+        temperature, top_p, min_p = self._numbers[:rows].unbind(1)
+        top_k, seed_low, seed_high = self._words[:rows].unbind(1)
+        return _Columns(temperature.float(), top_p, min_p.float(), top_k, seed_low, seed_high)
+
+
+class _Columns(NamedTuple):
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    seed_low: Tensor
+    seed_high: Tensor
+
+
+def choose(logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode | None = None) -> Chosen:
+    """The next token of every row.
+
+    logits: float32 (rows, vocabulary), row r for slot r of `draws`; not changed. positions: int64 (rows,) >= 0 of the
+    tokens that are chosen. mode: None takes `draws.mode`; who replays a captured graph gives the mode that it was
+    captured for, which must cover the table's.
+    No row waits for the host and no shape depends on data, so a CUDA graph can record it. A failed row changes nothing
+    in the others.
+    """
+    mode = draws.mode if mode is None else mode
+    most = logits.amax(dim=1)
+    failed = ~torch.isfinite(most)
+    if mode.sample:
+        scores = _perturbed(logits, draws.columns(len(logits)), positions, mode.filters)
+        ids = scores.argmax(dim=1)
+    else:
+        ids = logits.argmax(dim=1)
+    ids = ids.masked_fill(failed, 0)
+    if mode.logprobs is None:
+        return Chosen(ids, failed)
+    lse = most + (_weights(logits, most).sum(dim=1).double() / WEIGHT).log().float()
+    lse = lse.masked_fill(failed, math.nan)
+    chosen = logits.gather(1, ids[:, None]).squeeze(1) - lse
+    top, top_ids = logits.topk(min(mode.logprobs, logits.shape[1]), dim=1)
+    return Chosen(ids, failed, chosen, top_ids, top - lse[:, None])
+
+
+def _perturbed(logits: Tensor, row: _Columns, positions: Tensor, filters: bool) -> Tensor:
+    """Scores (rows, vocabulary) whose argmax is a draw from the softmax (the Gumbel-max rule); greedy rows: logits."""
+    greedy = row.temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, row.temperature)[:, None]
+    noise = row_noise((row.seed_low, row.seed_high), positions, logits.shape[1])
+    scores = scaled + noise.masked_fill_(greedy[:, None], 0.0)
+    return scores.masked_fill(~_kept(scaled, row), -math.inf) if filters else scores
+
+
+def _kept(scaled: Tensor, row: _Columns) -> Tensor:
+    """Which tokens top-k, top-p and min-p leave to each row: bool (rows, vocabulary). One sort serves all."""
+    ordered = scaled.sort(dim=1, descending=True).values
+    last = ordered.shape[1] - 1
+    place = torch.where(row.top_k > 0, row.top_k - 1, last).clamp(max=last)
+    least = ordered.gather(1, place[:, None])
+    most = ordered[:, :1]
+    weights = _weights(ordered, most.squeeze(1)).masked_fill_(ordered < least, 0)
+    total = weights.sum(dim=1)
+    # a token stays while the tokens before it do not have the share yet; ceil: comparing integers is exact
+    share = torch.where(row.top_p < 1, (total.double() * row.top_p).ceil().long(), total + 1)
+    before = weights.cumsum(dim=1) - weights
+    nucleus = (before < share[:, None]).sum(dim=1) - 1
+    least = torch.maximum(least, ordered.gather(1, nucleus.clamp(0, last)[:, None]))
+    return (scaled >= least) & (torch.exp(scaled - most) >= row.min_p[:, None])
+
+
+def _weights(scores: Tensor, most: Tensor) -> Tensor:
+    """exp(score - most) as integers, the largest 2^40: sums of integers do not depend on their order."""
+    return (torch.exp(scores - most[:, None]) * WEIGHT).long()
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

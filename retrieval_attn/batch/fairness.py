@@ -8,9 +8,12 @@ whose account is the lowest, counted in whole quanta, comes first; of equal ones
 from __future__ import annotations
 
 from collections import OrderedDict
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 __all__ = ["FairQueue"]
+
+IDLE_ACCOUNTS = 1024
+"""Of owners without waiting jobs, whose debts are remembered."""
 
 _Key = tuple[int, int, int, str]
 
@@ -44,6 +47,10 @@ class _Lane:
         if owner not in self._in_heap:
             self._in_heap.add(owner)
             heappush(self._heap, key)
+        if len(self._heap) > 64 + 2 * len(self.lines):
+            self._heap = [key for key in self._heap if key[-1] in self.lines]
+            heapify(self._heap)
+            self._in_heap = set(self.lines)
 
     def remove(self, owner: str, job: str) -> None:
         line = self.lines[owner]
@@ -96,6 +103,7 @@ class FairQueue:
 
     def add(self, job: str, owner: str, *, is_long: bool) -> None:
         """Behind the owner's other jobs. Who had nothing waiting brings no credit from that time, but its debts."""
+        self._forget_idle()
         account = self._accounts.setdefault(owner, _Account(self._level))
         if account.waiting == 0:
             account.spent = max(account.spent, self._level)
@@ -119,7 +127,9 @@ class FairQueue:
         account.turn = self._clock
         self.remove(job, owner, is_long=is_long)
         self.charge(owner, tokens)
-        self._forget_the_settled()
+        if not self._length:
+            # nobody waits, so nobody was put back by what this owner had: all begin anew from here
+            self._level = max(self._level, account.spent)
 
     def charge(self, owner: str, tokens: int) -> None:
         """An owner had tokens."""
@@ -142,13 +152,12 @@ class FairQueue:
         """All jobs that wait, in no order; O(jobs), for checks."""
         return [job for lane in self._lanes for line in lane.lines.values() for job in line]
 
-    def _forget_the_settled(self) -> None:
-        """Drop accounts without jobs and without debts, when they are many: a new one would begin as they stand."""
-        if len(self._accounts) <= 64 + 2 * self._kept:
+    def _forget_idle(self) -> None:
+        """Drop accounts of owners without jobs: those without debts, and, of too many, who was served longest ago."""
+        if len(self._accounts) <= IDLE_ACCOUNTS + 2 * self._kept:
             return
-        self._accounts = {
-            owner: account
-            for owner, account in self._accounts.items()
-            if account.spent > self._level or any(lane.knows(owner) for lane in self._lanes)
-        }
+        busy = {o: a for o, a in self._accounts.items() if any(lane.knows(o) for lane in self._lanes)}
+        idle = [(a.turn, o) for o, a in self._accounts.items() if o not in busy and a.spent > self._level]
+        latest = sorted(idle)[-IDLE_ACCOUNTS:]
+        self._accounts = busy | {owner: self._accounts[owner] for _, owner in latest}
         self._kept = len(self._accounts)

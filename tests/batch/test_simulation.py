@@ -1,0 +1,61 @@
+"""The scheduler beside static batching with a cost model: slots filled, throughput, gaps between tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from retrieval_attn.batch.scheduler import Scheduler
+from tools.simulate_batches import Continuous, Cost, limits_of, load, main, parser, quantile, static
+
+
+def run(*arguments: str) -> list[dict[str, float]]:
+    """Outcomes of one command: continuous, static, static trimmed."""
+    options = parser().parse_args(arguments)
+    cost = Cost(options.step_ms / 1000, options.row_ms / 1000, options.token_us / 1e6, options.beside)
+    arrivals = load(options.jobs, options.low, options.high, options.per_second, options.seed)
+    continuous = Continuous(limits_of(options), cost).run(arrivals, Scheduler.check if options.jobs < 200 else None)
+    rows = options.rows if not options.memory_tokens else options.memory_tokens // (2 * options.high)
+    outcomes = [continuous, *(static(arrivals, rows, cost, trimmed=trimmed) for trimmed in (False, True))]
+    answers = sum(arrival.answer for arrival in arrivals)
+    assert all(outcome.tokens == answers for outcome in outcomes), "every job got its whole answer"
+    assert all(len(outcome.first) == len(arrivals) for outcome in outcomes)
+    return [{"rate": o.rate, "filled": o.filled, "gap": quantile(o.gaps, 0.99)} for o in outcomes]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_slots_are_filled_while_a_queue_waits(seed: int) -> None:
+    """Static batching fills mean / longest of U(100, 1024), and that is all that slots alone can win: 1.77 for 32."""
+    continuous, padded, _ = run("--jobs", "400", "--seed", str(seed))
+    assert continuous["filled"] >= 95
+    assert padded["filled"] < 60
+    assert continuous["rate"] / padded["rate"] > 1.65
+
+
+def test_memory_that_is_reserved_exactly_wins_more_than_twice() -> None:
+    """Memory for 17 of the longest jobs; a step takes little longer for more rows, as where weights are read."""
+    memory = ("--memory-tokens", "36000", "--rows", "24", "--step-ms", "30", "--row-ms", ".1")
+    continuous, padded, trimmed = run("--jobs", "400", *memory)
+    assert continuous["rate"] >= 2 * padded["rate"] and continuous["rate"] >= 2 * trimmed["rate"]
+
+
+def test_counts_hold_after_every_tick() -> None:
+    run("--jobs", "60", "--rows", "8", "--low", "5", "--high", "60", "--memory-tokens", "1000", "--chunk", "16")
+
+
+def test_rows_wait_no_longer_for_a_token_while_prompts_are_read() -> None:
+    """Budget 80 ms: cells of different prompts differ, so the last ones tell what the next take within a tenth."""
+    continuous, *_ = run("--jobs", "300", "--inter-token-ms", "80")
+    assert continuous["gap"] <= 0.080 * 1.1
+
+
+def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--jobs", "20", "--rows", "4", "--high", "120", "--per-second", "2"]
+    assert main(small) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines[1:4]] == ["continuous", "static", "static, trimmed"]
+    assert main([*small, "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)
+    assert [outcome["name"] for outcome in outcomes] == ["continuous", "static", "static, trimmed"]
+    assert len({outcome["tokens"] for outcome in outcomes}) == 1

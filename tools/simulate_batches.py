@@ -1,0 +1,273 @@
+"""The scheduler beside static batching, in simulated time: `python -m tools.simulate_batches`.
+
+Nothing is computed. A step takes `--step-ms` and `--row-ms` for each row; reading takes `--token-us` for each token of
+a prompt. `--beside` is the share of reading that costs decoding no time, as where a GPU reads while the host searches.
+Prompts and answers have lengths drawn evenly from `--low` to `--high`, as in the offline benchmark of nano-vllm.
+
+* continuous: `retrieval_attn.batch.scheduler`, with slots for `--rows` rows.
+* static: as many jobs as have come, at most `--rows`, are read together and decode until the last of them has ended;
+  prompts are padded to the longest, and rows that have ended run on.
+* static, trimmed: the same, but padding costs nothing.
+
+With `--memory-tokens` both have that many tokens of host memory: the scheduler reserves what a job asks for, static
+batching what the longest prompt and answer could take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from retrieval_attn.batch.job import Job
+from retrieval_attn.batch.limits import Limits
+from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What work takes, in seconds: a step for itself and for each row, a token to read; beside: share that is free."""
+
+    step: float
+    row: float
+    token: float
+    beside: float = 0.0
+
+    def decode(self, rows: int) -> float:
+        """A step of so many rows."""
+        return self.step + self.row * rows if rows else 0.0
+
+    def tick(self, rows: int, read_seconds: float) -> float:
+        """A step and what was read at its time."""
+        decode = self.decode(rows)
+        return max(decode + read_seconds * (1 - self.beside), read_seconds)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A job and when it comes, in seconds. answer: tokens after which it ends, at most its max_tokens."""
+
+    job: Job
+    seconds: float
+    answer: int
+
+
+@dataclass
+class Outcome:
+    """What came of a run. Slots are counted over steps, those that only read included, while jobs wait."""
+
+    name: str
+    seconds: float = 0.0
+    tokens: int = 0
+    row_steps: int = 0
+    slot_steps: int = 0
+    parks: int = 0
+    plan_seconds: float = 0.0
+    ticks: int = 0
+    queued: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / max(self.seconds, 1e-12)
+
+    @property
+    def filled(self) -> float:
+        """Percent of slots whose row got a token of use, while jobs waited."""
+        return 100 * self.row_steps / max(self.slot_steps, 1)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of them do not exceed; nan of none."""
+    order = sorted(values)
+    return order[max(math.ceil(share * len(order)) - 1, 0)] if order else math.nan
+
+
+class Continuous:
+    """Carries the scheduler's plans out."""
+
+    def __init__(self, limits: Limits, cost: Cost) -> None:
+        self.limits = limits
+        self.cost = cost
+        self.scheduler = Scheduler(limits)
+        self.now = 0.0
+        self._unread: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        self._last: dict[str, float] = {}
+
+    def run(self, arrivals: Sequence[Arrival], check: Callable[[Scheduler], None] | None = None) -> Outcome:
+        """Until all have left. check: called after each tick."""
+        outcome = Outcome("continuous")
+        known = {arrival.job.id: arrival for arrival in arrivals}
+        results, next_one = Results(), 0
+        while next_one < len(arrivals) or not self.scheduler.idle:
+            while next_one < len(arrivals) and arrivals[next_one].seconds <= self.now:
+                job = arrivals[next_one].job
+                self.scheduler.submit(job, self.now)
+                self._unread[job.id], self._tokens[job.id] = self.limits.cells(job), 0
+                next_one += 1
+            began = time.perf_counter()
+            plan = self.scheduler.tick(results, self.now)
+            outcome.plan_seconds += time.perf_counter() - began
+            outcome.ticks += 1
+            if check is not None:
+                check(self.scheduler)
+            outcome.parks += len(plan.park)
+            outcome.queued += [self.now - known[name].seconds for name in plan.start]
+            if self.scheduler.waiting:
+                outcome.row_steps += len(plan.decode)
+                outcome.slot_steps += self.limits.decoding_rows
+            results = self._carry_out(plan, known, outcome)
+            if not plan.decode and not plan.read and self.scheduler.idle and next_one < len(arrivals):
+                self.now = max(self.now, arrivals[next_one].seconds)
+        outcome.seconds = self.now
+        return outcome
+
+    def _carry_out(self, plan: StepPlan, known: dict[str, Arrival], outcome: Outcome) -> Results:
+        read: dict[str, int] = {}
+        read_seconds = 0.0
+        for name, cells in plan.read:
+            read[name] = min(cells, self._unread[name])
+            self._unread[name] -= read[name]
+            job = known[name].job
+            read_seconds += read[name] * job.unread_tokens * self.cost.token / self.limits.cells(job)
+        self.now += self.cost.tick(len(plan.decode), read_seconds)
+        ended = []
+        for name in plan.decode:
+            self._tokens[name] += 1
+            last = self._last.get(name)
+            if last is None:
+                outcome.first.append(self.now - known[name].seconds)
+            else:
+                outcome.gaps.append(self.now - last)
+            self._last[name] = self.now
+            if self._tokens[name] == known[name].answer:
+                ended.append(name)
+        outcome.tokens += len(plan.decode)
+        return Results(
+            ended=tuple(ended),
+            tokens=plan.decode,
+            read=read,
+            read_done=tuple(name for name in read if self._unread[name] == 0),
+            decode_seconds=self.cost.decode(len(plan.decode)),
+            cell_seconds=read_seconds / max(sum(read.values()), 1),
+        )
+
+
+def static(arrivals: Sequence[Arrival], rows: int, cost: Cost, *, trimmed: bool) -> Outcome:
+    """A batch is read, decodes until its last row has ended, and then the next one begins."""
+    outcome = Outcome("static, trimmed" if trimmed else "static")
+    now, begun = 0.0, 0
+    while begun < len(arrivals):
+        now = max(now, arrivals[begun].seconds)
+        batch = [arrival for arrival in arrivals[begun : begun + rows] if arrival.seconds <= now]
+        begun += len(batch)
+        waits = begun < len(arrivals)
+        outcome.queued += [now - arrival.seconds for arrival in batch]
+        prompts = [arrival.job.unread_tokens for arrival in batch]
+        now += cost.token * (sum(prompts) if trimmed else max(prompts) * len(batch))
+        left = sorted((arrival.answer for arrival in batch), reverse=True)
+        for step in range(left[0]):
+            while left[-1] <= step:
+                left.pop()
+            seconds = cost.decode(len(left) if trimmed else len(batch))
+            now += seconds
+            if step == 0:
+                outcome.first += [now - arrival.seconds for arrival in batch]
+            else:
+                outcome.gaps += [seconds] * len(left)
+            outcome.tokens += len(left)
+            if waits:
+                outcome.row_steps += len(left)
+                outcome.slot_steps += rows
+    outcome.seconds = now
+    return outcome
+
+
+def load(jobs: int, low: int, high: int, per_second: float, seed: int) -> list[Arrival]:
+    """Jobs of even lengths; all at once, or by a Poisson process. Each asks for `high` tokens, and stops before."""
+    draw = random.Random(seed)
+    now, made = 0.0, []
+    for number in range(jobs):
+        now += draw.expovariate(per_second) if per_second else 0.0
+        prompt, answer = draw.randint(low, high), draw.randint(low, high)
+        made.append(Arrival(Job(f"j{number}", prompt, high, owner=f"o{number % 7}"), now, answer))
+    return made
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """For the continuous run."""
+    tokens = options.memory_tokens or 2 * options.jobs * options.high
+    return Limits(
+        rows=options.rows,
+        pages=options.rows + options.ahead,
+        row_pages=1,
+        host_bytes=tokens,
+        token_bytes=1,
+        row_seconds=options.row_ms / 1000,
+        step_seconds=1e9,
+        inter_token_seconds=options.inter_token_ms / 1000,
+        waiting=options.jobs,
+        chunk_tokens=options.chunk,
+        layers=options.layers,
+        ahead=options.ahead,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--jobs", type=int, default=1000)
+    made.add_argument("--low", type=int, default=100, help="shortest prompt and answer, tokens")
+    made.add_argument("--high", type=int, default=1024, help="longest prompt and answer, tokens")
+    made.add_argument("--per-second", type=float, default=0.0, help="arrivals; 0: all at once")
+    made.add_argument("--rows", type=int, default=32)
+    made.add_argument("--ahead", type=int, default=2, help="jobs read before a slot is free")
+    made.add_argument("--memory-tokens", type=int, default=0, help="host memory of all jobs, tokens; 0: enough")
+    made.add_argument("--step-ms", type=float, default=8.0)
+    made.add_argument("--row-ms", type=float, default=1.0)
+    made.add_argument("--token-us", type=float, default=60.0, help="to read one token")
+    made.add_argument("--beside", type=float, default=0.0, help="share of reading that costs decoding nothing")
+    made.add_argument("--inter-token-ms", type=float, default=80.0)
+    made.add_argument("--chunk", type=int, default=2048)
+    made.add_argument("--layers", type=int, default=32)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row for each way of batching."""
+    options = parser().parse_args(arguments)
+    cost = Cost(options.step_ms / 1000, options.row_ms / 1000, options.token_us / 1e6, options.beside)
+    arrivals = load(options.jobs, options.low, options.high, options.per_second, options.seed)
+    rows = options.rows
+    if options.memory_tokens:
+        rows = max(min(rows, options.memory_tokens // (2 * options.high)), 1)
+    outcomes = [Continuous(limits_of(options), cost).run(arrivals)]
+    outcomes += [static(arrivals, rows, cost, trimmed=trimmed) for trimmed in (False, True)]
+    if options.json:
+        print(json.dumps([{**asdict(outcome), "rate": outcome.rate, "filled": outcome.filled} for outcome in outcomes]))
+        return 0
+    print(f"{'':16} tokens/s  continuous is  slots filled  queued p50, p99 s  first token p50, p99 s  gap p99 ms")
+    for outcome in outcomes:
+        queued, first = ([quantile(v, share) for share in (0.5, 0.99)] for v in (outcome.queued, outcome.first))
+        cells = [f"{outcome.name:16} {outcome.rate:8.0f} {outcomes[0].rate / outcome.rate:13.2f}x"]
+        cells.append(f"{outcome.filled:12.1f}% {queued[0]:10.1f} {queued[1]:7.1f} {first[0]:15.1f} {first[1]:7.1f}")
+        cells.append(f"{1e3 * quantile(outcome.gaps, 0.99):11.1f}")
+        print(*cells)
+    own = outcomes[0]
+    plan_us = 1e6 * own.plan_seconds / max(own.ticks, 1)
+    print(f"A tick took {plan_us:.0f} us of this machine; {own.parks} times a row was parked.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,7 @@ from transformers.generation import (
 )
 
 from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
+from retrieval_attn.batch.text import TextStream, before_stop
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.instruments import audits, tail_shares
 from retrieval_attn.cache.sequence import ids_tensor
@@ -148,7 +149,9 @@ class AnswerLoop:
                 prompt = self.read(cache, batch)
             _require_numbers(prompt.logits)
             prefill_seconds = time.perf_counter() - started
-            emit = None if on_text is None else _TextPieces(self.tokenizer, self._eos, sampling.stop, on_text)
+            emit = None
+            if on_text is not None:
+                emit = _FirstRow(TextStream(self.tokenizer, sampling.stop), self._eos, on_text)
             choice = TokenChoice(
                 self._criteria(sampling, batch.ids.shape[1]),
                 _processors(sampling),
@@ -175,7 +178,7 @@ class AnswerLoop:
         stopped = ended is not None or any(stop in text for stop in sampling.stop)
         while ended is None and stopped and tokens[-1] == self._pad:
             tokens = tokens[:-1]  # other rows went on after the one that a string ended
-        return Answer(_before(text, sampling.stop), tokens, "stop" if stopped else "length", stats)
+        return Answer(before_stop(text, sampling.stop), tokens, "stop" if stopped else "length", stats)
 
     def _criteria(self, sampling: Sampling, prompt_columns: int) -> StoppingCriteriaList:
         criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_columns + sampling.max_new_tokens)])
@@ -198,39 +201,25 @@ class AnswerLoop:
         return pad if pad is not None else next(iter(sorted(self._eos)), 0)
 
 
-class _TextPieces:
-    """Turns token ids into pieces of text, holding back bytes of a character that is not complete yet.
+class _FirstRow:
+    """Sends the text of a batch's first row on, piece by piece, until the row ends."""
 
-    stop: strings at which the text ends; what may become one of them is held back too.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, eos: set[int], stop: tuple[str, ...], on_text: Callable[[str], None]
-    ) -> None:
-        self._tokenizer, self._eos, self._stop, self._on_text = tokenizer, eos, stop, on_text
-        self._tokens: list[int] = []
-        self._sent = 0
+    def __init__(self, text: TextStream, eos: set[int], on_text: Callable[[str], None]) -> None:
+        self._text, self._eos, self._on_text = text, eos, on_text
+        self._ended = False
 
     def __call__(self, new: list[int]) -> None:
-        if new[0] in self._eos:
-            return
-        self._tokens.append(new[0])
-        text = self._text()
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
-            self._send(text[: len(text) - max(begun, default=0)])
+        self._ended = self._ended or new[0] in self._eos
+        if not self._ended:
+            self._send(self._text.add(new[0]))
 
     def end(self) -> None:
         """Send what was held back."""
-        self._send(self._text())
+        self._send(self._text.end())
 
-    def _text(self) -> str:
-        return _before(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)), self._stop)
-
-    def _send(self, text: str) -> None:
-        if len(text) > self._sent:
-            self._on_text(text[self._sent :])
-            self._sent = len(text)
+    def _send(self, piece: str) -> None:
+        if piece:
+            self._on_text(piece)
 
 
 @contextmanager
@@ -258,13 +247,6 @@ def _require_numbers(logits: Tensor) -> None:
             "The model's scores of the next token are NaN: its weights, or its keys and values, hold NaN or infinity. "
             "Check the weights, or load them in a wider dtype such as bfloat16 or float32."
         )
-
-
-def _before(text: str, stop: tuple[str, ...]) -> str:
-    """`text` up to the first of the strings in `stop`."""
-    for one in stop:
-        text = text.split(one, 1)[0]
-    return text
 
 
 def _stats(result: Generated, cache: RetrievalCache) -> Stats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +16,21 @@ CONTEXT = 4
 character of four bytes may have begun in the last three."""
 MAX_TOKENS = 16
 """Tokens that are decoded together before the older ones are let go."""
-MAX_BYTE_RUN = 64
-"""Tokens of one byte each in a row whose text is held back, see `TextStream`."""
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SHORTENED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """What transformers' `clean_up_tokenization` shortens."""
+_CLEANED = (*_SHORTENED, *(one.replace("'", " ' ") for one in _SHORTENED if one != " ' "))
+"""Also what becomes one of these by another."""
 
 
 class TextStream:
     """Text of token ids that come one after the other, special tokens left out.
 
     All pieces joined are what the tokenizer decodes from all ids at once, up to the first stop string. Held back until
-    later tokens decide: what may become a stop string, a character whose bytes are not complete, and bytes that a
-    tokenizer with byte tokens (`<0x0A>`) shows as replacement characters if one of their run fits nowhere (a run of
-    more than 64 is shown up to there). A token costs the same however many came before.
+    later tokens decide: what may become a stop string, a character whose bytes are not complete, and a run of byte
+    tokens (`<0x0A>`) until it ends, for a tokenizer that has these shows the whole run as replacement characters if
+    one byte of it fits nowhere. A token costs the same however many came before.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
@@ -39,9 +40,8 @@ class TextStream:
         self._cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else ()
         self._ids: list[int] = []  # the last ones, which are decoded together
         self._final = 0  # characters of their text that later tokens do not change
-        self._byte_run = 0
         self._held = ""  # final text that may be the begin of a stop string
-        self._open = ""  # text after it that later tokens may change
+        self._bytes: _ByteRun | None = None  # the run of byte tokens that the ids end with
         self.stopped = False
 
     def add(self, token: int) -> str:
@@ -51,60 +51,87 @@ class TextStream:
         word = self._word(token)
         if word is None:  # an id that the model has and the tokenizer has not
             return ""
-        self._byte_run = self._byte_run + 1 if _BYTE_TOKEN.fullmatch(word) else 0
         self._ids.append(token)
+        if byte := _BYTE_TOKEN.fullmatch(word):
+            self._bytes = self._bytes or _ByteRun()
+            read = self._held + self._bytes.add(int(byte[1], 16))
+            return self._cut(self._known()) or "" if any(one in read for one in self._stop) else ""
+        self._bytes = None
         text = self._decode(self._ids)
-        final = max(self._certain(text), self._final)
-        self._held += text[self._final : final]
-        self._open = text[final:]
-        self._final = final
-        self._let_go(text)
-        return self._take()
+        begin, self._final = self._final, max(self._certain(text), self._final)
+        self._held += text[begin : self._final]
+        open_text = text[self._final :]
+        if len(self._ids) >= MAX_TOKENS:
+            self._let_go(open_text)
+        return self._take(open_text)
 
     def end(self) -> str:
         """What was held back, once no token follows. After a stop string, and a second time: ""."""
         if self.stopped:
             return ""
-        text, self._held, self._open = self._held + self._open, "", ""
-        cut = _before(text, self._stop)
+        text = self._known()
+        self._ids, self._held, self._final = [], "", 0
+        cut = self._cut(text)
+        return text if cut is None else cut
+
+    def _known(self) -> str:
+        """All that was not returned yet, as the ids so far read."""
+        return self._held + self._decode(self._ids)[self._final :]
+
+    def _cut(self, text: str) -> str | None:
+        """`text` up to a stop string, with which the stream has stopped; None where there is none."""
+        cut = before_stop(text, self._stop)
         self.stopped = len(cut) < len(text)
-        return cut
+        return cut if self.stopped else None
 
     def _certain(self, text: str) -> int:
         """Characters at the front of the decoded text that no later token changes."""
-        if 0 < self._byte_run < MAX_BYTE_RUN:
-            return self._final
-        held = max((n for one in self._cleaned for n in range(1, len(one)) if text.endswith(one[:n])), default=0)
-        return len(text) - max(held, text.endswith(REPLACEMENT))
+        return len(text) - max(_begun(text, self._cleaned), text.endswith(REPLACEMENT))
 
-    def _let_go(self, text: str) -> None:
-        """Forget the oldest ids, now and then, without those of text that is open."""
-        if len(self._ids) < MAX_TOKENS or 0 < self._byte_run < MAX_BYTE_RUN:
-            return
+    def _let_go(self, open_text: str) -> None:
+        """Forget the oldest ids, without those of the text that is open."""
         kept = self._ids[-CONTEXT:]
-        shorter = self._decode(kept)
-        opened = len(text) - self._final
-        if opened <= len(shorter) and shorter.endswith(self._open):
-            self._ids, self._final = kept, len(shorter) - opened
+        text = self._decode(kept)
+        if text.endswith(open_text):
+            self._ids, self._final = kept, len(text) - len(open_text)
 
-    def _take(self) -> str:
+    def _take(self, open_text: str) -> str:
         """Out of what is held: all that cannot be the begin of a stop string."""
-        known = self._held + self._open.partition(REPLACEMENT)[0]
-        cut = _before(known, self._stop)
-        if len(cut) < len(known):
-            self.stopped, self._held, self._open = True, "", ""
+        cut = self._cut(self._held + open_text.partition(REPLACEMENT)[0])
+        if cut is not None:
             return cut
-        begun = max((n for one in self._stop for n in range(1, len(one)) if self._held.endswith(one[:n])), default=0)
-        ready = len(self._held) - begun
+        ready = len(self._held) - _begun(self._held, self._stop)
         text, self._held = self._held[:ready], self._held[ready:]
         return text
 
 
-def _before(text: str, stop: tuple[str, ...]) -> str:
+class _ByteRun:
+    """What byte tokens in a row read so far."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._valid = "", True
+
+    def add(self, byte: int) -> str:
+        """Complete characters of the run with one more byte; "" for good once one fits nowhere."""
+        try:
+            self._text += self._decoder.decode(bytes([byte])) if self._valid else ""
+        except UnicodeDecodeError:
+            self._text, self._valid = "", False
+        return self._text
+
+
+def before_stop(text: str, stop: tuple[str, ...]) -> str:
     """`text` up to the first of the strings in `stop`."""
     for one in stop:
         text = text.split(one, 1)[0]
     return text
+
+
+def _begun(text: str, strings: tuple[str, ...]) -> int:
+    """Characters at the end of `text` with which one of `strings` may begin."""
+    length = len(text)
+    return max((n for one in strings for n in range(1, min(len(one), length + 1)) if text.endswith(one[:n])), default=0)
 
 
 Decode = Callable[[list[int]], str]

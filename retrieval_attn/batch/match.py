@@ -55,18 +55,21 @@ def longest(root: Node, ids: Ids, namespace: Namespace, *, in_memory: bool = Fal
     return best
 
 
-def ending(root: Node, ids: Ids, namespace: Namespace) -> Node | None:
-    """The node whose span ends where ids end, all of which agree: in memory before not, own before everybody's."""
-    best: Node | None = None
+def ending(root: Node, ids: Ids, namespace: Namespace, serves: Callable[[Node], bool]) -> Node | None:
+    """The node that serves and whose span ends where ids end, all of which agree.
 
-    def rank(node: Node | None) -> tuple[bool, bool, bool]:
-        return node is not None, node is not None and node.in_memory, node is not None and node.namespace == namespace
+    Of several one that is in memory comes first, then one of the namespace's own, then the one found first.
+    """
+    best: Node | None = None
+    best_rank = (False, False)
 
     def visit(node: Node, tokens: int, ready: int) -> bool:
-        nonlocal best
-        if tokens == len(node) and node.end == len(ids) and node.parent is not None and rank(node) > rank(best):
-            best = node
-        return rank(best) == (True, True, True)
+        nonlocal best, best_rank
+        if tokens == len(node) and node.end == len(ids) and node.parent is not None and serves(node):
+            rank = node.in_memory, node.namespace == namespace
+            if best is None or rank > best_rank:
+                best, best_rank = node, rank
+        return best_rank == (True, True)
 
     _walk(root, ids, namespace, False, visit)
     return best

@@ -56,9 +56,9 @@ class Claim:
 class Pending:
     """All texts that are being read, each with those who wait for it, in the order in which they came.
 
-    A claim waits for a read of the same beginning if that spares it share_tokens at least, or all of one of both
-    texts; and if half of what is being read is of use to it, so that a short prompt never waits for a long document
-    with the same first words. Whoever waits, gets a turn: no read is waited for by its own reader.
+    A claim waits for a read that its match will find (of which it has the first share_tokens, or all), and only where
+    at least half of the tokens that are being read spare it its own reading: a short prompt never waits for a long
+    document that begins with the same words. A read waits for nothing, so all come to an end.
     """
 
     def __init__(self, share_tokens: int) -> None:
@@ -142,13 +142,11 @@ class Pending:
         if read.namespace is not None and read.namespace != claim.namespace:
             return False
         last = len(claim.ids) - 1  # the last token is always read: its logits begin the answer
-        least = (len(read.ids) - read.start + 1) // 2
-        if min(len(read.ids), last) - claim.start < max(least, 1):
+        span = len(read.ids) - read.start
+        least = max(read.start + min(self._share_tokens, span), claim.start + max((span + 1) // 2, 1))
+        if min(len(read.ids), last) < least:
             return False
-        same = common(read.ids, claim.ids)
-        gain = min(same, last) - claim.start
-        whole = same == min(len(read.ids), len(claim.ids))
-        return gain >= max(least, 1) and (whole or gain >= self._share_tokens)
+        return min(common(read.ids, claim.ids), last) >= least
 
 
 def _setter(claim: Claim, node: Node | None) -> Callable[[], None]:

@@ -62,7 +62,8 @@ class Tree:
     """Prefixes of texts, by namespace.
 
     A node is found by its first share_tokens tokens, or all of a shorter one: fewer tokens in common are not worth a
-    shared parent, which could not leave memory before its last child. Texts of a namespace are seen by this namespace
+    shared parent, which could not leave memory before its last child. (So a text of so few tokens is not found by an
+    equal one, which has its last token to read.) Texts of a namespace are seen by this namespace
     alone; those of None by all.
 
     Thread-safe: any method may be called by any thread, and holds one lock for at most some milliseconds. An engine's
@@ -163,8 +164,10 @@ class Tree:
             self._must_take(place, span, namespace)
             if held is not None and not place.node.in_memory:
                 raise ReleasedError(f"{place.node!r} is not in memory; bring it, and what is before it, first")
-            node = ending(self.root, np.concatenate((place.node.prefix(place.at), span)), namespace)
-            if node is None or not _may_be(node, held, namespace, bool(name or digest)):
+            whole = np.concatenate((place.node.prefix(place.at), span))
+            stored = bool(name or digest)
+            node = ending(self.root, whole, namespace, lambda node: _serves(node, held, namespace, stored))
+            if node is None:
                 node = self._new(place, span, namespace)
             if node.held is None and held is not None:
                 self._residents.add(node, held, rebuild_seconds)
@@ -327,7 +330,7 @@ def _place(parent: Node | Place | Match) -> Place:
     return parent.place if isinstance(parent, Match) else parent
 
 
-def _may_be(node: Node, held: Held | None, namespace: Namespace, stored: bool) -> bool:
+def _serves(node: Node, held: Held | None, namespace: Namespace, stored: bool) -> bool:
     """Whether a node that ends at the same token serves for one that is inserted.
 
     Names of a namespace are not written on what is everybody's; and what waits for its parent cannot take held.

@@ -161,7 +161,7 @@ class Tree:
         if held is None and not (name or digest):
             raise ConfigError("a node holds something, or has the name or digest by which a store has it")
         with self._lock:
-            self._must_take(place, span, namespace)
+            _must_take(place, span, namespace, self._share_tokens)
             if held is not None and not place.node.in_memory:
                 raise ReleasedError(f"{place.node!r} is not in memory; bring it, and what is before it, first")
             whole = np.concatenate((place.node.prefix(place.at), span))
@@ -199,7 +199,7 @@ class Tree:
         rest = int32_row(ids)
         place = _place(parent)
         with self._lock:
-            self._must_take(place, rest, namespace)
+            _must_take(place, rest, namespace, self._share_tokens)
             whole = np.concatenate((place.node.prefix(place.at), rest))
             found = longest(self.root, whole[:-1], namespace, in_memory=True)
             if found.length > place.length:
@@ -302,13 +302,14 @@ class Tree:
             self._count -= 1
             node = parent
 
-    def _must_take(self, place: Place, span: Ids, namespace: Namespace) -> None:
-        _must_be_here(place.node)
-        _checked(place, self._share_tokens)
-        if not len(span):
-            raise ShapeError("a node needs at least one token, but none was given")
-        if place.node.namespace is not None and place.node.namespace != namespace:
-            raise ConfigError("a node must have its parent's namespace, or a parent that is everybody's")
+
+def _must_take(place: Place, span: Ids, namespace: Namespace, share_tokens: int) -> None:
+    _must_be_here(place.node)
+    _checked(place, share_tokens)
+    if not len(span):
+        raise ShapeError("a node needs at least one token, but none was given")
+    if place.node.namespace is not None and place.node.namespace != namespace:
+        raise ConfigError("a node must have its parent's namespace, or a parent that is everybody's")
 
 
 def _must_be_here(node: Node) -> None:

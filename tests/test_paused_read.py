@@ -37,7 +37,7 @@ def loop(loaded: tuple[Any, Any]) -> AnswerLoop:
 
 def ids_of(tokens: int, seed: int = 0) -> list[int]:
     drawn = torch.randint(3, 4000, (tokens,), generator=torch.Generator().manual_seed(seed))
-    return drawn.tolist()  # type: ignore[no-any-return]
+    return drawn.tolist()
 
 
 def new_cache(loop: AnswerLoop, **options: Any) -> RetrievalCache:
@@ -69,7 +69,8 @@ def assert_same(one: RetrievalCache, other: RetrievalCache) -> None:
         for first, second in zip(mine.segments, wanted.segments, strict=True):
             for index, same in zip(first.indexes, second.indexes, strict=True):
                 assert flat(index.state()) == flat(same.state())
-    for layer, same_layer in zip(one.layers, other.layers, strict=True):
+    layers: Any = zip(one.layers, other.layers, strict=True)
+    for layer, same_layer in layers:
         for part, same_part in zip(layer.window.tail(), same_layer.window.tail(), strict=True):
             assert torch.equal(part, same_part)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +14,14 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.batch.rows import step
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
-from tests.tiny_models import CONFIGS, build_model, random_ids
+from retrieval_attn.errors import BackendError, CacheMismatchError, RowsFailedError, ShapeError
+from tests.test_hybrid import CONFIGS as HYBRIDS
+from tests.test_hybrid import new_model
+from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -62,7 +70,8 @@ class Pair:
         assert one.get_seq_length() == other.get_seq_length()
         mine, wanted = one.stats(), other.stats()
         assert (mine.keys_scanned, mine.bytes_read) == (wanted.keys_scanned, wanted.bytes_read)
-        for left, right in zip(one.layers, other.layers, strict=True):
+        layers: Any = zip(one.layers, other.layers, strict=True)
+        for left, right in layers:
             if not hasattr(left, "tail"):
                 continue
             assert left.tail.count == right.tail.count
@@ -89,5 +98,171 @@ def test_rows_of_every_model_are_as_alone(model: Any) -> None:
     """Lengths below a window and on both sides of long RoPE's boundary; sliding layers, soft cap, learned sinks."""
     pairs = [Pair(model, read(model, tokens, seed)) for seed, tokens in enumerate([20, 60, 150, 700])]
     steps(model, pairs, 12)
+    for pair in pairs:
+        pair.same_books()
+
+
+MHA, GQA4, GQA8 = (2, 2, 64), (8, 2, 128), (8, 1, 64)
+"""Query heads, key-value heads, head_dim."""
+
+
+@pytest.mark.parametrize(
+    ("index", "heads"),
+    [("flat", GQA4), ("auto", GQA8), ("sketch", MHA), ("device", GQA8), ("roargraph", GQA4)],
+    ids=lambda one: one if isinstance(one, str) else "x".join(map(str, one)),
+)
+def test_indexes_and_heads(index: str, heads: tuple[int, int, int]) -> None:
+    """Sixty steps of rows of 50 to 6,000 tokens that join, leave and lose tokens at random."""
+    q_heads, kv_heads, head_dim = heads
+    model = build_model(
+        "llama",
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+    )
+    lengths = [50, 900, 6000] if index == "flat" else [50, 600, 1500]
+    options: dict[str, Any] = {"index": index, "retrieve": 40}
+    pairs = [Pair(model, read(model, tokens, seed, **options)) for seed, tokens in enumerate(lengths)]
+    pairs.append(Pair(model, pairs[1].row.fork()))  # of one context
+    pairs[-1].token = 7
+    chance = random.Random(f"{index} {heads}")
+    for _ in range(60):
+        present = [pair for pair in pairs if chance.random() < 0.8] or pairs
+        chance.shuffle(present)
+        steps(model, present, 1)
+        if chance.random() < 0.1:
+            chance.choice(pairs).crop(chance.randint(1, 5))
+    for pair in pairs:
+        pair.same_books()
+
+
+def test_options_of_each_row() -> None:
+    """Rows differ in kind of index, in how many keys they take (some by head), in threads, windows and formats."""
+    model = build_model("llama")
+    changes: list[dict[str, Any]] = [
+        {},
+        {"retrieve": "auto"},
+        {"retrieve": "auto", "index": "roargraph"},
+        {"retrieve": 0.1},
+        {"retrieve": 0.1, "threads": 1},
+        {"retrieve": "all"},
+        {"tail": False},
+        {"host_dtype": "bfloat16"},
+        {"host_dtype": "int8", "index": "sketch"},
+        {"sink": 0, "window": 40, "spill": 3},
+    ]
+    pairs = [Pair(model, read(model, 700 + 40 * seed, seed, **options)) for seed, options in enumerate(changes)]
+    steps(model, pairs, 12)
+    for pair in pairs:
+        pair.same_books()
+
+
+def test_an_error_in_one_row_is_told_of_that_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' logits are right; the broken row's cache is refused, and so are its forks."""
+    model = build_model("llama")
+    pairs = [Pair(model, read(model, 400 + seed, seed)) for seed in range(4)]
+    steps(model, pairs, 2)
+    bad = pairs[2]
+    (host,) = bad.row.layers[1].hosts  # type: ignore[union-attr]
+    real = SequenceKV.parts
+
+    def parts(path: SequenceKV, start: int, stop: int) -> Any:
+        if path is host:
+            raise BackendError("an injected error")
+        return real(path, start, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceKV, "parts", parts)
+        caches = [pair.row for pair in pairs]
+        with pytest.raises(RowsFailedError, match="row 2: BackendError: an injected error") as caught:
+            step(model, caches, [pair.token for pair in pairs], [cache.get_seq_length() for cache in caches])
+    assert list(caught.value.errors) == [2]
+    good = [pair for pair in pairs if pair is not bad]
+    for pair in good:
+        pair.expect(caught.value.logits[pairs.index(pair)])
+    with pytest.raises(CacheMismatchError, match="Row 2 failed before"):
+        step(model, caches, [5] * 4, [cache.get_seq_length() for cache in caches])
+    for cache in (bad.row, bad.row.fork()):
+        with pytest.raises(CacheMismatchError, match="cannot be used any more"):
+            feed(model, cache, torch.tensor([[5]]))
+    steps(model, good, 5)
+
+
+def test_what_cannot_be_a_row_is_refused_before_anything_happens() -> None:
+    model = build_model("llama")
+    good, empty = Pair(model, read(model, 100, 0)), RetrievalCache(model, ra.Config(**BASE))
+    other = read(build_model("gpt_oss"), 100, 0)
+    two = read(model, 100, 0)
+    two.batch_repeat_interleave(2)
+    for bad, said in ((empty, "0 tokens"), (other, "belong to one model"), (two, "2 sequences"), (good.row, "twice")):
+        with pytest.raises(CacheMismatchError, match=f"Row 1 .*{said}"):
+            step(model, [good.row, bad], [5, 5], [100, 100])
+    with pytest.raises(ShapeError, match="one token and one position"):
+        step(model, [good.row], [5, 5], [100])
+    assert step(model, [], [], []).shape == (0, 97)
+    steps(model, [good], 2)
+
+
+def test_a_row_past_the_positions_fails_alone() -> None:
+    model = build_model("llama", max_position_embeddings=300)
+    pairs = [Pair(model, read(model, tokens, 0)) for tokens in (100, 300)]
+    with pytest.raises(RowsFailedError, match="row 1: ContextLengthError") as caught:
+        step(model, [pair.row for pair in pairs], [5, 5], [100, 300])
+    pairs[0].expect(caught.value.logits[0])
+
+
+def test_a_forward_that_fails_breaks_all_rows() -> None:
+    model = build_model("llama")
+    caches = [read(model, 100, seed) for seed in range(2)]
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, caches, [5, 5], [100, 100])
+    handle.remove()
+    with pytest.raises(CacheMismatchError, match="Row 0 failed before"):
+        step(model, caches, [5, 5], [100, 100])
+
+
+def test_a_row_that_is_gone_leaves_no_memory() -> None:
+    """The plans of the last step let go of a row's keys with the row."""
+    model = build_model("llama")
+    pairs = [Pair(model, read(model, 500, seed)) for seed in range(3)]
+    steps(model, pairs, 3)
+    keys = [weakref.ref(pair.row.layers[0].hosts[0].segments[0].keys.base) for pair in pairs]  # type: ignore[union-attr]
+    assert all(key() is not None for key in keys)
+    del pairs[0]
+    gc.collect()
+    assert keys[0]() is None and keys[1]() is not None
+    steps(model, pairs, 2)
+
+
+def test_rows_are_searched_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of the worker threads for each layer, also for rows with other budgets for their heads."""
+    model = build_model("llama")
+    runs: list[int] = []
+    real = LayerStep.run
+
+    def run(one: LayerStep) -> Any:
+        runs.append(len(one.rows))
+        return real(one)
+
+    monkeypatch.setattr(LayerStep, "run", run)
+    caches = [read(model, 300 + 50 * seed, seed) for seed in range(4)]
+    runs.clear()
+    step(model, caches, [5] * 4, [cache.get_seq_length() for cache in caches])
+    assert runs == [4] * LAYERS
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_rows_of_hybrids_are_as_alone(name: str) -> None:
+    """Layers that keep a state: each row has its own, and they leave and join."""
+    model = new_model(name)
+    pairs = [Pair(model, read(model, tokens, seed)) for seed, tokens in enumerate([40, 150, 300])]
+    for present in (pairs, pairs[::-1], pairs[:2], pairs[1:], pairs):
+        steps(model, present, 3)
     for pair in pairs:
         pair.same_books()

@@ -7,6 +7,7 @@ were alone. A row joins by being in the list and leaves by not being in it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
@@ -19,14 +20,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from retrieval_attn.batch.row_states import RowsState
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.cache.together import StepPlans, decode_together
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rotation import rope_types
+
+_boundaries: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, bool] | None] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -59,7 +66,7 @@ def step(
     try:
         with using_retrieval(model, caches[0].config.prefill_chunk):
             for rows in _groups(model, places):
-                together = RowsCache([caches[row] for row in rows])
+                together = RowsCache([caches[row] for row in rows], _plans.setdefault(model, StepPlans()))
                 own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
                 found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
                 together.finish()
@@ -108,19 +115,34 @@ def _groups(model: PreTrainedModel, positions: Tensor) -> list[list[int]]:
     Long RoPE takes other factors for the whole forward when one position lies beyond the original length; a row alone
     would not.
     """
-    text = model.config.get_text_config(decoder=True)
-    changing = rope_types(text.to_dict()) & {"dynamic", "longrope"}
     rows = list(range(len(positions)))
-    if not changing or len(rows) < 2:
+    if len(rows) < 2:
         return [rows]
-    given = [getattr(text, "original_max_position_embeddings", None)]
-    given += [one.get("original_max_position_embeddings") for one in _rope_options(text.to_dict())]
-    length = next((one for one in given if one), text.max_position_embeddings)
+    if model not in _boundaries:
+        _boundaries[model] = _boundary(model)
+    boundary = _boundaries[model]
+    if boundary is None:
+        return [rows]
+    length, each = boundary
     groups: dict[int, list[int]] = {}
     for row, position in enumerate(positions.tolist()):
-        beyond = position + 1 if "dynamic" in changing else 1
+        beyond = position + 1 if each else 1
         groups.setdefault(beyond if position + 1 > length else 0, []).append(row)
     return list(groups.values())
+
+
+def _boundary(model: PreTrainedModel) -> tuple[int, bool] | None:
+    """Tokens from which on the model turns keys by its longest position, and whether by each in another way; None: it
+    does not.
+    """
+    text = model.config.get_text_config(decoder=True)
+    options = text.to_dict()
+    changing = rope_types(options) & {"dynamic", "longrope"}
+    if not changing:
+        return None
+    given = [getattr(text, "original_max_position_embeddings", None)]
+    given += [one.get("original_max_position_embeddings") for one in _rope_options(options)]
+    return next((one for one in given if one), text.max_position_embeddings), "dynamic" in changing
 
 
 def _rope_options(options: Any) -> list[dict[str, Any]]:
@@ -138,9 +160,13 @@ class RowsCache(Cache):
     logits means nothing then, and its cache is not used again.
     """
 
-    def __init__(self, caches: Items[RetrievalCache]) -> None:
-        """caches: of each row, of one model, one sequence each. Raises UnsupportedModelError, the layer named."""
+    def __init__(self, caches: Items[RetrievalCache], plans: StepPlans | None = None) -> None:
+        """caches: of each row, of one model, one sequence each. plans: of the searches of the steps before; None: new.
+
+        Raises UnsupportedModelError, the layer named.
+        """
         self.caches = list(caches)
+        self.plans = StepPlans() if plans is None else plans
         self.errors: dict[int, Exception] = {}
         super().__init__(layers=[self._layer(number) for number in range(len(self.caches[0].layers))])
         for row, cache in enumerate(self.caches):
@@ -229,18 +255,32 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
             )
         (key, value), self._pending = self._pending, None
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        together: list[tuple[int, RetrievalLayer]] = []
         for row, layer in enumerate(self._layers):
             if row in self._rows.errors:
                 continue
             own = slice(row, row + 1)
             try:
                 layer.update(key[own], value[own])
+                if query.device.type == "cpu" and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
+                    together.append((row, layer))
+                    continue
                 place = replace(spec, q_offset=layer.columns, padding=None)
                 out[own] = layer.attend(
                     module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
                 )
             except Exception as error:
                 self._rows.fail(row, error)
+        if together:
+            found, errors = decode_together(
+                self._rows.plans, together, module, query, spec, Scoring(scale, softcap), sink_logits, value.shape[3]
+            )
+            for row, problem in errors.items():
+                self._rows.fail(row, problem)
+            if len(together) == len(self._layers):
+                return found
+            rows = [row for row, _ in together]
+            out[rows] = found[rows]
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

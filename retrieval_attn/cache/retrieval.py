@@ -235,6 +235,25 @@ def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
     return None if reference is None else reference()
 
 
+def decodes_plainly(layer: RetrievalLayer) -> bool:
+    """Whether nothing but a token's attention is wanted of it, on a CPU without codes: `begin_token` serves."""
+    watched = layer.mass_heads or layer.audit is not None or layer.watch is not None or layer.graph is not None
+    if watched or layer._reading is not None or layer.held is None or not layer.columns or layer._appends_exactly(1):
+        return False
+    return layer.held.device.type == "cpu" and not layer.index.spec.cls.keeps_device_keys
+
+
+def begin_token(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec) -> HeldTokens:
+    """Store the pending token, whose query others attend with; they `spill` when the window is full after that."""
+    key, value = layer._take(module, query, spec)
+    layer.finish_index()
+    layer.q_heads = query.shape[1]
+    held = layer.hold(key, value)
+    held.append(key, value, layer.batch.note_padding(spec.padding, layer.columns, 1))
+    layer._note_stored(1)
+    return held
+
+
 class _Mark(NamedTuple):
     """How far a layer is: columns stored, and how far a reading under way is (None: there is none)."""
 

@@ -56,7 +56,7 @@ def _attend_gathered_heads(queries, keys, values, ids, scale, softcap, rows, sco
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def _attend_part(queries, first, keys, values, start, stop, scale, softcap, sums, tops, totals):
+def attend_part(queries, first, keys, values, start, stop, scale, softcap, sums, tops, totals):
     """Four queries over tokens [start, stop): writes sums (4, value_dim) not normalised, tops (4,), totals (4,)."""
     weights = np.empty((TILE_QUERIES, TILE_TOKENS), np.float32)
     sums[:] = np.float32(0.0)
@@ -88,7 +88,7 @@ def _attend_range_heads(queries, keys, values, start, stop, scale, softcap, sums
         head = task // (tiles * parts)
         first = task // parts % tiles * TILE_QUERIES
         part = task % parts
-        _attend_part(
+        attend_part(
             queries[head],
             first,
             keys[head],

@@ -142,7 +142,7 @@ class LayerStep:
         rows: Sequence[Sequence[SearchRange]],
         q_heads: int,
         positions: int,
-        top_k: int | HeadBudgets,
+        top_k: int | HeadBudgets | tuple[HeadBudgets, ...],
         *,
         scale: float,
         softcap: float | None = None,
@@ -151,8 +151,9 @@ class LayerStep:
     ) -> bool:
         """Prepare steps over the pieces of each row (in order of their tokens) for (rows, q_heads, positions) queries.
 
-        Each query attends to its top_k best keys, as many as its head has with budgets. threads: at most this many of
-        the pool's. rest: what is done about the others; None: they are left out.
+        Each query attends to its top_k best keys, as many as its head has with budgets; a tuple has those of each row,
+        of which the largest must be the same. threads: at most this many of the pool's. rest: what is done about the
+        others; None: they are left out.
 
         Cheap if nothing but the end of the last pieces changed since the last plan, and a tenth of the whole if pieces
         that are searched alike lie elsewhere now: another layer's, or those of another context. Returns False, without
@@ -160,7 +161,7 @@ class LayerStep:
         ShapeError for arrays that do not fit together, ConfigError for numbers.
         """
         check_score_options(scale, softcap)
-        budgets, top_k = (top_k, top_k.most) if isinstance(top_k, HeadBudgets) else (None, top_k)
+        budgets, top_k = _budgets_of(top_k, len(rows))
         if top_k < 1 or positions < 0 or (threads is not None and threads < 1):
             raise ConfigError(f"top_k={top_k}, positions={positions}, threads={threads} must be at least 1")
         threads = self.pool.threads if threads is None else min(threads, self.pool.threads)
@@ -174,7 +175,7 @@ class LayerStep:
         most = kept + room
         request = StepRequest(q_heads, positions, most, float(scale), float(softcap or 0.0), parts, sizes, kept, named)
         pieces = tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows)
-        counts = None if budgets is None else _budget_counts(budgets, len(rows), q_heads, positions)
+        counts = _budget_counts(budgets, q_heads, positions) if budgets else None
         plan = request, pieces, tuple(map(id, tables)), budgets
         if plan != self._plan:
             likeness, self._plan = likeness_of(rows, request), ()
@@ -336,6 +337,14 @@ class LayerStep:
             raise BackendError(f"layer {self.layer}, {_failure(self._step, self._tables, self._heads)}")
 
 
+def row_costs(step: LayerStep, cost: StepCost) -> list[StepCost]:
+    """What each row had of the `cost` of the step's last run; the seconds are shared evenly."""
+    rows = len(step.rows)
+    counted = step._arrays["pending_at"].reshape(rows, -1, CACHE_LINE // 8)[:, :, 1:3].sum(axis=1)
+    shared = cost.search_seconds / rows, cost.attend_seconds / rows
+    return [StepCost(*shared, int(scanned), int(nbytes)) for scanned, nbytes in counted]
+
+
 def _failure(step: npt.NDArray[Any], tables: Tables, heads: int) -> str:
     """Which head failed, and why, by the status of a step."""
     status, searches = int(step["status"][0]), int(step["tasks"][0])
@@ -386,11 +395,23 @@ def _rounded_top_k(rows: Sequence[Sequence[SearchRange]], top_k: int) -> int:
     return int(min(top_k, max(1, -(-tokens // 256)) * 256))
 
 
-def _budget_counts(budgets: HeadBudgets, rows: int, q_heads: int, positions: int) -> npt.NDArray[np.int64]:
+def _budgets_of(top_k: int | HeadBudgets | tuple[HeadBudgets, ...], rows: int) -> tuple[tuple[HeadBudgets, ...], int]:
+    """The budgets of each row, none where there are none, and the most keys of a head. Raises ConfigError."""
+    if not isinstance(top_k, HeadBudgets | tuple):
+        return (), top_k
+    budgets = top_k if isinstance(top_k, tuple) else (top_k,) * rows
+    most = {one.most for one in budgets}
+    if len(budgets) != rows or len(most) != 1:
+        raise ConfigError(f"{rows} rows need budgets of one largest number, got {len(budgets)} of {sorted(most)}")
+    return budgets, most.pop()
+
+
+def _budget_counts(budgets: Sequence[HeadBudgets], q_heads: int, positions: int) -> npt.NDArray[np.int64]:
     """Keys per query, (rows, q_heads, positions)."""
-    if len(budgets.counts) != q_heads:
-        raise ShapeError(f"budgets of {len(budgets.counts)} heads were given for {q_heads} query heads")
-    return np.tile(np.array(budgets.counts, np.int64)[:, None], (rows, 1, positions))
+    for one in budgets:
+        if len(one.counts) != q_heads:
+            raise ShapeError(f"budgets of {len(one.counts)} heads were given for {q_heads} query heads")
+    return np.tile(np.array([one.counts for one in budgets], np.int64)[..., None], (1, 1, positions))
 
 
 def _scratch_places(

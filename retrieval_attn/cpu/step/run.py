@@ -28,14 +28,23 @@ BAD_ID = 1
 """Error code of a task: an index named a token that is not among those searched."""
 
 
+@njit(nogil=True, cache=True, inline="always")
+def _count_for(step, entry, scanned, nbytes):
+    """Add what a task of `entry` has cost: rows of a step are told apart."""
+    atomic_add(step.pending_at + entry * 64 + 8, scanned)
+    atomic_add(step.pending_at + entry * 64 + 16, nbytes)
+
+
 def _run_task(descriptor, number, worker):
     step = step_at(descriptor)
     meter = carray(at_address(step.meters_at), step.workers, METER)[worker]
+    scanned, nbytes = meter.scanned, meter.nbytes
     since = nanoseconds()
     if number < step.tasks:
         task = carray(at_address(step.tasks_at), step.tasks, TASK)[number]
         span = carray(at_address(step.ranges_at), task.range + 1, RANGE)[task.range]
         code = call_search(span.search, descriptor, number, worker)
+        _count_for(step, task.entry, meter.scanned - scanned, meter.nbytes - nbytes)
         atomic_add(step.pending_at + task.entry * 64, -1)
         meter.search_time += nanoseconds() - since
         return code
@@ -50,6 +59,7 @@ def _run_task(descriptor, number, worker):
         since = nanoseconds()
     code = call_search(step.attend, descriptor, query, worker)
     meter.attend_time += nanoseconds() - since
+    _count_for(step, entry, meter.scanned - scanned, meter.nbytes - nbytes)
     return code
 
 
@@ -71,6 +81,7 @@ def run_step(descriptor):
             for j in range(dim):
                 tiles[entry, query, j] = source[entry, query, j]
         pending[entry, 0] = table[entry].tasks
+        pending[entry, 1:3] = 0
     step.generation += 1
     words_at(step.floors_at, entries, queries)[:] = EMPTY
     words_at(step.meters_at, step.workers, METER_WORDS)[:] = 0

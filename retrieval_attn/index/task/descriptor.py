@@ -52,7 +52,7 @@ STEP = np.dtype(
         ("list_words", _WORD),  # of a list: LIST_HEAD and room for candidates
         ("lists_at", _WORD),  # int64 (entries, queries, lists, list_words)
         ("floors_at", _WORD),  # int64 (entries, queries): what is below cannot be among the best k
-        ("pending_at", _WORD),  # int64 (entries, 8): search tasks not done yet, in the first of 8 words
+        ("pending_at", _WORD),  # int64 (entries, 8): search tasks not done yet, scored pairs, bytes read
         ("meters_at", _WORD),  # METER (workers,)
         ("workers", _WORD),
         ("scratch_at", _WORD),  # scratch of worker 0

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from retrieval_attn.batch.philox import WORD, row_noise
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.gpu.decode.kernels import kernels_for
 
 MAX_LOGPROBS = 20
 WEIGHT = 2.0**40
@@ -102,8 +104,7 @@ class Chosen(NamedTuple):
 class DrawTable:
     """The `RowDraw` of every row in tensors that stay where they are, so that a captured graph reads what is new.
 
-    temperature, min_p: float32; top_p: float64; top_k, seed_low, seed_high: int64; all (rows,), on `device`. A row
-    that was never written is greedy.
+    A row that was never written is greedy. mode: what all rows together need.
     """
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
@@ -111,6 +112,7 @@ class DrawTable:
         if not _is_int(rows) or rows < 1:
             raise ConfigError(f"a DrawTable needs at least 1 row, got {rows!r}.")
         self._draws = [RowDraw()] * rows
+        self.mode = DrawMode()
         device = torch.device(device)
         page_locked = device.type == "cuda"
         self._numbers_cpu = torch.zeros(rows, 3, dtype=torch.float64, pin_memory=page_locked)
@@ -132,6 +134,7 @@ class DrawTable:
         if not 0 <= slot < len(self._draws):
             raise IndexError(f"slot {slot} of a DrawTable of {len(self._draws)} rows")
         self._draws[slot] = draw
+        self.mode = _mode(self._draws)
         seed = draw.seed % 2**64
         temperature = 0.0 if draw.greedy else float(draw.temperature)
         self._numbers_view[slot] = temperature, draw.top_p, draw.min_p
@@ -143,21 +146,23 @@ class DrawTable:
         """Row `slot` is free: greedy, which costs least. Raises IndexError as `write` does."""
         self.write(slot, RowDraw())
 
-    @property
-    def mode(self) -> DrawMode:
-        """What all rows together need."""
-        asked = [draw.logprobs for draw in self._draws if draw.logprobs]
-        return DrawMode(
-            any(not draw.greedy for draw in self._draws),
-            any(draw.filters for draw in self._draws),
-            max(asked, default=None),
-        )
+    def options(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Of the first `rows` rows, on the device: float64 (rows, 3) temperature, top-p, min-p; int64 (rows, 3) top-k
+        and the low and high 32 bits of the seed.
+        """
+        return self._numbers[:rows], self._words[:rows]
 
     def columns(self, rows: int) -> _Columns:
-        """Views of the first `rows` rows."""
-        temperature, top_p, min_p = self._numbers[:rows].unbind(1)
-        top_k, seed_low, seed_high = self._words[:rows].unbind(1)
+        """The same, one tensor (rows,) for each."""
+        (temperature, top_p, min_p), (top_k, seed_low, seed_high) = (part.unbind(1) for part in self.options(rows))
         return _Columns(temperature.float(), top_p, min_p.float(), top_k, seed_low, seed_high)
+
+
+def _mode(draws: Sequence[RowDraw]) -> DrawMode:
+    asked = max((draw.logprobs for draw in draws), default=0)
+    return DrawMode(
+        any(not draw.greedy for draw in draws), any(draw.filters for draw in draws), asked if asked else None
+    )
 
 
 class _Columns(NamedTuple):
@@ -172,18 +177,22 @@ class _Columns(NamedTuple):
 def choose(logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode | None = None) -> Chosen:
     """The next token of every row.
 
-    logits: float32 (rows, vocabulary), row r for slot r of `draws`; not changed. positions: int64 (rows,) >= 0 of the
-    tokens that are chosen. mode: None takes `draws.mode`; who replays a captured graph gives the mode that it was
-    captured for, which must cover the table's.
+    logits: float32 (rows, vocabulary), row r for slot r of `draws`, the numbers of a row side by side; not changed.
+    positions: int64 (rows,) >= 0 of the tokens that are chosen. mode: None takes `draws.mode`; who replays a captured
+    graph gives the mode that it was captured for, which must cover the table's.
     No row waits for the host and no shape depends on data, so a CUDA graph can record it. A failed row changes nothing
-    in the others.
+    in the others. Raises ShapeError for other shapes and dtypes, and for more rows than `draws` has.
     """
+    _require_shapes(logits, draws, positions)
     mode = draws.mode if mode is None else mode
     most = logits.amax(dim=1)
     failed = ~torch.isfinite(most)
-    if mode.sample:
-        scores = _perturbed(logits, draws.columns(len(logits)), positions, mode.filters)
-        ids = scores.argmax(dim=1)
+    kernels = _kernels(logits) if mode.sample else None
+    if kernels is not None:
+        ids = torch.zeros_like(positions)
+        kernels.choose(logits, most, draws.options(len(logits)), positions, ids)
+    elif mode.sample:
+        ids = _perturbed(logits, draws.columns(len(logits)), positions, mode.filters).argmax(dim=1)
     else:
         ids = logits.argmax(dim=1)
     ids = ids.masked_fill(failed, 0)
@@ -194,6 +203,27 @@ def choose(logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode |
     chosen = logits.gather(1, ids[:, None]).squeeze(1) - lse
     top, top_ids = logits.topk(min(mode.logprobs, logits.shape[1]), dim=1)
     return Chosen(ids, failed, chosen, top_ids, top - lse[:, None])
+
+
+def _require_shapes(logits: Tensor, draws: DrawTable, positions: Tensor) -> None:
+    fits = logits.ndim == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0 and logits.stride(1) == 1
+    if not fits:
+        raise ShapeError(
+            "logits must be float32 (rows, vocabulary) with the numbers of a row side by side, got "
+            f"{logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}; call .float().contiguous()."
+        )
+    if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
+        raise ShapeError(
+            f"positions must be int64 ({len(logits)},), one for each row of the logits, got {positions.dtype} "
+            f"{tuple(positions.shape)}."
+        )
+    if len(logits) > len(draws):
+        raise ShapeError(f"{len(logits)} rows of logits for a DrawTable of {len(draws)} rows; make a larger one.")
+
+
+def _kernels(logits: Tensor) -> Any:
+    """The Triton kernels where they run on these logits, else None: then it is operations of torch, slower."""
+    return kernels_for(logits, "draw_triton")
 
 
 def _perturbed(logits: Tensor, row: _Columns, positions: Tensor, filters: bool) -> Tensor:

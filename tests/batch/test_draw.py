@@ -272,10 +272,10 @@ def test_a_table_says_what_its_rows_need() -> None:
 def test_a_table_is_written_in_place() -> None:
     """A captured graph reads the addresses that it saw."""
     made = DrawTable(2)
-    columns = made.columns(2)
+    numbers, words = made.options(2)
     made.write(1, RowDraw(temperature=0.5, top_k=9, seed=2**32 + 5))
-    assert columns.top_k.tolist() == [0, 9]
-    assert columns.seed_low.tolist() == [0, 5] and columns.seed_high.tolist() == [0, 1]
+    assert numbers.tolist() == [[0.0, 1.0, 0.0], [0.5, 1.0, 0.0]]
+    assert words.tolist() == [[0, 0, 0], [9, 5, 1]]
     for slot in (-1, 2):
         with pytest.raises(IndexError, match="2 rows"):
             made.write(slot, RowDraw())
@@ -309,3 +309,15 @@ def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 def test_a_table_without_rows_is_refused() -> None:
     with pytest.raises(ra.ConfigError, match="at least 1 row"):
         DrawTable(0)
+
+
+def test_logits_and_positions_of_another_shape_are_refused() -> None:
+    made, positions = DrawTable(2), torch.zeros(2, dtype=torch.int64)
+    for logits in (torch.randn(2, 0), torch.randn(6), torch.randn(2, 6).double(), torch.randn(6, 2).T):
+        with pytest.raises(ra.ShapeError, match="float32 .rows, vocabulary."):
+            choose(logits, made, positions)
+    for place in (positions[:1], positions.int(), positions[:, None]):
+        with pytest.raises(ra.ShapeError, match="positions must be int64"):
+            choose(torch.randn(2, 6), made, place)
+    with pytest.raises(ra.ShapeError, match="3 rows of logits"):
+        choose(torch.randn(3, 6), made, torch.zeros(3, dtype=torch.int64))

@@ -14,7 +14,7 @@ class Entry:
     """One job: its state and what it holds. order: of submission. interactive: by priority or, since, by age.
 
     charged: the priority whose queue it was admitted from. generated: tokens that came; in_flight: steps that it was
-    planned for and whose result is not there yet. since: the tick in which it last got or lost its slot. overtaken:
+    planned for and whose result is not there yet. since: the tick in which it last got a slot. overtaken:
     jobs behind it that were admitted while it lacked host memory.
     """
 

@@ -236,8 +236,6 @@ class Scheduler:
         """Give slots: to interactive jobs, even a batch row's; then to parked rows; then to batch jobs; each by age."""
         unseated = chain(self._places.held[State.READY].values(), self._places.held[State.PARKED].values())
         for entry in sorted(unseated, key=_seating_order):
-            if entry.since == self._ticks:
-                continue
             parked = entry.state is State.PARKED
             fits = self._places.free_slots and (not parked or self._places.has_free_pages)
             if not fits and not (entry.interactive and self._park_one(changes)):
@@ -253,7 +251,6 @@ class Scheduler:
         if not rows:
             return False
         entry = max(rows, key=lambda e: e.order)
-        entry.since = self._ticks
         self._places.move(entry, State.PARKED)
         changes.park.append(entry.job.id)
         return True

@@ -116,6 +116,7 @@ class Plant:
             self.parked.add(name)
             assert self.there[name].job.priority == "batch"
         self.parks += len(plan.park)
+        assert not set(plan.park) & set(plan.resume), "a row is moved there and back for nothing"
         for name in plan.resume:
             self.parked.remove(name)
             self.rows.add(name)

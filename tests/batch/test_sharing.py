@@ -62,6 +62,38 @@ class TestOwners:
         assert order[0] == "b"
         assert 9 <= order.count("b") <= 11
 
+    def test_who_comes_back_brings_no_credit(self) -> None:
+        """As above, with an account from before."""
+        queue = FairQueue(10)
+        queue.add("b", "b", is_long=False)
+        for number in range(100):
+            queue.add(f"a{number}", "a", is_long=False)
+        queue.serve("b", "b", 1, is_long=False)
+        for number in range(50):
+            queue.serve(f"a{number}", "a", 100, is_long=False)
+        for number in range(50):
+            queue.add(f"b{number}", "b", is_long=False)
+        order = []
+        for _ in range(20):
+            (job,) = queue.heads(1, with_long=True)
+            queue.serve(job, job[0], 100, is_long=False)
+            order.append(job[0])
+        assert 9 <= order.count("b") <= 11
+
+    def test_what_was_had_while_nobody_waited_is_no_debt(self) -> None:
+        queue = FairQueue(10)
+        queue.add("a", "a", is_long=False)
+        queue.serve("a", "a", 5_000, is_long=False)
+        for number in range(20):
+            queue.add(f"b{number}", "b", is_long=False)
+            queue.add(f"a{number}", "a", is_long=False)
+        order = []
+        for _ in range(20):
+            (job,) = queue.heads(1, with_long=True)
+            queue.serve(job, job[0], 100, is_long=False)
+            order.append(job[0])
+        assert 9 <= order.count("a") <= 11
+
     def test_debts_stay(self) -> None:
         """Who leaves the queue and comes back owes what was generated meanwhile."""
         queue = FairQueue(10)
@@ -157,6 +189,15 @@ class TestPriorities:
         assert bench.tokens == {"b": 30, "i": 5}
         assert sum(len(plan.park) for plan in bench.plans) == 1
 
+    def test_a_parked_row_comes_before_a_batch_job_that_never_ran(self) -> None:
+        bench = Bench(rows=1, pages=36)
+        bench.submit("old", tokens=30, priority="batch")
+        bench.submit("new", tokens=30, priority="batch")
+        bench.until(lambda: bench.state("new") is State.READY)
+        bench.submit("i", tokens=5)
+        bench.until(lambda: bench.state("i") is State.GONE)
+        assert bench.plans[-1].resume == ("old",) and bench.state("new") is State.READY
+
     def test_interactive_rows_are_not_parked(self) -> None:
         bench = Bench(rows=2)
         for number in range(10):
@@ -199,6 +240,45 @@ class TestReading:
         granted = [sum(cells for _, cells in plan.read) for plan in bench.plans[-20:]]
         assert set(granted) == {5} or set(granted) == {4}
         assert max(granted) * 0.008 + 0.010 <= bench.limits.inter_token_seconds
+
+    def test_cells_of_several_prompts_fit_together(self) -> None:
+        bench = Bench(step=0.010, cell=0.008, rows=8, pages=12 * 16)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.tick()
+        for number in range(7):
+            bench.submit(f"s{number}", prompt=90, tokens=1_000)
+        bench.until(lambda: bench.state("s6") is State.DECODING)
+        granted = [dict(plan.read) for plan in bench.plans]
+        assert any(len(cells) > 1 for cells in granted)
+        assert max(sum(cells.values()) for cells in granted) <= 5
+
+    def test_rows_that_join_take_their_time(self) -> None:
+        """Five rows join in one tick, 2 ms each: what the last step took is not what the next one will."""
+        bench = Bench(step=0.010, cell=0.001, rows=8, pages=12 * 16)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.submit("long", prompt=50_000)
+        for _ in range(5):
+            bench.tick()
+        assert bench.plans[-1].read in ((("long", 40),), (("long", 39),))
+        for number in range(5):
+            bench.submit(f"s{number}", prompt=1, tokens=1_000)
+        plan = bench.tick()
+        assert len(plan.decode) == 6 and plan.read in ((("long", 30),), (("long", 29),))
+
+    def test_cells_of_short_prompts_have_their_own_time(self) -> None:
+        """A chunk of a long prompt takes 40 ms, one of a short prompt 1 ms: one of the first, or many of the second."""
+        bench = Bench(step=0.010, rows=8, pages=12 * 16)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.submit("s0", prompt=90, tokens=1_000)
+        bench.cell_seconds = 0.001
+        bench.until(lambda: bench.state("s0") is State.DECODING)
+        bench.submit("long", prompt=50_000)
+        bench.cell_seconds = 0.040
+        for _ in range(6):
+            bench.tick()
+        for number in range(1, 6):
+            bench.submit(f"s{number}", prompt=90, tokens=1_000)
+        assert len(bench.tick().read) == 5
 
     def test_a_cell_that_does_not_fit_comes_seldom(self) -> None:
         """Cells of 100 ms, room for 40 ms a step: a cell in every third step, so that the mean keeps to the budget."""
@@ -255,6 +335,15 @@ class TestReading:
             assert len(plan.read) <= 1
         seen = [name for plan in bench.plans for name, _ in plan.read]
         assert [name for name, before in zip(seen, ["", *seen], strict=False) if name != before] == list(bench.order())
+
+    def test_a_second_long_prompt_waits_without_holding_anything(self) -> None:
+        bench = Bench()
+        bench.submit("first", prompt=5_000, owner="a")
+        bench.submit("second", prompt=5_000, owner="b")
+        bench.submit("short", owner="c")
+        assert bench.tick().start == ("first", "short")
+        bench.until(lambda: bench.state("first") is not State.READING)
+        assert bench.plans[-1].start == ("second",)
 
     def test_an_interactive_long_prompt_pauses_a_batch_jobs(self) -> None:
         bench = Bench()

@@ -7,8 +7,9 @@ from heapq import heappop, heappush
 from itertools import chain
 
 from retrieval_attn.batch.entry import Entry
-from retrieval_attn.batch.job import State
+from retrieval_attn.batch.job import Job, State
 from retrieval_attn.batch.limits import Limits
+from retrieval_attn.errors import ConfigError
 
 __all__ = ["Places"]
 
@@ -52,6 +53,16 @@ class Places:
     def enter(self, entry: Entry) -> None:
         """A job that waits: it holds nothing yet."""
         self.entries[entry.job.id] = entry
+
+    def shrink(self, entry: Entry, job: Job) -> None:
+        """Give back what an admitted job reserved beyond what `job`, the same with more cached tokens, needs."""
+        if job.cached_tokens < entry.job.cached_tokens:
+            raise ConfigError(
+                f"Job {job.id!r} was admitted with {entry.job.cached_tokens:,} cached tokens and must keep them, got "
+                f"{job.cached_tokens:,}: keep its lease on them until it has left."
+            )
+        self.unreserved_bytes += entry.host_bytes - self._limits.job_bytes(job)
+        entry.job, entry.host_bytes = job, self._limits.job_bytes(job)
 
     def move(self, entry: Entry, state: State) -> None:
         """Change a job's state, and with it what it holds. The caller has seen that there is room."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -154,6 +154,27 @@ class Scheduler:
     def drain(self) -> None:
         """Take no new jobs; those that are there are served to their end."""
         self._draining = True
+
+    def set_cached(self, job: str, cached_tokens: int) -> None:
+        """Tokens of a job's prompt that the tree holds from now on, as where an equal prompt was read before it.
+
+        A waiting job may gain or lose some; what became too large raises AdmissionError and stays as it was. An
+        admitted one gives back what it had reserved for tokens that are now the tree's; to lose some is a ConfigError.
+        One that is gone is left alone.
+        """
+        if (entry := self._places.entries.get(job)) is None:
+            return
+        changed = replace(entry.job, cached_tokens=cached_tokens)
+        self.limits.refuse_too_large(changed)
+        if entry.state is not State.WAITING:
+            self._places.shrink(entry, changed)
+            return
+        queue, owner = self._queues[entry.interactive], changed.owner
+        is_long = self.limits.is_long(changed)
+        if is_long != entry.is_long:
+            queue.remove(job, owner, is_long=entry.is_long)
+            queue.add(job, owner, is_long=is_long)
+        entry.job, entry.is_long, entry.host_bytes = changed, is_long, self.limits.job_bytes(changed)
 
     def set_outside(self, host_bytes: int) -> None:
         """Host bytes, of those in the limits, that something else than a job holds from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from retrieval_attn.batch.job import Job, State
 from retrieval_attn.batch.limits import Limits
@@ -23,6 +23,7 @@ class Request:
     cells: int
     cells_done: int = 0
     read: bool = False
+    is_long: bool = False
     tokens: int = 0
     reason: str = ""
     waited: int = 0
@@ -45,6 +46,7 @@ class Plant:
         self.aborted: set[str] = set()
         self.plans: list[StepPlan] = []
         self.parks = 0
+        self.outside = 0
         self._pending: list[Results] = []
 
     def submit(self, name: str, job: Job) -> bool:
@@ -73,6 +75,21 @@ class Plant:
         assert self.scheduler.abort(name) is known
         if known:
             self.aborted.add(name)
+
+    def disturb(self) -> None:
+        """The tree takes and frees memory, and comes to hold more of a job's prompt."""
+        free = self.limits.host_bytes - self._reserved_tokens() * self.limits.token_bytes
+        self.outside = self.draw.randint(0, max(free, 0)) if self.draw.random() < 0.2 else self.outside // 2
+        self.scheduler.set_outside(self.outside)
+        if self.there and self.draw.random() < 0.2:
+            name = self.draw.choice(list(self.there))
+            request = self.there[name]
+            more = self.draw.randint(request.job.cached_tokens, request.job.prompt_tokens - 1)
+            self.scheduler.set_cached(name, more)
+            request.job = replace(request.job, cached_tokens=more)
+            if name not in self.started:
+                request.cells = -(-request.job.unread_tokens // self.limits.chunk_tokens) * self.limits.layers
+                request.read = request.cells == 0
 
     def tick(self) -> StepPlan:
         results = self._pending.pop(0) if len(self._pending) > self.late else Results()
@@ -124,6 +141,8 @@ class Plant:
         for name in plan.start:
             assert name not in self.started
             self.started.add(name)
+            request = self.there[name]
+            request.is_long = request.job.unread_tokens > self.limits.chunk_tokens
             self._check_pages()
             self._check_bytes()
         for name in plan.decode:
@@ -136,10 +155,12 @@ class Plant:
     def _check_pages(self) -> None:
         assert (len(self.started) - len(self.parked)) * self.limits.row_pages <= self.limits.pages
 
-    def _check_bytes(self) -> None:
+    def _reserved_tokens(self) -> int:
         jobs = [self.there[name].job for name in self.started]
-        tokens = sum(job.prompt_tokens - job.cached_tokens + job.max_tokens for job in jobs)
-        assert tokens * self.limits.token_bytes <= self.limits.host_bytes
+        return sum(job.prompt_tokens - job.cached_tokens + job.max_tokens for job in jobs)
+
+    def _check_bytes(self) -> None:
+        assert self._reserved_tokens() * self.limits.token_bytes + self.outside <= self.limits.host_bytes
 
     def _check_books(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -151,7 +172,8 @@ class Plant:
         assert len(set(reads)) == len(reads)
         assert all(cells > 0 and name in self.started for name, cells in plan.read)
         assert self.late or not any(self.there[name].read for name in reads), "it is read already"
-        assert sum(self.there[n].job.unread_tokens > limits.chunk_tokens for n in reads) <= 1, "one long read at a time"
+        assert sum(self.there[name].is_long for name in reads) <= 1, "one long read at a time"
+        assert len(reads) < 2 or not any(self.there[name].is_long for name in reads), "and nothing beside it"
         if self.scheduler.state(reads[0] if reads else "") is State.READING:
             return
         reading = [name for name in self.started if self.scheduler.state(name) is State.READING]

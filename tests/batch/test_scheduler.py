@@ -121,6 +121,45 @@ class TestAdmission:
         bench.scheduler.set_outside(700)
         assert bench.tick().start == ("a",)
 
+    def test_a_prompt_that_was_read_meanwhile_needs_less(self) -> None:
+        """Two equal long prompts: the second waits, and is ready at once when the tree has what the first read."""
+        bench = Bench(host_bytes=100_000)
+        bench.submit("a", prompt=1_000, tokens=50)
+        bench.submit("b", prompt=1_000, tokens=50)
+        bench.until(lambda: "a" in bench.results.read_done)
+        assert bench.state("b") is State.WAITING
+        bench.scheduler.set_cached("a", 999)
+        bench.scheduler.set_cached("b", 999)
+        bench.scheduler.set_outside(9_990)
+        plan = bench.tick()
+        assert plan.start == ("b",) and plan.decode == ("a", "b") and not plan.read
+        bench.finish()
+        assert bench.tokens == {"a": 50, "b": 50}
+        bench.scheduler.set_cached("a", 5)
+
+    def test_bytes_of_cached_tokens_are_the_trees(self) -> None:
+        bench = Bench(host_bytes=20_000)
+        bench.submit("a", prompt=1_000, tokens=50)
+        bench.until(lambda: bench.state("a") is State.DECODING)
+        bench.submit("b", prompt=1_000, tokens=50, cached_tokens=900)
+        bench.scheduler.set_outside(9_000)
+        assert bench.tick().start == () and bench.scheduler.lacking_bytes == 1_500 - 500
+        bench.scheduler.set_cached("a", 900)
+        assert bench.tick().start == ("b",)
+        with pytest.raises(ConfigError, match="must keep them"):
+            bench.scheduler.set_cached("a", 899)
+        bench.scheduler.check()
+
+    def test_a_waiting_job_may_lose_what_was_cached(self) -> None:
+        bench = Bench(host_bytes=5_000)
+        bench.submit("a", prompt=600, tokens=50, cached_tokens=599)
+        bench.scheduler.set_cached("a", 150)
+        with pytest.raises(AdmissionError, match="6,500 bytes"):
+            bench.scheduler.set_cached("a", 0)
+        plan = bench.tick()
+        assert plan.start == ("a",) and plan.decode == ()
+        bench.finish()
+
     def test_a_large_job_is_overtaken_a_bounded_number_of_times(self) -> None:
         """While a large one lacks memory, small ones pass, but they must not keep it waiting for ever."""
         bench = Bench(host_bytes=10_000)

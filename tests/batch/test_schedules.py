@@ -42,6 +42,7 @@ def run(seed: int) -> Plant:
     plant = Plant(limits(draw), seed, late=draw.random() < 0.5)
     arrivals = draw.randint(1, 60)
     aborting, bursts, drains = draw.choice([0.0, 0.02, 0.2]), draw.random() < 0.3, draw.random() < 0.2
+    disturbed = draw.random() < 0.5
     names: list[str] = []
     for tick in range(20_000):
         while len(names) < arrivals and (bursts or draw.random() < 0.3):
@@ -61,6 +62,8 @@ def run(seed: int) -> Plant:
             plant.abort(draw.choice(names))
         if drains and len(names) == arrivals and tick % 7 == 0:
             plant.scheduler.drain()
+        if disturbed:
+            plant.disturb()
         plant.tick()
         if len(names) == arrivals and plant.scheduler.idle:
             break

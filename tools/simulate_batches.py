@@ -22,7 +22,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.limits import Limits
@@ -31,16 +32,31 @@ from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 
 @dataclass(frozen=True)
 class Cost:
-    """What work takes, in seconds: a step for itself and for each row, a token to read; beside: share that is free."""
+    """What work takes, in seconds: a step for itself and for each row, a token to read.
+
+    beside: share of reading that costs decoding no time. past: tokens before it with which a token takes twice as long.
+    """
 
     step: float
     row: float
     token: float
     beside: float = 0.0
+    past: float = math.inf
 
     def decode(self, rows: int) -> float:
         """A step of so many rows."""
         return self.step + self.row * rows if rows else 0.0
+
+    def cell(self, unread: int, number: int, limits: Limits) -> float:
+        """A cell of a prompt's reading, which goes through all chunks layer by layer."""
+        begin = number % -(-unread // limits.chunk_tokens) * limits.chunk_tokens
+        tokens = min(limits.chunk_tokens, unread - begin)
+        return tokens * self.token / limits.layers * (1 + begin / self.past)
+
+    def prompt(self, unread: int, limits: Limits) -> float:
+        """A whole prompt's reading."""
+        chunks = -(-unread // limits.chunk_tokens)
+        return limits.layers * sum(self.cell(unread, number, limits) for number in range(chunks))
 
     def tick(self, rows: int, read_seconds: float) -> float:
         """A step and what was read at its time."""
@@ -135,9 +151,11 @@ class Continuous:
         read_seconds = 0.0
         for name, cells in plan.read:
             read[name] = min(cells, self._unread[name])
-            self._unread[name] -= read[name]
             job = known[name].job
-            read_seconds += read[name] * job.unread_tokens * self.cost.token / self.limits.cells(job)
+            first = self.limits.cells(job) - self._unread[name]
+            cell = partial(self.cost.cell, job.unread_tokens, limits=self.limits)
+            read_seconds += sum(cell(number) for number in range(first, first + read[name]))
+            self._unread[name] -= read[name]
         self.now += self.cost.tick(len(plan.decode), read_seconds)
         ended = []
         for name in plan.decode:
@@ -161,18 +179,18 @@ class Continuous:
         )
 
 
-def static(arrivals: Sequence[Arrival], rows: int, cost: Cost, *, trimmed: bool) -> Outcome:
+def static(arrivals: Sequence[Arrival], limits: Limits, cost: Cost, *, trimmed: bool) -> Outcome:
     """A batch is read, decodes until its last row has ended, and then the next one begins."""
     outcome = Outcome("static, trimmed" if trimmed else "static")
-    now, begun = 0.0, 0
+    now, begun, rows = 0.0, 0, limits.decoding_rows
     while begun < len(arrivals):
         now = max(now, arrivals[begun].seconds)
         batch = [arrival for arrival in arrivals[begun : begun + rows] if arrival.seconds <= now]
         begun += len(batch)
         waits = begun < len(arrivals)
         outcome.queued += [now - arrival.seconds for arrival in batch]
-        prompts = [arrival.job.unread_tokens for arrival in batch]
-        now += cost.token * (sum(prompts) if trimmed else max(prompts) * len(batch))
+        prompts = [cost.prompt(arrival.job.unread_tokens, limits) for arrival in batch]
+        now += sum(prompts) if trimmed else max(prompts) * len(batch)
         left = sorted((arrival.answer for arrival in batch), reverse=True)
         for step in range(left[0]):
             while left[-1] <= step:
@@ -191,20 +209,31 @@ def static(arrivals: Sequence[Arrival], rows: int, cost: Cost, *, trimmed: bool)
     return outcome
 
 
-def load(jobs: int, low: int, high: int, per_second: float, seed: int) -> list[Arrival]:
+def load(options: argparse.Namespace) -> list[Arrival]:
     """Jobs of even lengths; all at once, or by a Poisson process. Each asks for `high` tokens, and stops before."""
-    draw = random.Random(seed)
+    draw = random.Random(options.seed)
+    low, high = options.low, options.high
     now, made = 0.0, []
-    for number in range(jobs):
-        now += draw.expovariate(per_second) if per_second else 0.0
+    for number in range(options.jobs):
+        now += draw.expovariate(options.per_second) if options.per_second else 0.0
         prompt, answer = draw.randint(low, high), draw.randint(low, high)
+        if options.long_every and number % options.long_every == options.long_every - 1:
+            prompt = options.long_tokens
         made.append(Arrival(Job(f"j{number}", prompt, high, owner=f"o{number % 7}"), now, answer))
     return made
 
 
+def cost_of(options: argparse.Namespace) -> Cost:
+    """Of all ways."""
+    ms = 1 / 1000
+    return Cost(
+        options.step_ms * ms, options.row_ms * ms, options.token_us * ms * ms, options.beside, options.past_tokens
+    )
+
+
 def limits_of(options: argparse.Namespace) -> Limits:
     """For the continuous run."""
-    tokens = options.memory_tokens or 2 * options.jobs * options.high
+    tokens = options.memory_tokens or options.jobs * (options.long_tokens + 2 * options.high)
     return Limits(
         rows=options.rows,
         pages=options.rows + options.ahead,
@@ -221,6 +250,13 @@ def limits_of(options: argparse.Namespace) -> Limits:
     )
 
 
+def static_limits(options: argparse.Namespace) -> Limits:
+    """For static batching: memory for the longest prompt and answer in each row."""
+    limits = limits_of(options)
+    longest = max(options.high, options.long_tokens if options.long_every else 0) + options.high
+    return replace(limits, rows=max(min(limits.rows, limits.host_bytes // longest), 1))
+
+
 def parser() -> argparse.ArgumentParser:
     """Options of the command."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,6 +271,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--row-ms", type=float, default=1.0)
     made.add_argument("--token-us", type=float, default=60.0, help="to read one token")
     made.add_argument("--beside", type=float, default=0.0, help="share of reading that costs decoding nothing")
+    made.add_argument(
+        "--past-tokens", type=float, default=math.inf, help="before it, with which a token takes twice that"
+    )
+    made.add_argument("--long-every", type=int, default=0, help="every so manyth job has a long prompt; 0: none")
+    made.add_argument("--long-tokens", type=int, default=131072)
     made.add_argument("--inter-token-ms", type=float, default=80.0)
     made.add_argument("--chunk", type=int, default=2048)
     made.add_argument("--layers", type=int, default=32)
@@ -246,13 +287,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row for each way of batching."""
     options = parser().parse_args(arguments)
-    cost = Cost(options.step_ms / 1000, options.row_ms / 1000, options.token_us / 1e6, options.beside)
-    arrivals = load(options.jobs, options.low, options.high, options.per_second, options.seed)
-    rows = options.rows
-    if options.memory_tokens:
-        rows = max(min(rows, options.memory_tokens // (2 * options.high)), 1)
-    outcomes = [Continuous(limits_of(options), cost).run(arrivals)]
-    outcomes += [static(arrivals, rows, cost, trimmed=trimmed) for trimmed in (False, True)]
+    cost, arrivals = cost_of(options), load(options)
+    limits = limits_of(options)
+    outcomes = [Continuous(limits, cost).run(arrivals)]
+    outcomes += [static(arrivals, static_limits(options), cost, trimmed=trimmed) for trimmed in (False, True)]
     if options.json:
         print(json.dumps([{**asdict(outcome), "rate": outcome.rate, "filled": outcome.filled} for outcome in outcomes]))
         return 0

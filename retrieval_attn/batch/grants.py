@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from retrieval_attn.batch.entry import Entry
 from retrieval_attn.batch.limits import Limits
@@ -29,17 +29,18 @@ class Grants:
         self._limits = limits
         self._decode = 0.0
         self._decoded_rows = 0
-        self._cell = {False: (0.0, 0.0), True: (0.0, 0.0)}
+        self._cells: dict[bool, tuple[tuple[float, float], ...]] = {False: ((0.0, 1.0),), True: ((0.0, 1.0),)}
         self._saved = 0.0
         self._patience = PATIENCE
         self._long_waits = 0
 
     def measured(self, read: Mapping[str, int], entries: Mapping[str, Entry], cell_seconds: float) -> None:
         """What a cell took, the mean of those in `read`; of the last two such numbers the larger is believed."""
-        kinds = {entries[name].is_long for name, cells in read.items() if cells > 0 and name in entries}
-        if cell_seconds > 0 and len(kinds) == 1:
-            kind = kinds.pop()
-            self._cell[kind] = (self._cell[kind][1], cell_seconds)
+        done = [(entries[name], cells) for name, cells in read.items() if cells > 0 and name in entries]
+        if cell_seconds > 0 and len({entry.is_long for entry, _ in done}) == 1:
+            kind = done[0][0].is_long
+            tokens = sum(cells * self._tokens(entry) for entry, cells in done) / sum(cells for _, cells in done)
+            self._cells[kind] = (self._cells[kind][-1], (cell_seconds, tokens))
 
     def measured_step(self, rows: int, seconds: float) -> None:
         """What a step of so many rows took."""
@@ -60,31 +61,35 @@ class Grants:
         else:
             self._long_waits = 0
             turn = long or short
-        cells = self._cells(rows, turn[0].is_long)
-        granted = []
-        for entry in turn:
+        return tuple(self._share(turn, rows))
+
+    def _share(self, turn: Iterable[Entry], rows: int) -> Iterator[tuple[str, int]]:
+        limits = self._limits
+        step = self._decode + limits.row_seconds * max(rows - self._decoded_rows, 0) if rows else 0.0
+        room = max(limits.inter_token_seconds - step, step * LEAST_SHARE)
+        for number, entry in enumerate(turn):
+            cell = self._seconds(entry)
+            cells = int(room / cell) if cell > 0 else 0
+            if number == 0 and cells == 0:
+                self._saved += room
+                self._patience -= 1
+                cells = int(rows == 0 or self._saved >= cell or self._patience <= 0)
             if cells <= 0:
                 break
-            # chunks may have become smaller than planned: a reading that goes on gets at least one more
-            share = min(max(self._limits.cells(entry.job) - entry.cells_done, 1), cells)
-            granted.append((entry.job.id, share))
-            cells -= share
-        return tuple(granted)
-
-    def _cells(self, rows: int, is_long: bool) -> int:
-        cell = max(self._cell[is_long])
-        if cell <= 0:
-            return 1
-        room = self._limits.inter_token_seconds
-        if rows == 0:
-            return max(int(room / cell), 1)
-        step = self._decode + self._limits.row_seconds * max(rows - self._decoded_rows, 0)
-        room = max(room - step, step * LEAST_SHARE)
-        cells = int(room / cell)
-        if cells == 0:
-            self._saved += room
-            self._patience -= 1
-            cells = int(self._saved >= cell or self._patience <= 0)
-        if cells:
             self._saved, self._patience = 0.0, PATIENCE
-        return cells
+            # chunks may have become smaller than planned: a reading that goes on gets at least one more
+            share = min(max(limits.cells(entry.job) - entry.cells_done, 1), cells)
+            yield entry.job.id, share
+            room -= share * cell
+
+    def _tokens(self, entry: Entry) -> int:
+        """Of a prompt in one cell."""
+        return max(min(entry.job.unread_tokens, self._limits.chunk_tokens), 1)
+
+    def _seconds(self, entry: Entry) -> float:
+        """What a cell of a reading may take: as cells took, and more if it has more tokens. 0 if none was measured."""
+        tokens = self._tokens(entry)
+        *before, last = (seconds * max(tokens / measured, 1.0) for seconds, measured in self._cells[entry.is_long])
+        # the chunks of a long prompt take longer and longer, until the next layer begins with its first
+        trend = 2 * last - before[0] if before and before[0] > 0 and entry.is_long else 0.0
+        return max(*before, last, trend)

@@ -7,17 +7,16 @@ import json
 import pytest
 
 from retrieval_attn.batch.scheduler import Scheduler
-from tools.simulate_batches import Continuous, Cost, limits_of, load, main, parser, quantile, static
+from tools.simulate_batches import Continuous, cost_of, limits_of, load, main, parser, quantile, static, static_limits
 
 
 def run(*arguments: str) -> list[dict[str, float]]:
     """Outcomes of one command: continuous, static, static trimmed."""
     options = parser().parse_args(arguments)
-    cost = Cost(options.step_ms / 1000, options.row_ms / 1000, options.token_us / 1e6, options.beside)
-    arrivals = load(options.jobs, options.low, options.high, options.per_second, options.seed)
+    cost, arrivals = cost_of(options), load(options)
     continuous = Continuous(limits_of(options), cost).run(arrivals, Scheduler.check if options.jobs < 200 else None)
-    rows = options.rows if not options.memory_tokens else options.memory_tokens // (2 * options.high)
-    outcomes = [continuous, *(static(arrivals, rows, cost, trimmed=trimmed) for trimmed in (False, True))]
+    limits = static_limits(options)
+    outcomes = [continuous, *(static(arrivals, limits, cost, trimmed=trimmed) for trimmed in (False, True))]
     answers = sum(arrival.answer for arrival in arrivals)
     assert all(outcome.tokens == answers for outcome in outcomes), "every job got its whole answer"
     assert all(len(outcome.first) == len(arrivals) for outcome in outcomes)
@@ -45,9 +44,15 @@ def test_counts_hold_after_every_tick() -> None:
 
 
 def test_rows_wait_no_longer_for_a_token_while_prompts_are_read() -> None:
-    """Budget 80 ms: cells of different prompts differ, so the last ones tell what the next take within a tenth."""
     continuous, *_ = run("--jobs", "300", "--inter-token-ms", "80")
-    assert continuous["gap"] <= 0.080 * 1.1
+    assert continuous["gap"] <= 0.080
+
+
+def test_rows_wait_no_longer_while_a_long_prompt_is_read() -> None:
+    """128K tokens, whose last chunks take three times as long as the first; 4 ms to 12 ms a cell."""
+    long = ("--long-every", "12", "--token-us", "60", "--past-tokens", "65536", "--beside", "0")
+    continuous, *_ = run("--jobs", "24", "--rows", "8", "--row-ms", "2.1", "--inter-token-ms", "60", *long)
+    assert continuous["gap"] <= 0.060 * 1.05
 
 
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:

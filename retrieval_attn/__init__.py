@@ -13,6 +13,9 @@ from retrieval_attn._register import register_with_transformers as _register_wit
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Answer, Sampling, Stats
+    from retrieval_attn.batch.draw import RowDraw
+    from retrieval_attn.batch.engine import Engine
+    from retrieval_attn.batch.request import Event, Finished, Request
     from retrieval_attn.cache.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
@@ -54,6 +57,9 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "answer": ("Answer", "Sampling", "Stats"),
+    "batch.draw": ("RowDraw",),
+    "batch.engine": ("Engine",),
+    "batch.request": ("Event", "Finished", "Request"),
     "cache.cache": ("RetrievalCache",),
     "config": ("Config",),
     "context": ("Context",),
@@ -77,7 +83,10 @@ __all__ = [
     "ConfigError",
     "Context",
     "ContextLengthError",
+    "Engine",
     "EngineFullError",
+    "Event",
+    "Finished",
     "InputDataError",
     "LLM",
     "MemoryPlanError",
@@ -86,8 +95,10 @@ __all__ = [
     "Plan",
     "ReleasedError",
     "Report",
+    "Request",
     "RetrievalAttentionError",
     "RetrievalCache",
+    "RowDraw",
     "RowsFailedError",
     "RunFolderError",
     "Sampling",

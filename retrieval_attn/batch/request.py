@@ -1,0 +1,88 @@
+"""Request, and what becomes of it: events while it is answered, and the whole at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.job import PRIORITIES, Priority
+from retrieval_attn.errors import ConfigError, InputDataError
+
+__all__ = ["Event", "Finished", "Reason", "Request"]
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is answered.
+
+    parts: token ids in pieces, each of which is read by itself: a document, then a question, or the turns of a chat.
+    Requests share what they begin with by whole pieces, and an answer is the same whether something was shared or not.
+    A plain list of ids is one piece. max_tokens: most that are generated. stop: strings at which an answer ends.
+    stop_ids: tokens that end it; None: the model's. namespace: what it reads is shared within it, as by requests with
+    one API key; None: by all requests. owner: with whom the engine's time is shared evenly. Raises InputDataError for
+    an empty prompt or piece, ConfigError for anything else that is wrong.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    max_tokens: int = 128
+    draw: RowDraw = RowDraw()
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] | None = None
+    namespace: str | None = ""
+    owner: str = ""
+    priority: Priority = "interactive"
+
+    def __post_init__(self) -> None:
+        given: Sequence[Any] = self.parts
+        pieces = [given] if all(isinstance(one, int) for one in given) else given
+        if not pieces or not all(len(piece) for piece in pieces):
+            raise InputDataError("A prompt, and each of its parts, needs at least one token id; got an empty one.")
+        object.__setattr__(self, "parts", tuple(tuple(int(token) for token in piece) for piece in pieces))
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be an integer >= 1, got {self.max_tokens!r}.")
+        if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
+            raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if self.priority not in PRIORITIES:
+            raise ConfigError(f"priority must be one of {', '.join(PRIORITIES)}; got {self.priority!r}.")
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt."""
+        return [token for part in self.parts for token in part]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many."""
+        return sum(map(len, self.parts))
+
+
+class Event(NamedTuple):
+    """One more token. text: what is certain with it, which may be "". logprob, top: see `RowDraw.logprobs`; top has
+    pairs of an id and its log-probability.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Finished(NamedTuple):
+    """The end. reason: "stop" (a stop token or string), "length", "cancelled", or "error", which `error` tells.
+
+    tokens: all that were chosen, without a stop token. cached_tokens: of the prompt, that were not read for it.
+    seconds: from submission to the first token, and to the end.
+    """
+
+    reason: Reason
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: tuple[float, float]
+    error: BaseException | None = None

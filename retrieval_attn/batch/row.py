@@ -1,0 +1,207 @@
+"""Row: one request from its start to its end, as the engine drives it."""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.held import HeldCache
+from retrieval_attn.batch.lease import Lease
+from retrieval_attn.batch.pending import Claim
+from retrieval_attn.batch.reading import PausedRead
+from retrieval_attn.batch.request import Event, Finished, Reason, Request
+from retrieval_attn.batch.text import TextStream
+from retrieval_attn.batch.ticket import Ticket
+from retrieval_attn.batch.tree import Tree
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.config import Config
+
+__all__ = ["Row"]
+
+
+class Row:
+    """See the module. Everything but `ticket` belongs to the engine's thread.
+
+    logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
+    first. token, position: that one's. tree: None where nothing is shared.
+    """
+
+    def __init__(
+        self, request: Request, ticket: Ticket, stops: frozenset[int], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """stops: token ids that end the answer."""
+        self.request, self.ticket = request, ticket
+        self.cache: RetrievalCache | None = None
+        self.logits: Tensor | None = None
+        self.read: PausedRead | None = None
+        self.tokens: list[int] = []
+        self.cached_tokens = 0
+        self.ended = False
+        self._stops, self._stream, self._text = stops, TextStream(tokenizer, request.stop), ""
+        self._ends = list(accumulate(map(len, request.parts)))
+        self._done = 0  # parts
+        self._lease: Lease | None = None
+        self._claim: Claim | None = None
+        self._began = self._first = time.perf_counter()
+        self._part_began = 0.0
+
+    @property
+    def position(self) -> int:
+        """Of the newest token, which has been chosen and is fed next."""
+        return self.request.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the whole prompt was."""
+        return self._done == len(self.request.parts)
+
+    def advance(self, loop: AnswerLoop, config: Config, tree: Tree | None) -> None:
+        """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
+        read. Raises what went wrong with the reading.
+        """
+        if self.read is not None:
+            if not self.read.done:
+                return
+            self._take_part(tree)
+        if self.is_read or self._waits():
+            return
+        self._look_up(tree)
+        if tree is not None and self._done < len(self._ends) - 1 and self._must_wait(tree):
+            return
+        if self.cache is None:
+            self.cache = RetrievalCache(loop.model, config)
+        self._part_began = time.perf_counter()
+        self.read = PausedRead(loop, self.cache, self.request.parts[self._done])
+
+    def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
+        """Take the next token; whether the answer ends with it by itself."""
+        self.logits = None
+        if not self.tokens:
+            self._first = time.perf_counter()
+        if token in self._stops:
+            return True
+        self.tokens.append(token)
+        text = self._stream.add(token)
+        self._text += text
+        self.ticket.put(Event(token, text, logprob, top))
+        return self._stream.stopped
+
+    def finish(self, reason: Reason, error: BaseException | None = None) -> None:
+        """Tell who asked, once; later calls change nothing."""
+        if self.ended:
+            return
+        self.ended = True
+        rest = self._stream.end()
+        if rest and reason != "error":
+            self._text += rest
+            self.ticket.put(Event(-1, rest))
+        seconds = self._first - self._began, time.perf_counter() - self._began
+        counts = self.request.prompt_tokens, self.cached_tokens
+        self.ticket.put(Finished(reason, self._text, tuple(self.tokens), *counts, seconds, error))
+
+    def leave(self) -> None:
+        """Give everything back."""
+        if self.read is not None:
+            self.read.cancel()
+        if self._claim is not None:
+            self._claim.release()
+        if self._lease is not None:
+            self._lease.release()
+        self.read = self._claim = self._lease = self.cache = self.logits = None
+
+    def _take_part(self, tree: Tree | None) -> None:
+        assert self.read is not None and self.cache is not None
+        state, self.read = self.read.result(), None
+        self.cache.batch.note_ids(state.sequences)
+        self._done += 1
+        if self.is_read:
+            self.logits = state.logits
+            return
+        # a fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such
+        whole, self.cache = self.cache, self.cache.fork()
+        if tree is not None:
+            self._share(tree, whole, time.perf_counter() - self._part_began)
+
+    def _share(self, tree: Tree, whole: RetrievalCache, seconds: float) -> None:
+        """What was just read, for others. whole: the cache as it was then, which nobody changes."""
+        end = self._ends[self._done - 1]
+        match = tree.match(self.request.ids[: end + 1], self.request.namespace, in_memory=True, leased=True, again=True)
+        assert match.lease is not None
+        rest = self.request.ids[match.length : end]
+        node = match.node
+        if rest:
+            held = HeldCache.beyond(whole, node.held)
+            node = tree.insert(match, rest, held, self.request.namespace, rebuild_seconds=seconds)
+        lease = tree.lease(node)
+        match.lease.release()
+        if self._claim is not None:
+            self._claim.done(node)
+            self._claim = None
+        if self._lease is not None:
+            self._lease.release()
+        self._lease = lease
+
+    def _look_up(self, tree: Tree | None) -> None:
+        """Continue a fork of the longest known beginning that ends where a part ends, if it is longer than what is
+        there.
+        """
+        if tree is None:
+            return
+        request = self.request
+        match = tree.match(request.ids, request.namespace, in_memory=True, leased=True, again=self._done > 0)
+        assert match.lease is not None
+        node, tokens = match.node, match.tokens
+        while node.parent is not None and not (tokens == len(node) and node.end in self._ends[:-1]):
+            node, tokens = node.parent, node.at
+        known = self._ends[self._done - 1] if self._done else 0
+        if node.end > known and isinstance(node.held, HeldCache):
+            lease = tree.lease(node)
+            if self._lease is not None:
+                self._lease.release()
+            self._lease, self.cache = lease, node.held.fork()
+            self._done = self._ends.index(node.end) + 1
+            self.cached_tokens = node.end
+        match.lease.release()
+
+    def _waits(self) -> bool:
+        """Whether another request still reads what this one needs."""
+        if self._claim is None or self._claim.mine:
+            return False
+        if not self._claim.future.done():
+            return True
+        if not self._claim.mine:
+            self._claim = None
+        return False
+
+    def _must_wait(self, tree: Tree) -> bool:
+        """Claim the next part; whether somebody else reads it."""
+        if self._claim is None:
+            start = self._ends[self._done - 1] if self._done else 0
+            ids = self.request.ids[: self._ends[self._done] + 1]
+            match = tree.match(ids[: start + 1], self.request.namespace, in_memory=True, leased=True, again=True)
+            assert match.lease is not None
+            if match.length != start:  # what precedes was given up meanwhile: nobody can continue it there
+                match.lease.release()
+                return False
+            self._claim = tree.pending(match, ids[start:-1], self.request.namespace)
+            match.lease.release()
+        return self._waits()
+
+
+def stacked(rows: list[Row], stepped: Tensor | None, fed: list[Row]) -> Tensor:
+    """Logits (rows, vocabulary) of all rows: those of a read, or of the step that `fed` took part in, in its order."""
+    places = {id(row): place for place, row in enumerate(fed)}
+    found: list[Tensor] = []
+    for row in rows:
+        if row.logits is not None:
+            found.append(row.logits)
+        else:
+            assert stepped is not None
+            place = places[id(row)]
+            found.append(stepped[place : place + 1])
+    return torch.cat(found)

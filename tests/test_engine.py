@@ -1,0 +1,199 @@
+"""Many requests at once: every answer is the one that its request gets alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.batch import engine as engine_module
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.engine import Engine, default_limits
+from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.batch.rows import step
+from retrieval_attn.errors import AdmissionError, ConfigError, EngineFullError, InputDataError, RowsFailedError
+from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from tests.tiny_models import random_ids, tiny_model
+from tools.engine_schedules import CONFIG, run, schedule_of, wrong
+
+
+def llm_of(config: ra.Config = CONFIG) -> Any:
+    model = tiny_model("llama")
+    tokenizer = number_tokenizer(model.get_input_embeddings().weight.shape[0])
+    return SimpleNamespace(model=model, tokenizer=tokenizer, config=config)
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(random_ids(1, count, seed=seed)[0].tolist())
+
+
+def alone(llm: Any, request: Request) -> Finished:
+    """By a fresh engine, nothing beside it and nothing shared."""
+    with Engine(llm, shared_bytes=0) as engine:
+        return engine.submit(request).result()
+
+
+def requests_of(seed: int, count: int) -> list[Request]:
+    """Some share documents; some draw; lengths from one token to twenty windows."""
+    chance = random.Random(seed)
+    documents = [ids(chance.randrange(70, 500), 100 + seed * 10 + number) for number in range(3)]
+    found = []
+    for number in range(count):
+        tail = ids(chance.randrange(1, 40), 7_000 + 100 * seed + number)
+        parts = (chance.choice(documents), tail) if chance.random() < 0.6 else (tail,)
+        draw = RowDraw(0.8, top_k=9, seed=number) if chance.random() < 0.3 else RowDraw()
+        found.append(Request(parts, chance.randrange(1, 14), draw, stop_ids=frozenset({3})))
+    return found
+
+
+def same(one: Finished, other: Finished) -> bool:
+    return (one.tokens, one.text, one.reason) == (other.tokens, other.text, other.reason)
+
+
+@pytest.mark.parametrize("index", ["auto", "flat", "device"])
+@pytest.mark.parametrize("shared_bytes", [0, 1 << 26])
+def test_every_answer_is_the_one_it_gets_alone(index: str, shared_bytes: int) -> None:
+    llm = llm_of(CONFIG.replace(index=index))
+    requests = requests_of(1, 14)
+    with Engine(llm, shared_bytes=shared_bytes) as engine:
+        found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
+        engine.check()
+        assert engine.stats["rows"] == engine.stats["waiting"] == 0
+    for request, one in zip(requests, found, strict=True):
+        assert one.error is None and same(one, alone(llm, request)), request
+    assert any(one.cached_tokens for one in found) == bool(shared_bytes)
+    assert {one.reason for one in found} >= {"length"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules(seed: int) -> None:
+    """Requests that come and go at any time, from several threads; `tools/engine_schedules.py` runs more."""
+    model = llm_of().model
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    schedule = schedule_of(seed, 8, vocabulary)
+    llm = llm_of(CONFIG.replace(index=schedule.index))
+    assert wrong(llm, schedule, run(llm, schedule)) == []
+
+
+def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By requests that come together, and by one that comes later; not by one of another namespace."""
+    llm, document = llm_of(), ids(900, 1)
+    forwards: list[int] = []
+    hook = llm.model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        with Engine(llm, shared_bytes=1 << 26) as engine:
+            asked = [Request((document, ids(9, 50 + number)), 5) for number in range(6)]
+            found = [ticket.result() for ticket in [engine.submit(request) for request in asked]]
+            assert sum(count for count in forwards if count > 20) == 900
+            assert sorted(one.cached_tokens for one in found) == [0, 900, 900, 900, 900, 900]
+            assert engine.submit(asked[0]).result().cached_tokens == 900
+            other = Request((document, ids(9, 50)), 5, namespace="somebody")
+            assert engine.submit(other).result().cached_tokens == 0
+            shared = engine.stats["shared"]
+            assert (shared.nodes, shared.reading, shared.waiting) == (2, 0, 0)
+    finally:
+        hook.remove()
+    for request, one in zip(asked, found, strict=True):
+        assert same(one, alone(llm, request))
+
+
+def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:
+    llm = llm_of()
+    with Engine(llm, shared_bytes=300_000) as engine:
+        for number in range(8):
+            engine.submit(Request((ids(400, number), ids(5, 90)), 3)).result()
+            engine.check()
+        shared = engine.stats["shared"]
+    assert shared.evicted and shared.nbytes <= 300_000 and shared.nodes < 8
+
+
+def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    requests = [Request((ids(30 + number, number),), 8) for number in range(4)]
+    calls = 0
+
+    def failing(model: Any, caches: Any, tokens: Any, positions: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = step(model, caches, tokens, positions)
+        if calls == 3:
+            raise RowsFailedError({1: RuntimeError("the search failed")}, logits)
+        if calls == 5:
+            logits[0] = torch.nan
+        return logits
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "step", failing)
+        with Engine(llm) as engine:
+            found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
+            engine.check()
+    failed = [one for one in found if one.error is not None]
+    assert len(failed) == 2 and {one.reason for one in failed} == {"error"}
+    assert "the search failed" in str(failed[0].error) + str(failed[1].error)
+    for request, one in zip(requests, found, strict=True):
+        expected = alone(llm, request)
+        assert one.tokens == expected.tokens[: len(one.tokens)]
+        assert one.error is not None or same(one, expected)
+
+
+def test_an_engine_that_dies_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    monkeypatch.setattr(engine_module, "choose", lambda *given: 1 // 0)
+    engine = Engine(llm)
+    tickets = [engine.submit(Request((ids(20, number),), 4)) for number in range(3)]
+    assert {type(ticket.result().error) for ticket in tickets} == {ZeroDivisionError}
+    with pytest.raises(ZeroDivisionError):
+        list(tickets[0])
+    with pytest.raises(EngineFullError, match="closed"):
+        engine.submit(Request((1, 2), 4))  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_what_is_refused() -> None:
+    llm = llm_of()
+    with pytest.raises(InputDataError, match="at least one token"):
+        Request(())
+    with pytest.raises(InputDataError, match="at least one token"):
+        Request(((1, 2), ()))
+    with pytest.raises(ConfigError, match="max_tokens"):
+        Request(((1,),), 0)
+    with pytest.raises(ConfigError, match="stop"):
+        Request(((1,),), stop="no")  # type: ignore[arg-type]
+    limits = default_limits(llm.model, llm.config)
+    with Engine(llm, limits=type(limits)(**{**vars(limits), "host_bytes": 50_000, "waiting": 2})) as engine:
+        with pytest.raises(AdmissionError, match="host memory"):
+            engine.submit(Request((ids(5_000, 1),), 4))
+        assert engine.submit(Request(((5,),), 2)).result().reason == "length"
+    with pytest.raises(EngineFullError):
+        engine.submit(Request(((1,),)))
+
+
+def test_closed_at_once() -> None:
+    """What is there ends as cancelled, and no thread stays."""
+    engine = Engine(llm_of())
+    tickets = [engine.submit(Request((ids(600, number),), 500)) for number in range(5)]
+    next(iter(tickets[0]))
+    engine.close(drain=False)
+    assert {ticket.result().reason for ticket in tickets} == {"cancelled"}
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("retrieval_attn-engine")]
+
+
+def test_texts_and_logprobs_come_as_they_are_chosen() -> None:
+    llm = llm_of()
+    request = Request((ids(50, 1),), 6, RowDraw(logprobs=3), stop=(" 9",))
+    with Engine(llm) as engine:
+        ticket = engine.submit(request)
+        events = list(ticket)
+        end = ticket.result()
+    chosen = [event for event in events if event.token >= 0]
+    assert "".join(event.text for event in events) == end.text and tuple(event.token for event in chosen) == end.tokens
+    for event in chosen:
+        assert len(event.top) == 3 and event.top[0] == (event.token, pytest.approx(event.logprob))
+        assert event.logprob is not None and event.logprob < 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         hook.remove()
     for request, one in zip(asked, found, strict=True):
         assert same(one, alone(llm, request))
+
+
+def test_who_waits_for_a_read_gives_it_its_own_time() -> None:
+    """An interactive request needs what one of less priority reads: without that, it would wait until that one ages."""
+    llm, document = llm_of(), ids(3_000, 2)
+    limits = replace(default_limits(llm.model, llm.config), inter_token_seconds=0.001, promote_seconds=1000.0)
+    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+        slow = engine.submit(Request((document, ids(5, 3)), 2, priority="batch"))
+        while not engine.stats["shared"].reading:
+            threading.Event().wait(0.001)
+        fast = engine.submit(Request((document, ids(5, 4)), 2))
+        for number in range(20):  # somebody else always has something to read, and comes first
+            engine.submit(Request((ids(200, 10 + number),), 1))
+        assert fast.result().cached_tokens == 3_000
+        assert slow.result().reason == "length"
 
 
 def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:

@@ -271,12 +271,13 @@ class Engine:
 
     def _read(self, plan: StepPlan, failed: list[str]) -> tuple[dict[str, int], list[str], float]:
         """Cells read, prompts that are read, and the seconds of a cell."""
-        began, granted = time.perf_counter(), dict(plan.read)
+        began = time.perf_counter()
         cells: dict[str, int] = {}
         done: list[str] = []
         busy = False
         with self._changed:
             reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
+        granted = self._passed_on(dict(plan.read), reading)
         for number in reading:
             if number in failed:
                 continue
@@ -299,6 +300,17 @@ class Engine:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())
         return cells, done, (time.perf_counter() - began) / total if total else 0.0
+
+    def _passed_on(self, granted: dict[str, int], reading: Sequence[str]) -> dict[str, int]:
+        """Cells of requests that wait for another's read go to that one, whatever its priority."""
+        readers = {id(row.claim): number for number in reading if (row := self._rows[number]).claim is not None}
+        found: dict[str, int] = {}
+        for number, cells in granted.items():
+            claim = self._rows[number].claim if number in self._rows else None
+            reader = None if claim is None else claim.reader
+            to = number if reader is None else readers.get(id(reader), number)
+            found[to] = found.get(to, 0) + cells
+        return found
 
     def _give_up(self) -> None:
         """Prefixes that nobody uses, where they or requests need more than there is."""

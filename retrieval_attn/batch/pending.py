@@ -33,6 +33,11 @@ class Claim:
         self.mine = False
         self.future: Future[Node | None] = Future()
 
+    @property
+    def reader(self) -> Claim | None:
+        """Whose read this one waits for; None where it waits for none."""
+        return self._pending.reader_of(self)
+
     def done(self, node: Node) -> None:
         """The text was read and is in the tree: all who wait get the node. Nothing happens if it was released before.
 
@@ -104,6 +109,11 @@ class Pending:
                 resolve += self._pass_on(waiting)
         for call in resolve:
             call()
+
+    def reader_of(self, claim: Claim) -> Claim | None:
+        """The claim that reads what this one waits for."""
+        with self._lock:
+            return next((read for read, waiting in self._reads.items() if claim in waiting), None)
 
     def check(self) -> None:
         """Raises AssertionError unless each claim reads or waits once, and those who wait have an open future."""

@@ -56,6 +56,11 @@ class Row:
         return self.request.prompt_tokens + len(self.tokens) - 1
 
     @property
+    def claim(self) -> Claim | None:
+        """To read a part that others may want, or to wait for who reads it."""
+        return self._claim
+
+    @property
     def is_read(self) -> bool:
         """Whether the whole prompt was."""
         return self._done == len(self.request.parts)

@@ -294,12 +294,20 @@ class Engine:
             except Exception as error:
                 self._fail(number, error, failed)
                 continue
+            self._note_shared(number, row)
             if row.is_read:
                 done.append(number)
         if reading and not busy and not plan.decode and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())
         return cells, done, (time.perf_counter() - began) / total if total else 0.0
+
+    def _note_shared(self, number: str, row: Row) -> None:
+        """What the tree holds of a prompt is not reserved for the request, too."""
+        if row.shared_tokens > row.noted_tokens:
+            row.noted_tokens = row.shared_tokens
+            with self._changed:
+                self._scheduler.set_cached(number, row.shared_tokens)
 
     def _passed_on(self, granted: dict[str, int], reading: Sequence[str]) -> dict[str, int]:
         """Cells of requests that wait for another's read go to that one, whatever its priority."""
@@ -321,3 +329,5 @@ class Engine:
         over = max(self._tree.nbytes - self._shared_bytes, min(lacking, self._tree.nbytes))
         if over > 0:
             self._tree.evict(over)
+        with self._changed:
+            self._scheduler.set_outside(self._tree.nbytes)

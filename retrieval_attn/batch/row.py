@@ -28,7 +28,8 @@ class Row:
     """See the module. Everything but `ticket` belongs to the engine's thread.
 
     logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
-    first. token, position: that one's. tree: None where nothing is shared.
+    first. tokens: of the answer. cached_tokens: of the prompt, found when it came; noted_tokens: that the scheduler
+    knows the tree to hold.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Row:
         self.logits: Tensor | None = None
         self.read: PausedRead | None = None
         self.tokens: list[int] = []
-        self.cached_tokens = 0
+        self.cached_tokens = self.noted_tokens = 0
         self.ended = False
         self._stops, self._stream, self._text = stops, TextStream(tokenizer, request.stop), ""
         self._ends = list(accumulate(map(len, request.parts)))
@@ -54,6 +55,11 @@ class Row:
     def position(self) -> int:
         """Of the newest token, which has been chosen and is fed next."""
         return self.request.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of the prompt, those that the tree holds for it, whoever read them."""
+        return 0 if self._lease is None else self._lease.node.end
 
     @property
     def claim(self) -> Claim | None:

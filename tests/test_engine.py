@@ -19,7 +19,7 @@ from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
 from retrieval_attn.errors import AdmissionError, ConfigError, EngineFullError, InputDataError, RowsFailedError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
 from tools.engine_schedules import CONFIG, run, schedule_of, wrong
 
 
@@ -199,6 +199,18 @@ def test_closed_at_once() -> None:
     engine.close(drain=False)
     assert {ticket.result().reason for ticket in tickets} == {"cancelled"}
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("retrieval_attn-engine")]
+
+
+def test_questions_about_one_text(loaded: Loaded) -> None:
+    """The answers of a context that was read and asked alone."""
+    llm = SimpleNamespace(model=loaded[0], tokenizer=loaded[1], config=ra.Config())
+    text, questions = needle_text(12_000), [QUESTION, "What is the sky?", QUESTION]
+    with Engine(llm) as engine:
+        found = [ticket.result() for ticket in [engine.ask(text, one, max_tokens=16) for one in questions]]
+    context = ra.Context(*loaded, ra.Config()).read(text, progress=False)
+    expected = [context.ask(one, max_new_tokens=16) for one in questions]
+    assert [one.text for one in found] == [one.text for one in expected] and "7391846" in found[0].text
+    assert sorted(one.cached_tokens > 0 for one in found) == [False, True, True]
 
 
 def test_texts_and_logprobs_come_as_they_are_chosen() -> None:

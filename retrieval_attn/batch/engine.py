@@ -33,6 +33,7 @@ from retrieval_attn.errors import EngineFullError, NotFiniteError, RowsFailedErr
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.template import PromptTemplate, Question
 
 __all__ = ["Engine", "default_limits"]
 
@@ -90,6 +91,7 @@ class Engine:
         """
         self._config = llm.config
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
+        self._template = PromptTemplate.of(llm.tokenizer)
         self._limits = default_limits(self._loop.model, self._config) if limits is None else limits
         self._scheduler = Scheduler(self._limits)
         if shared_bytes is None:
@@ -123,6 +125,15 @@ class Engine:
             self._rows[number] = Row(request, ticket, self._stops(request), self._loop.tokenizer)
             self._changed.notify_all()
             return ticket
+
+    def ask(self, text: str | Sequence[int], question: Question, *, raw: bool = False, **options: Any) -> Ticket:
+        """Submit a question about a text, put as `Context.ask` puts it; equal texts are read once.
+
+        options: of `Request`. Raises as `submit`, and InputDataError for a question that is empty.
+        """
+        template = self._template
+        document = template.context_ids(text) if isinstance(text, str) else text
+        return self.submit(Request((tuple(document), tuple(template.question_ids(question, raw))), **options))
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -234,3 +235,45 @@ def test_steps_run_beside_a_read(loop: AnswerLoop) -> None:
     assert torch.equal(state.logits, wanted.logits)
     assert_same(paused, plain)
     assert wrapped_chunk(loop.model) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("index", ["flat", "device"])
+def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, place: str) -> None:
+    """Hidden states on the host, too, beside a row's steps: both as alone, and a cancelled read leaves no memory."""
+    model, tokenizer = loaded
+    loop = AnswerLoop(copy.deepcopy(model).cuda(), tokenizer)
+    ids = ids_of(2000)
+    options = {"index": index, "hidden_states": place}
+    plain, paused, row = (new_cache(loop, **options) for _ in range(3))
+    wanted = read_at_once(loop, plain, ids)
+    read_at_once(loop, row, ids_of(400, 1))
+    alone = row.fork()
+
+    def decode(cache: RetrievalCache, tokens: int) -> list[int]:
+        chosen = [5]
+        while len(chosen) < tokens:
+            chosen.append(int(step(loop.model, [cache], chosen[-1:], [cache.get_seq_length()]).argmax()))
+        return chosen
+
+    wanted_tokens = decode(alone, 40)
+    read = PausedRead(loop, paused, ids)
+    tokens = [5]
+    while not read.done:
+        read.go(5)
+        tokens += decode(row, 2)[1:] if len(tokens) == 1 else []
+        read.wait(WAIT)
+    assert torch.equal(read.result(WAIT).logits, wanted.logits)
+    assert tokens == wanted_tokens[: len(tokens)]
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for cells in (1, 12):
+        cancelled = PausedRead(loop, new_cache(loop, **options), ids)
+        cancelled.go(cells)
+        assert cancelled.wait(WAIT)
+        cancelled.cancel()
+        del cancelled
+        gc.collect()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= held + (1 << 20)

@@ -168,6 +168,7 @@ class RowsCache(Cache):
         self.caches = list(caches)
         self.plans = StepPlans() if plans is None else plans
         self.errors: dict[int, Exception] = {}
+        self._specs: dict[tuple[int, int | None], MaskSpec] = {}
         super().__init__(layers=[self._layer(number) for number in range(len(self.caches[0].layers))])
         for row, cache in enumerate(self.caches):
             try:
@@ -201,6 +202,13 @@ class RowsCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row."""
         return max(cache.batch.columns for cache in self.caches)
+
+    def spec_of(self, row: int, columns: int, spec: MaskSpec) -> MaskSpec:
+        """The recipe `spec` of a layer for a row that holds so many columns; layers of one kind share it."""
+        own = self._specs.get((row, spec.window))
+        if own is None or own.q_offset != columns:
+            own = self._specs[row, spec.window] = replace(spec, q_offset=columns, padding=None)
+        return own
 
     def fail(self, row: int, error: Exception) -> None:
         """This row goes no further; the others do."""
@@ -255,7 +263,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
             )
         (key, value), self._pending = self._pending, None
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
-        together: list[tuple[int, RetrievalLayer]] = []
+        together: list[tuple[int, RetrievalLayer, MaskSpec]] = []
         for row, layer in enumerate(self._layers):
             if row in self._rows.errors:
                 continue
@@ -263,9 +271,9 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
             try:
                 layer.update(key[own], value[own])
                 if query.device.type == "cpu" and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
-                    together.append((row, layer))
+                    together.append((row, layer, self._rows.spec_of(row, layer.columns, spec)))
                     continue
-                place = replace(spec, q_offset=layer.columns, padding=None)
+                place = self._rows.spec_of(row, layer.columns, spec)
                 out[own] = layer.attend(
                     module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
                 )
@@ -273,13 +281,13 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
                 self._rows.fail(row, error)
         if together:
             found, errors = decode_together(
-                self._rows.plans, together, module, query, spec, Scoring(scale, softcap), sink_logits, value.shape[3]
+                self._rows.plans, together, module, query, Scoring(scale, softcap), sink_logits, value.shape[3]
             )
             for row, problem in errors.items():
                 self._rows.fail(row, problem)
             if len(together) == len(self._layers):
                 return found
-            rows = [row for row, _ in together]
+            rows = [row for row, _, _ in together]
             out[rows] = found[rows]
         return out
 

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -157,22 +156,21 @@ class _KeptStep:
 
 def decode_together(
     plans: StepPlans,
-    layers: Items[tuple[int, RetrievalLayer]],
+    layers: Items[tuple[int, RetrievalLayer, MaskSpec]],
     module: nn.Module,
     query: Tensor,
-    spec: MaskSpec,
     scoring: Scoring,
     sink_logits: Tensor | None,
     value_dim: int,
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """Each layer, with the row of `query` that it is for: what its token attends to, (rows, q_heads, 1, dim).
+    """Each layer, with the row of `query` that it is for, and its mask: what its token attends to.
 
     query (rows, q_heads, 1, head_dim) on the CPU. The layers have their new keys and values (`update`). Returns
-    float32, 0 in rows that are not asked for, and what went wrong with a row.
+    (rows, q_heads, 1, value_dim) float32, 0 in rows that are not asked for, and what went wrong with a row.
     """
     errors: dict[int, Exception] = {}
     asks: list[RowAsks] = []
-    for row, layer in layers:
+    for row, layer, spec in layers:
         try:
             asks.append(_begin(row, layer, module, query, spec))
         except Exception as error:
@@ -208,8 +206,7 @@ def decode_together(
 
 
 def _begin(row: int, layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec) -> RowAsks:
-    place = replace(spec, q_offset=layer.columns, padding=None)  # its own
-    held = begin_token(layer, module, query[row : row + 1], place)
+    held = begin_token(layer, module, query[row : row + 1], spec)
     (host,), (span,) = held.hosts, held.ranges
     return RowAsks(row, layer, held, host, span, retrieved_keys(layer.config, host, span[1] - span[0]))
 
@@ -220,16 +217,13 @@ def _windows(asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring, value_
     for one in asks:
         window = one.held.window
         (key, value), (low, high) = window.buffers, window.span
-        sizes = key.element_size(), value.element_size()
-        stretches.append(
-            Stretch(
-                key.data_ptr() + low * key.stride(2) * sizes[0],
-                value.data_ptr() + low * value.stride(2) * sizes[1],
-                key.stride(1) * sizes[0],
-                value.stride(1) * sizes[1],
-                high - low,
-            )
+        size, (_, key_head, key_row, _), (_, value_head, value_row, _) = (
+            key.element_size(),
+            key.stride(),
+            value.stride(),
         )
+        keys_at, values_at = key.data_ptr() + low * key_row * size, value.data_ptr() + low * value_row * size
+        stretches.append(Stretch(keys_at, values_at, key_head * size, value_head * size, high - low))
     host, key = asks[0].host, asks[0].held.window.buffers[0]
     fmt = host_format("auto", key.dtype)
     dims = host.num_kv_heads, value_dim

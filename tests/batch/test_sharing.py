@@ -305,6 +305,13 @@ class TestReading:
         bench.submit("long", prompt=2_000)
         bench.until(lambda: bench.state("long") is State.DECODING, most=100)
 
+    def test_a_reading_without_any_room_gets_on(self) -> None:
+        """A budget of nothing, and steps that nobody timed: no share of them is anything, and still cells come."""
+        bench = Bench(step=0.0, cell=0.010, inter_token_seconds=0.0, row_seconds=0.0)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.submit("long", prompt=250)
+        bench.until(lambda: bench.state("long") is State.DECODING, most=500)
+
     def test_a_short_prompt_overtakes_a_long_one(self) -> None:
         bench = Bench(step=0.010, cell=0.008)
         bench.submit("long", prompt=20_000, owner="a")

@@ -41,10 +41,7 @@ def _check_node(node: Node, children: Sequence[Node]) -> None:
         assert node.branches is not None
         if child.parent is not node or child.gone or child.start != node.start + child.at or not len(child):
             raise AssertionError(f"{child!r} is not linked as a child of {node!r}")
-        if (
-            child not in node.branches.at(child.namespace, child.at, child.ids)
-            or node.branches.doubles(child) != inside
-        ):
+        if not node.branches.finds(child) or node.branches.doubles(child) != inside:
             raise AssertionError(f"{child!r} cannot be found from {node!r}")
         if node.namespace is not None and child.namespace != node.namespace:
             raise AssertionError(f"{child!r} has another namespace than {node!r}")

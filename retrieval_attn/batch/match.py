@@ -42,17 +42,17 @@ def longest(root: Node, ids: Ids, namespace: Namespace, *, in_memory: bool = Fal
     in_memory: pass over what is not. Every id is compared. Each node is visited once at most, and only those whose
     first tokens agree: O(tokens + nodes on the way), and once more for each node that doubles another's span.
     """
-    best = Match(root, 0, 0, 0)
+    best, most = (root, 0), (0, 0)
 
     def visit(node: Node, tokens: int, ready: int) -> bool:
-        nonlocal best
-        length = node.start + tokens
-        if (length, ready) > (best.length, best.ready):
-            best = Match(node, tokens, length, ready)
-        return best.ready == len(ids)
+        nonlocal best, most
+        found = node.start + tokens, ready
+        if found > most:
+            best, most = (node, tokens), found
+        return ready == len(ids)
 
     _walk(root, ids, namespace, in_memory, visit)
-    return best
+    return Match(*best, *most)
 
 
 def ending(root: Node, ids: Ids, namespace: Namespace, serves: Callable[[Node], bool]) -> Node | None:
@@ -76,26 +76,19 @@ def ending(root: Node, ids: Ids, namespace: Namespace, serves: Callable[[Node], 
 
 
 def _walk(root: Node, ids: Ids, namespace: Namespace, in_memory: bool, visit: Callable[[Node, int, int], bool]) -> None:
-    """Visit nodes that agree with ids, with their tokens that agree and the tokens in memory, until visit says enough.
-
-    A child that begins inside a span and does not double it differs from the span in its first token. So behind the
-    tokens that agree with a span only children at their end, and those that double it, can go on.
-    """
+    """Visit nodes that agree with ids: with tokens that do, and all so far in memory; until visit says enough."""
     namespaces = (None,) if namespace is None else (None, namespace)
     stack = [(root, 0)]
     while stack:
         node, ready = stack.pop()
-        tokens = common(node.ids, ids[node.start :])
-        length = node.start + tokens
-        if node.in_memory:
-            ready = length
+        rest = ids[node.start :]
+        tokens = common(node.ids, rest)
+        if node.held is not None or node.parent is None:  # node.in_memory, without a call
+            ready = node.start + tokens
         if visit(node, tokens, ready):
             return
-        branches = node.branches
-        if branches is None:
-            continue
-        for name in namespaces:
-            for at in (*branches.doubled(name, tokens), tokens):
-                for child in branches.at(name, at, ids[node.start + at :]):
+        if node.branches is not None:
+            for name in namespaces:
+                for child in node.branches.behind(name, tokens, rest):
                     if child.in_memory or not in_memory:
                         stack.append((child, min(ready, child.start)))

@@ -140,14 +140,12 @@ class Branches:
     span where its first token is the one that the span goes on with: two requests read the same text at the same time.
     """
 
-    __slots__ = ("_children", "_doubles", "_found", "_key_tokens", "_lengths")
+    __slots__ = ("_children", "_key_tokens", "_seen")
 
     def __init__(self, key_tokens: int) -> None:
         self._key_tokens = key_tokens
         self._children: dict[Node, bool] = {}
-        self._found: dict[tuple[Namespace, int, bytes], list[Node]] = {}
-        self._lengths: dict[tuple[Namespace, int], dict[int, int]] = {}
-        self._doubles: dict[Namespace, dict[int, int]] = {}
+        self._seen: dict[Namespace, _Seen] = {}
 
     def __len__(self) -> int:
         return len(self._children)
@@ -157,47 +155,78 @@ class Branches:
 
     def add(self, child: Node, *, doubles: bool) -> None:
         """The child begins at child.at."""
+        seen = self._seen.setdefault(child.namespace, _Seen({}, {}, {}))
         key = child.ids[: self._key_tokens]
         self._children[child] = doubles
-        self._found.setdefault((child.namespace, child.at, key.tobytes()), []).append(child)
-        _count(self._lengths.setdefault((child.namespace, child.at), {}), len(key), 1)
+        seen.found.setdefault((child.at, key.tobytes()), []).append(child)
+        _count(seen.lengths.setdefault(child.at, {}), len(key), 1)
         if doubles:
-            _count(self._doubles.setdefault(child.namespace, {}), child.at, 1)
+            _count(seen.doubled, child.at, 1)
 
     def remove(self, child: Node) -> None:
         """Raises KeyError for a node that is not a child."""
         doubles = self._children.pop(child)
+        seen = self._seen[child.namespace]
         key = child.ids[: self._key_tokens]
-        place = (child.namespace, child.at)
-        same = self._found[(*place, key.tobytes())]
+        same = seen.found[child.at, key.tobytes()]
         same.remove(child)
         if not same:
-            del self._found[(*place, key.tobytes())]
-        _count(self._lengths[place], len(key), -1)
-        if not self._lengths[place]:
-            del self._lengths[place]
+            del seen.found[child.at, key.tobytes()]
+        _count(seen.lengths[child.at], len(key), -1)
+        if not seen.lengths[child.at]:
+            del seen.lengths[child.at]
         if doubles:
-            _count(self._doubles[child.namespace], child.at, -1)
+            _count(seen.doubled, child.at, -1)
+        if not seen.found:
+            del self._seen[child.namespace]
 
-    def at(self, namespace: Namespace, at: int, rest: Ids) -> list[Node]:
-        """Children of a namespace that begin at a place and whose first tokens are those of rest, oldest first."""
-        lengths = self._lengths.get((namespace, at))
-        if not lengths:
+    def behind(self, namespace: Namespace, tokens: int, rest: Ids) -> list[Node]:
+        """Children of a namespace that may go on with ids of which the span has the first `tokens`, and no more.
+
+        rest: the ids from the span's beginning. A child that begins before that place and does not double the span
+        differs from it, and so from the ids, in its first token: only children at the place, which come last here,
+        and doubling ones before it are looked at.
+        """
+        seen = self._seen.get(namespace)
+        if seen is None:
             return []
         found: list[Node] = []
-        for length in sorted(lengths):
-            if length <= len(rest):
-                found += self._found.get((namespace, at, rest[:length].tobytes()), ())
+        if seen.doubled:
+            for at in sorted(at for at in seen.doubled if at < tokens):
+                found += seen.at(at, rest)
+        found += seen.at(tokens, rest)
         return found
 
-    def doubled(self, namespace: Namespace, before: int) -> list[int]:
-        """Places before one at which some child doubles the span."""
-        places = self._doubles.get(namespace)
-        return sorted(at for at in places if at < before) if places else []
+    def finds(self, child: Node) -> bool:
+        """Whether a child can be found where it begins, by its own ids."""
+        seen = self._seen.get(child.namespace)
+        key = child.ids[: self._key_tokens]
+        return (
+            seen is not None
+            and child in seen.found.get((child.at, key.tobytes()), ())
+            and len(key) in seen.lengths.get(child.at, ())
+            and (not self._children[child] or child.at in seen.doubled)
+        )
 
     def doubles(self, child: Node) -> bool:
         """Whether a child was added as one that doubles the span. Raises KeyError for a node that is not a child."""
         return self._children[child]
+
+
+class _Seen(NamedTuple):
+    """Children that one namespace sees: by place and first tokens; how long these are; places where some double."""
+
+    found: dict[tuple[int, bytes], list[Node]]
+    lengths: dict[int, dict[int, int]]
+    doubled: dict[int, int]
+
+    def at(self, at: int, rest: Ids) -> list[Node]:
+        """Children that begin at a place and whose first tokens are those of rest[at:], short ones before long ones."""
+        found: list[Node] = []
+        for length in sorted(self.lengths.get(at, ())):
+            if at + length <= len(rest):
+                found += self.found.get((at, rest[at : at + length].tobytes()), ())
+        return found
 
 
 def _count(counts: dict[int, int], key: int, more: int) -> None:

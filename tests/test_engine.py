@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.batch import chooser
 from retrieval_attn.batch import engine as engine_module
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine, default_limits
@@ -161,7 +162,7 @@ def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_that_dies_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of()
-    monkeypatch.setattr(engine_module, "choose", lambda *given: 1 // 0)
+    monkeypatch.setattr(chooser, "choose", lambda *given: 1 // 0)
     engine = Engine(llm)
     tickets = [engine.submit(Request((ids(20, number),), 4)) for number in range(3)]
     assert {type(ticket.result().error) for ticket in tickets} == {ZeroDivisionError}

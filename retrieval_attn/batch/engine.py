@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.draw import DrawTable, choose
+from retrieval_attn.batch.chooser import Chooser
 from retrieval_attn.batch.job import Job, State
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.request import Reason, Request
@@ -98,8 +97,7 @@ class Engine:
             shared_bytes = self._limits.host_bytes // 4
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
-        self._table = DrawTable(self._limits.rows, self._loop.model.device)
-        self._drawn: list[Any] = [None] * self._limits.rows  # what each slot of the table was written with
+        self._chooser = Chooser(self._limits.rows, self._loop.model.device)
         self._rows: dict[str, Row] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -252,28 +250,14 @@ class Engine:
         return ended, tokens, time.perf_counter() - began
 
     def _choose(self, rows: list[tuple[str, Row]], logits: Tensor, failed: list[str]) -> tuple[list[str], list[str]]:
-        for slot in range(len(self._drawn)):
-            draw = rows[slot][1].request.draw if slot < len(rows) else None
-            if draw != self._drawn[slot]:
-                self._table.clear(slot) if draw is None else self._table.write(slot, draw)
-                self._drawn[slot] = draw
-        positions = torch.tensor([row.position + 1 for _, row in rows], device=logits.device)
-        found = choose(logits, self._table, positions)
-        ids, wrong = found.ids.tolist(), found.failed.tolist()
-        logprobs = None if found.logprobs is None else found.logprobs.tolist()
-        tops: list[list[tuple[int, float]]] = [[] for _ in rows]
-        if found.top_ids is not None and found.top_logprobs is not None:
-            pairs = zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
-            tops = [list(zip(top, of, strict=True)) for top, of in pairs]
         ended: list[str] = []
         tokens: list[str] = []
-        for place, (number, row) in enumerate(rows):
-            if wrong[place]:
+        draws = [row.request.draw for _, row in rows]
+        choices = self._chooser(draws, logits, [row.position + 1 for _, row in rows])
+        for (number, row), choice in zip(rows, choices, strict=True):
+            if choice is None:
                 self._fail(number, NotFiniteError("the model gave logits that are not finite"), failed)
-                continue
-            wanted = row.request.draw.logprobs
-            own = logprobs[place] if logprobs is not None and wanted else None
-            if row.chosen(ids[place], own, tuple(tops[place][:wanted])):
+            elif row.chosen(*choice):
                 row.finish("stop")
                 ended.append(number)
             else:

@@ -95,7 +95,7 @@ def test_draws_follow_the_distribution_that_transformers_draws_from(draw: RowDra
 @pytest.mark.parametrize(
     "wrong",
     [
-        RowDraw(temperature=1.33, top_k=12, top_p=0.85, min_p=0.05),
+        RowDraw(temperature=1.45, top_k=12, top_p=0.85, min_p=0.05),
         RowDraw(temperature=1.3, top_k=11, top_p=0.85, min_p=0.05),
         RowDraw(temperature=1.3, top_k=12, top_p=0.80, min_p=0.05),
         RowDraw(temperature=1.3, top_k=12, top_p=0.85, min_p=0.25),
@@ -238,6 +238,12 @@ def test_a_row_without_numbers_fails_alone(bad: float) -> None:
         assert found.logprobs is not None and expected.logprobs is not None
         assert torch.equal(found.logprobs[others], expected.logprobs[others])
         assert bool(found.logprobs[row].isnan())
+
+
+def test_a_failed_row_of_one_token_fails_alone() -> None:
+    """Nothing of it is kept, and the place of the last token that is kept must still be a place."""
+    found = pick(torch.tensor([[math.nan], [1.0]]), [RowDraw(temperature=1.0, top_p=0.5)] * 2, 0)
+    assert found.failed.tolist() == [True, False] and found.ids.tolist() == [0, 0]
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn() -> None:

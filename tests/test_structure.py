@@ -36,6 +36,7 @@ EVAL_MAY_USE = {"model.loading", "memory.units", "index", "index.replace"}
 # inside that they reach: a new one is named here or the test fails.
 INSTRUMENTS = ("recording", "bench", "baselines")
 INSIDE = {
+    "batch.engine",
     "cache.exact",
     "cache.instruments",
     "cache.layer",

@@ -20,6 +20,10 @@ _WHAT = {
     "index": ("retrieval_attn.eval.bench.index", "recall, work, time and memory of every index on attention keys"),
     "memory": ("retrieval_attn.eval.bench.memory", "device and host memory over context lengths, beside the plan"),
     "prefill": ("retrieval_attn.eval.bench.prefill", "a plain prefill beside ours with every index ready, and peaks"),
+    "serve": (
+        "retrieval_attn.eval.bench.serve.command",
+        "many requests at once: throughput, first and next tokens beside one after the other and static batches",
+    ),
     "session": (
         "retrieval_attn.eval.bench.session.command",
         "what a user waits for, through the public API, with compile caches cold and warm",

@@ -1,0 +1,1 @@
+"""`retrieval-attn bench serve`: many requests at once, beside the same ones after each other."""

@@ -1,0 +1,210 @@
+"""`retrieval-attn bench serve`: many requests at once through the public API, in this process.
+
+The same requests are answered one after the other, in static batches, by the engine as they come, by the engine without
+its tree and, where prompts are short, by transformers' own continuous batching. Answers must be the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder, parse_choices
+
+if TYPE_CHECKING:
+    from retrieval_attn.eval.bench.serve.call import Call
+    from retrieval_attn.eval.bench.serve.row import Bounds, Row
+    from retrieval_attn.eval.bench.serve.trace import Line
+    from retrieval_attn.eval.bench.serve.workload import Workload
+    from retrieval_attn.eval.bench.session.subject import Settings, Subject
+
+__all__ = ["add_arguments", "run"]
+
+LENGTHS = {"clients": 4096, "document": 16384, "mixed": 2048, "trace": 4096}
+ALL = ("one", "static", "engine", "tree-off", "transformers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `retrieval-attn bench serve`."""
+    add = parser.add_argument
+    kinds = "clients: a prompt each; document: questions on one; mixed: of many lengths; trace: of --trace"
+    add("--workload", default="clients", choices=list(LENGTHS), help=f"{kinds} (default: %(default)s)")
+    add("--requests", type=int, default=8, metavar="N", help="how many; of a trace: at most (default: %(default)s)")
+    lengths = "of a prompt or the document; mixed: a quarter of it to all of it"
+    add("--length", type=as_tokens, metavar="N", help=f"{lengths} (default: 4k, 16k for document, 2k for mixed)")
+    add("--question", type=as_tokens, default=32, metavar="N", help="of a prompt's last part (default: %(default)s)")
+    add("--tokens", type=as_tokens, default=64, metavar="N", help="of an answer (default: %(default)s)")
+    add("--scale", type=float, default=1.0, help="of answers' lengths: mixed ones have 100 to 1024 tokens times it")
+    add(
+        "--rate", type=float, default=0.0, metavar="N", help="arrivals a second (Poisson); 0: all at once (%(default)s)"
+    )
+    add("--trace", metavar="FILE", help="requests in Mooncake's format, one JSON object a line")
+    add("--block", type=as_tokens, default=512, metavar="N", help="tokens of a trace's block (default: %(default)s)")
+    add("--speed", type=float, default=1.0, metavar="X", help="how much faster a trace comes (default: %(default)s)")
+    add("--slots", type=int, default=8, metavar="N", help="rows of a step, and of a static batch (%(default)s)")
+    add("--ways", default=",".join(ALL), metavar="NAME,NAME", help="rows of the table (default: %(default)s)")
+    add("--read-first", action="store_true", help="prompts but for their last parts are read before the clock starts")
+    add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
+    add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
+    add(
+        "--peer-tokens", type=as_tokens, default=1024, metavar="N", help="longest prompt for transformers (%(default)s)"
+    )
+    add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
+    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
+    add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB (default: none)")
+    add("--index", default="auto", metavar="NAME", help="index of the keys (default: %(default)s)")
+    add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
+    add("--retrieve", default="100", metavar="K", help="keys retrieved: a number, a share, or all (%(default)s)")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the search; 0: all (default: %(default)s)")
+    add("--random-ids", action="store_true", help="random token ids in place of prose")
+    add("--row-seconds", type=float, default=900.0, metavar="S", help="a row that takes longer fails")
+    add("--seed", type=int, default=0, help="of texts, arrivals and random weights (default: %(default)s)")
+    add("--no-plot", action="store_true", help="write no PNG file")
+    add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report; 1 if a row failed. Raises RetrievalAttentionError on bad input, before anything is timed."""
+    workload, lines, ways = _workload(args)
+    if not args.no_plot:
+        check_matplotlib()
+    settings = _settings(args, workload, lines)
+    folder = new_folder(args.output_dir, "bench")
+    from retrieval_attn.eval.bench.serve.row import Bounds
+    from retrieval_attn.eval.bench.serve.workload import calls_of
+    from retrieval_attn.eval.bench.session.subject import Subject
+    from retrieval_attn.eval.runs import environment
+
+    about = environment()
+    folder.mkdir(parents=True, exist_ok=True)
+    subject = Subject(settings)
+    calls = calls_of(workload, lines, subject.ids)
+    bounds = Bounds(args.ttft, args.itl)
+    lengths = [call.request.prompt_tokens for call in calls]
+    report: dict[str, Any] = {
+        "what": "serve",
+        "finished": False,
+        "model": f"random:{args.shape}" if args.shape else args.model,
+        "config": settings.options,
+        "workload": workload.to_dict(),
+        "prompts": {
+            "requests": len(calls),
+            "least": min(lengths),
+            "most": max(lengths),
+            "answers": sum(call.request.max_tokens for call in calls),
+            "last_arrival": calls[-1].arrival,
+        },
+        "slots": args.slots,
+        "read_first": args.read_first,
+        "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
+        "facts": subject.about(),
+        "simplifications": subject.simplifications,
+        **about,
+    }
+    rows: list[Row] = []
+    for row in _rows(args, ways, settings, subject, calls, bounds):
+        rows.append(row)
+        print(f"  {_line(row)}", file=sys.stderr, flush=True)
+        _save(folder, report, rows)  # what was measured survives what comes
+    text = _save(folder, {**report, "finished": True}, rows, plot=not args.no_plot)
+    print(text)
+    print(f"written to {folder}")
+    return 1 if any(row.status == "failed" for row in rows) else 0
+
+
+def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str, ...]]:
+    """What is to be measured, as the flags say. Raises ConfigError, or InputDataError for a trace."""
+    from retrieval_attn.eval.bench.serve.trace import read_trace
+    from retrieval_attn.eval.bench.serve.workload import Workload
+
+    if args.length is None:
+        args.length = LENGTHS[args.workload]
+    check_at_least(1, args, "requests", "question", "tokens", "block", "slots")
+    check_at_least(0, args, "rate", "peer_tokens", "threads")
+    for name in ("scale", "speed", "ttft", "itl", "row_seconds"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
+    if not args.rate < float("inf"):
+        raise ConfigError(f"--rate must be a number of arrivals a second, or 0 for all at once, got {args.rate}")
+    if (args.workload == "trace") != (args.trace is not None):
+        raise ConfigError("--workload trace and --trace FILE go together: give both or none")
+    if args.workload != "trace" and args.length <= args.question:
+        raise ConfigError(f"--length {args.length} must be more than --question {args.question}, which is a part of it")
+    ways = parse_choices("--ways", args.ways, ALL)
+    lines = [] if args.trace is None else read_trace(Path(args.trace), args.requests, args.block)
+    return (
+        Workload(
+            args.workload, args.requests, args.length, args.question, args.tokens, args.scale, args.rate, args.speed,
+            args.seed,
+        ),
+        lines,
+        ways,
+    )  # fmt: skip
+
+
+def _settings(args: argparse.Namespace, workload: Workload, lines: list[Line]) -> Settings:
+    """The model's part, as `bench session` has it: for the longest request. Raises as that does."""
+    from retrieval_attn.eval.bench.session.command import settings_of
+
+    length, tokens, question = workload.length, workload.longest_answer, args.question
+    if lines:
+        length = max(sum(block.tokens for block in line.blocks) for line in lines)
+        tokens = max(workload.scaled(line.answer_tokens) for line in lines)
+    needs = {"length": length, "tokens": tokens, "questions": str(question), "extend": "1", "repeats": 1, "skip": ""}
+    return settings_of(argparse.Namespace(**{**vars(args), **needs}))
+
+
+def _rows(
+    args: argparse.Namespace,
+    ways: Sequence[str],
+    settings: Settings,
+    subject: Subject,
+    calls: Sequence[Call],
+    bounds: Bounds,
+) -> Any:
+    """Each row when it is measured."""
+    from retrieval_attn.eval.bench.serve.drive import WAYS, Drive, Served
+    from retrieval_attn.eval.bench.serve.peer import peer_row
+    from retrieval_attn.eval.bench.serve.row import Row, row_of
+
+    llm = Served(subject.model, subject.tokenizer, settings.config)
+    drive = Drive(llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds)
+    drive.warm(calls)
+    expected: list[tuple[int, ...]] | None = None
+    for way in ways:
+        if way not in WAYS:
+            yield peer_row(settings, calls, bounds, args.peer_tokens)
+            continue
+        try:
+            answers, filled = drive.serve(way, calls)
+        except Exception as error:  # the report names it; other rows go on
+            said = str(error).splitlines()
+            yield Row(way, "failed", f"{type(error).__name__}: {said[0] if said else ''}"[:300])
+            continue
+        row = row_of(way, answers, bounds, expected, filled)
+        if way == "one" and row.status == "ok":
+            expected = [one.tokens for one in answers]
+        yield row
+
+
+def _line(row: Row) -> str:
+    if row.rate is None:
+        return f"{row.way}: {row.status}: {row.note}"
+    return f"{row.way}: {row.rate:,.1f} tokens/s"
+
+
+def _save(folder: Path, report: dict[str, Any], rows: Sequence[Row], *, plot: bool = False) -> str:
+    """Write what is known so far; returns the table with its header."""
+    from retrieval_attn.eval.bench.plots import save_results
+    from retrieval_attn.eval.bench.serve.report import markdown, plots
+
+    text = markdown(rows, report)
+    full = {**report, "rows": [row.to_dict() for row in rows]}
+    save_results(folder, "serve", full, text, plots(rows, report["model"]) if plot else [])
+    return text

@@ -1,0 +1,140 @@
+"""Answering a workload's requests in one way, through the public API, and noting when each token comes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import retrieval_attn as ra
+from retrieval_attn.batch.engine import default_limits
+from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.eval.bench.serve.answered import Answered
+from retrieval_attn.eval.bench.serve.call import Call
+from retrieval_attn.eval.bench.serve.filled import Filled
+
+__all__ = ["WAYS", "Drive", "Served"]
+
+WAYS = ("one", "static", "engine", "tree-off")
+"""One after the other; in batches, each of which ends before the next one begins; as they come; so without the tree."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine needs of an `LLM`."""
+
+    model: Any
+    tokenizer: Any
+    config: ra.Config
+
+
+class Drive:
+    """An engine for each way, made for it and closed after it."""
+
+    def __init__(self, llm: Served, slots: int, *, read_first: bool, row_seconds: float) -> None:
+        """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
+        row_seconds: requests that are not answered then are cancelled.
+        """
+        self._llm, self._slots = llm, slots
+        self._read_first, self._row_seconds = read_first, row_seconds
+
+    def warm(self, calls: Sequence[Call]) -> None:
+        """Compile and allocate what steps of all slots need: two tokens for a few of the requests."""
+        some = [Call(replace(call.request, max_tokens=2), 0.0) for call in calls[: min(2, self._slots)]]
+        with self._engine("engine", len(some)) as engine:
+            self._answers(engine, some, None, None)
+
+    def serve(self, way: str, calls: Sequence[Call]) -> tuple[list[Answered], float | None]:
+        """What became of each call, and the share of slots filled while a request waited (None: none did).
+
+        Raises TimeoutError where it took more than the row's seconds.
+        """
+        gc.collect()  # caches of the way before this one
+        with self._engine(way, len(calls)) as engine:
+            if self._read_first and way != "tree-off":
+                self._read(engine, calls)
+            filled = Filled(engine, 1 if way == "one" else self._slots)
+            batch = {"one": 1, "static": self._slots}.get(way)
+            with filled:
+                answers = self._answers(engine, calls, batch, filled)
+            engine.check()
+            return answers, filled.share
+
+    @contextmanager
+    def _engine(self, way: str, requests: int) -> Iterator[ra.Engine]:
+        usual = default_limits(self._llm.model, self._llm.config)
+        rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
+        limits = replace(
+            usual, rows=rows, ahead=ahead, pages=(rows + ahead) * usual.row_pages, waiting=max(usual.waiting, requests)
+        )
+        with ra.Engine(self._llm, limits=limits, shared_bytes=0 if way == "tree-off" else None) as engine:
+            yield engine
+
+    def _read(self, engine: ra.Engine, calls: Sequence[Call]) -> None:
+        """Bring what requests begin with into the tree."""
+        for parts in dict.fromkeys(call.request.parts[:-1] for call in calls):
+            if parts:
+                request = ra.Request((*parts, parts[-1][:1]), max_tokens=1, stop_ids=frozenset())
+                if (error := engine.submit(request).result().error) is not None:
+                    raise error
+
+    def _answers(
+        self, engine: ra.Engine, calls: Sequence[Call], batch: int | None, filled: Filled | None
+    ) -> list[Answered]:
+        """batch: most requests that are there at once, and nothing joins them before all are answered; None: as they
+        come.
+        """
+        answers: list[Answered | None] = [None] * len(calls)
+        began = time.perf_counter()
+        deadline = began + self._row_seconds
+        if filled is not None:
+            filled.begin(began, [call.arrival for call in calls])
+
+        def listen(number: int, ticket: Any) -> None:
+            answers[number] = _listened(ticket, began + calls[number].arrival)
+
+        threads: list[threading.Thread] = []
+        for number, call in enumerate(calls):
+            due = began + call.arrival
+            if batch is not None and threads and (len(threads) == batch or due > time.perf_counter()):
+                _join(threads, deadline)
+                threads = []
+            time.sleep(max(0.0, due - time.perf_counter()))
+            ticket = engine.submit(call.request)
+            if filled is not None:
+                filled.submitted += 1
+            threads.append(threading.Thread(target=listen, args=(number, ticket), daemon=True))
+            threads[-1].start()
+        _join(threads, deadline)
+        found = [one for one in answers if one is not None]
+        assert len(found) == len(calls), "every thread has ended"
+        return found
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.perf_counter()))
+        if thread.is_alive():
+            raise TimeoutError("requests were not answered within --row-seconds")
+
+
+def _listened(ticket: Any, arrival: float) -> Answered:
+    """Wait for a request's tokens, and note when they come."""
+    times: list[float] = []
+    try:
+        for event in ticket:
+            if event.token >= 0:
+                times.append(time.perf_counter())
+    except Exception as error:  # the row names it; other requests go on
+        said = str(error).splitlines() if isinstance(error, RetrievalAttentionError) else [repr(error)]
+        problem = f"{type(error).__name__}: {said[0] if said else ''}"[:300]
+    else:
+        problem = ""
+    end = ticket.result()
+    if not problem and end.reason != "length":
+        problem = f"ended as {end.reason!r} after {len(end.tokens)} tokens"
+    return Answered(arrival, tuple(times), tuple(end.tokens), end.prompt_tokens, end.cached_tokens, problem)

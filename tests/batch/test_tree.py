@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -315,6 +316,37 @@ def test_stats_count_requests_once() -> None:
     stats = tree.stats
     assert (stats.nodes, stats.in_memory, stats.nbytes) == (1, 1, 10)
     assert (stats.asked, stats.hits, stats.tokens_asked, stats.tokens_hit) == (3, 1, 600, 199)
+
+
+def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
+    """Threads interleave too seldom for a race to show up in every run: so the lock itself is looked at."""
+    tree = Tree()
+    node = add(tree, TEXT)
+    lease = tree.lease(node)
+    known = tree.insert(tree.root, np.full(100, 9, np.int32), None, "a", digest="d")
+    operations: list[Callable[[], object]] = [
+        lambda: tree.match(TEXT, "a"),
+        lambda: tree.insert(node, [1], Bytes(1), "a"),
+        lambda: tree.pending(node, [2], "a"),
+        lambda: tree.bring(known, Bytes(1)),
+        lambda: tree.lease(node).release(),
+        lambda: tree.split(node, 100),
+        lambda: tree.evict(0),
+        lambda: tree.forget(known),
+        lambda: tree.stats,
+        tree.check,
+        lease.release,
+    ]
+    threads = [threading.Thread(target=operation) for operation in operations]
+    with tree._lock:
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.1)
+        waiting = [thread.is_alive() for thread in threads]
+    for thread in threads:
+        thread.join()
+    assert all(waiting)
+    tree.check()
 
 
 def test_check_finds_what_does_not_add_up() -> None:

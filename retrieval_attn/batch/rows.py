@@ -27,6 +27,7 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
 from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.index.forked import use_threads
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.model.placement import input_device
@@ -197,6 +198,7 @@ class RowsCache(Cache):
                 f"These rows have no keys for layer {layer_idx}, where the model stores some; make their caches for "
                 "this model."
             )
+        use_threads()
         return layer.update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

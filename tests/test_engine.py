@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import signal
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +194,51 @@ def test_what_is_refused() -> None:
         assert engine.submit(Request(((5,),), 2)).result().reason == "length"
     with pytest.raises(EngineFullError):
         engine.submit(Request(((1,),)))
+
+
+def test_what_is_answered_leaves_nothing_behind() -> None:
+    """Caches that are left are those of the tree, whatever ended, was cancelled or failed; no read's thread is left."""
+
+    def caches() -> int:
+        gc.collect()
+        return sum(type(one) is ra.RetrievalCache for one in gc.get_objects())
+
+    before = caches()
+    schedule = schedule_of(31, 16, 97)
+    with Engine(llm_of(), shared_bytes=1 << 26) as engine:
+        tickets = [engine.submit(request) for request in schedule.requests]
+        for ticket in tickets[::3]:
+            ticket.cancel()
+        for ticket in tickets:
+            ticket.result()
+        engine.submit(Request(((5,),), 1)).result()  # the ticks after the last end have passed
+        assert caches() - before <= engine.stats["shared"].nodes + 1
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-read")]
+    del engine, tickets, ticket
+    assert caches() == before
+
+
+def test_an_interrupt_ends_it_soon() -> None:
+    """Ctrl-C at random times: all is over within two seconds, and the model answers as before."""
+    llm, chance = llm_of(), random.Random(5)
+    request = Request((ids(40, 8),), 5)
+    expected = alone(llm, request)
+    for _ in range(12):
+        sent: list[float] = []
+
+        def interrupt(sent: list[float] = sent) -> None:
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        timer = threading.Timer(chance.random() * 0.4, interrupt)
+        with pytest.raises(KeyboardInterrupt), Engine(llm, shared_bytes=1 << 26) as engine:
+            timer.start()
+            for ticket in [engine.submit(Request((ids(900, number),), 400)) for number in range(6)]:
+                for _ in ticket:
+                    pass
+        assert time.monotonic() - sent[0] < 2.0
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-engine")]
+    assert same(alone(llm, request), expected)
 
 
 def test_closed_at_once() -> None:

@@ -14,6 +14,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT = 4
 """Tokens before the new ones that are decoded with them: what a token reads depends on whether one is before it, and a
 character of four bytes may have begun in the last three."""
+CLEANED_CONTEXT = 10
+"""The same where spaces are cleaned up: marks are joined with what is before them, and these with what is before."""
 MAX_TOKENS = 16
 """Tokens that are decoded together before the older ones are let go."""
 
@@ -62,7 +64,7 @@ class TextStream:
         self._held += text[begin : self._final]
         open_text = text[self._final :]
         if len(self._ids) >= MAX_TOKENS:
-            self._let_go(open_text)
+            self._let_go(text, open_text)
         return self._take(open_text)
 
     def end(self) -> str:
@@ -88,12 +90,12 @@ class TextStream:
         """Characters at the front of the decoded text that no later token changes."""
         return len(text) - max(_begun(text, self._cleaned), text.endswith(REPLACEMENT))
 
-    def _let_go(self, open_text: str) -> None:
-        """Forget the oldest ids, without those of the text that is open."""
-        kept = self._ids[-CONTEXT:]
-        text = self._decode(kept)
-        if text.endswith(open_text):
-            self._ids, self._final = kept, len(text) - len(open_text)
+    def _let_go(self, text: str, open_text: str) -> None:
+        """Forget the oldest ids, without those of the text that is open, where the rest reads the same without them."""
+        kept = self._ids[-CLEANED_CONTEXT if self._cleaned else -CONTEXT :]
+        shorter = self._decode(kept)
+        if shorter.endswith(open_text) and (not self._cleaned or text.endswith(shorter)):
+            self._ids, self._final = kept, len(shorter) - len(open_text)
 
     def _take(self, open_text: str) -> str:
         """Out of what is held: all that cannot be the begin of a stop string."""

@@ -105,6 +105,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "word-piece cleaned": lambda: fast(word_piece, clean_up_tokenization_spaces=True),
     "word-level cleaned": lambda: fast(word_level, clean_up_tokenization_spaces=True),
     "python": Characters,
+    "python cleaned": lambda: Characters(clean_up_tokenization_spaces=True),
 }
 
 
@@ -185,6 +186,9 @@ def test_an_emoji_comes_whole() -> None:
     ids = [letters[spelled[byte]] for byte in "a😀b".encode()]
     assert streamed(made, ids)[0] == ["a", "", "", "", "😀", "b", ""]
     assert streamed(made, ids[:3])[0] == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
+    # what only looks like a replacement character so far is no stop string
+    assert "".join(streamed(made, ids, ["\N{REPLACEMENT CHARACTER}"])[0]) == "a😀b"
+    assert "".join(streamed(made, ids[:3], ["\N{REPLACEMENT CHARACTER}"])[0]) == "a"
 
 
 def byte_letters() -> list[str]:

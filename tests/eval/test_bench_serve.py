@@ -132,14 +132,15 @@ def test_every_way_answers_alike(llm: Served) -> None:
     found = {way: drive.serve(way, calls) for way in WAYS}
     expected = [one.tokens for one in found["one"][0]]
     assert [len(tokens) for tokens in expected] == [3, 9, 15, 3, 9]
-    rows = {way: row_of(way, answers, BOUNDS, expected, filled) for way, (answers, filled) in found.items()}
+    rows = {way: row_of(way, answers, BOUNDS, expected, filled) for way, (answers, filled, _) in found.items()}
     assert {way: (row.status, row.note) for way, row in rows.items()} == dict.fromkeys(WAYS, ("ok", ""))
     assert all(one.times == tuple(sorted(one.times)) for row in rows.values() for one in row.answers)
     assert all(len(one.times) == len(one.tokens) for row in rows.values() for one in row.answers)
     share = 4 * 200 / (5 * 208)
     assert rows["engine"].cached == rows["one"].cached == pytest.approx(share), "four of five found the document"
     assert rows["tree-off"].cached == 0
-    assert max(filled or 0 for _, filled in found.values()) <= 1
+    assert max(filled or 0 for _, filled, _ in found.values()) <= 1
+    assert all(seconds > 0 for _, _, seconds in found.values())
     answers = found["one"][0]
     ends = [one.times[-1] for one in answers]
     assert all(end <= later.times[0] for end, later in zip(ends, answers[1:], strict=False)), "after each other"
@@ -149,7 +150,7 @@ def test_every_way_answers_alike(llm: Served) -> None:
 
 def test_what_is_read_first_is_not_read_again(llm: Served) -> None:
     calls = document_calls(llm)
-    answers, _ = Drive(llm, 2, read_first=True, row_seconds=100).serve("engine", calls)
+    answers, _, _ = Drive(llm, 2, read_first=True, row_seconds=100).serve("engine", calls)
     assert [one.cached_tokens for one in answers] == [200] * 5
 
 
@@ -179,7 +180,11 @@ def test_rows() -> None:
 def test_report() -> None:
     fast = Answered(0.0, (1.0, 1.05, 1.1), (5, 6, 7), 10, 5)
     one = row_of("one", [replace(fast, times=(1.0, 2.0, 3.0))], BOUNDS, None)
-    rows = [one, row_of("engine", [fast], BOUNDS, None, 0.5), Row("static", "failed", "StoreError: gone")]
+    rows = [
+        one,
+        replace(row_of("engine", [fast], BOUNDS, None, 0.5), cpu_seconds=0.5),
+        Row("static", "failed", "StoreError: gone"),
+    ]
     report: dict[str, Any] = {"command": ["bench"], "commit": "abc", "model": "tiny", "config": {}, "slots": 2}
     report |= {"machine": {"cpu": "some", "cores": 2, "memory_gib": 24}, "facts": {}, "simplifications": ["small"]}
     report |= {"versions": dict.fromkeys(("python", "torch", "transformers", "numba"), "1"), "read_first": True}
@@ -187,7 +192,7 @@ def test_report() -> None:
     report |= {"prompts": {"requests": 1, "least": 10, "most": 10, "answers": 3, "last_arrival": 0.0}}
     text = markdown(rows, report)
     assert "| one after the other | 1 | 1.00 |  | 3 |" in text
-    assert "| engine | 2.73 | 2.73 |  | 1.1 | 1 | 1 | 50 | 50 | 100% | 50.0% | 50% |" in text
+    assert "| engine | 2.73 | 2.73 |  | 1.1 | 0.5 | 1 | 1 | 50 | 50 | 100% | 50.0% | 50% |" in text
     assert "| static batches | failed |" in text and "- static batches: StoreError: gone" in text
     firsts, gaps = plots(rows, "tiny")
     assert set(firsts.lines) == set(gaps.lines) == {"one after the other", "engine"}
@@ -230,6 +235,7 @@ def test_command_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     rows = {row["way"]: row for row in report["rows"]}
     assert {way: row["status"] for way, row in rows.items()} == {**dict.fromkeys(WAYS, "ok"), "transformers": "not run"}
     assert "come one by one" in rows["transformers"]["note"]
+    assert rows["engine"]["rate"] > 0 and rows["engine"]["cpu_seconds"] > 0
     assert rows["engine"]["tokens"] == 8 + 6 + 6 + 6 and len(rows["engine"]["answers"]) == 4
     assert (
         rows["engine"]["cached"] == pytest.approx(2 * 128 / (137 + 137 + 192 + 25)) and rows["tree-off"]["cached"] == 0

@@ -169,6 +169,8 @@ def _rows(
     bounds: Bounds,
 ) -> Any:
     """Each row when it is measured."""
+    from dataclasses import replace
+
     from retrieval_attn.eval.bench.serve.drive import WAYS, Drive, Served
     from retrieval_attn.eval.bench.serve.peer import peer_row
     from retrieval_attn.eval.bench.serve.row import Row, row_of
@@ -182,7 +184,7 @@ def _rows(
             yield peer_row(settings, calls, bounds, args.peer_tokens)
             continue
         try:
-            answers, filled = drive.serve(way, calls)
+            answers, filled, cpu_seconds = drive.serve(way, calls)
         except Exception as error:  # the report names it; other rows go on
             said = str(error).splitlines()
             yield Row(way, "failed", f"{type(error).__name__}: {said[0] if said else ''}"[:300])
@@ -190,7 +192,7 @@ def _rows(
         row = row_of(way, answers, bounds, expected, filled)
         if way == "one" and row.status == "ok":
             expected = [one.tokens for one in answers]
-        yield row
+        yield replace(row, cpu_seconds=cpu_seconds)
 
 
 def _line(row: Row) -> str:

@@ -48,8 +48,8 @@ class Drive:
         with self._engine("engine", len(some)) as engine:
             self._answers(engine, some, None, None)
 
-    def serve(self, way: str, calls: Sequence[Call]) -> tuple[list[Answered], float | None]:
-        """What became of each call, and the share of slots filled while a request waited (None: none did).
+    def serve(self, way: str, calls: Sequence[Call]) -> tuple[list[Answered], float | None, float]:
+        """What became of each call; the share of slots filled while a request waited (None: none did); CPU seconds.
 
         Raises TimeoutError where it took more than the row's seconds.
         """
@@ -59,10 +59,12 @@ class Drive:
                 self._read(engine, calls)
             filled = Filled(engine, 1 if way == "one" else self._slots)
             batch = {"one": 1, "static": self._slots}.get(way)
+            began = time.process_time()
             with filled:
                 answers = self._answers(engine, calls, batch, filled)
+            cpu_seconds = time.process_time() - began
             engine.check()
-            return answers, filled.share
+            return answers, filled.share, cpu_seconds
 
     @contextmanager
     def _engine(self, way: str, requests: int) -> Iterator[ra.Engine]:

@@ -21,8 +21,8 @@ NAMES = {
     "transformers": "transformers' continuous batching",
 }
 COLUMNS = (
-    "way", "tokens/s", "x one", "x static", "seconds", "first p50, s", "p99, s", "next p50, ms", "p99, ms", "good",
-    "slots filled", "cached",
+    "way", "tokens/s", "x one", "x static", "seconds", "CPU s", "first p50, s", "p99, s", "next p50, ms", "p99, ms",
+    "good", "slots filled", "cached",
 )  # fmt: skip
 POINTS = 64
 """Of a line in the plot, at most."""
@@ -56,7 +56,8 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         made[1].replace("|---:|", "|:---|", 1),
         *made[2:],
         "",
-        "tokens/s: generated tokens a second from the first arrival to the last token, reading included. first: "
+        "tokens/s: generated tokens a second from the first arrival to the last token, reading included. CPU s: of "
+        "all threads, which other work on the machine does not change much. first: "
         "from a request's arrival to its first token. next: from token to token. good: requests with a first token "
         f"within {bounds['first_seconds']:g} s and {bounds['token_seconds'] * 1000:g} ms from token to token on "
         "average. slots filled: of those that steps had while a request waited. cached: tokens of prompts that were "
@@ -81,6 +82,7 @@ def _cells(row: Row, one: float | None, static: float | None) -> list[str]:
         _ratio(row.rate, one),
         _ratio(row.rate, static),
         _number(row.seconds),
+        _number(row.cpu_seconds),
         *map(_number, first),
         *(_number(None if value is None else value * 1000) for value in gap),
         shown(row.good, ".0%"),

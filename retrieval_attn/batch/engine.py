@@ -28,10 +28,12 @@ from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree, TreeStats
 from retrieval_attn.config import Config
+from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.errors import EngineFullError, NotFiniteError, RowsFailedError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.template import PromptTemplate, Question
 
 __all__ = ["Engine", "default_limits"]
@@ -183,8 +185,9 @@ class Engine:
     # -- the engine's thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        results = Results()
+        results, model = Results(), self._loop.model
         try:
+            compile_windows(host_format(self._config.host_dtype, model.dtype))  # the first step would wait for it
             while True:
                 with self._changed:
                     while self._scheduler.idle and not self._closing:

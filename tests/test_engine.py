@@ -233,9 +233,9 @@ def test_an_interrupt_ends_it_soon() -> None:
         timer = threading.Timer(chance.random() * 0.4, interrupt)
         with pytest.raises(KeyboardInterrupt), Engine(llm, shared_bytes=1 << 26) as engine:
             timer.start()
-            for ticket in [engine.submit(Request((ids(900, number),), 400)) for number in range(6)]:
-                for _ in ticket:
-                    pass
+            endless = [Request((ids(900, number),), 4_000, stop_ids=frozenset()) for number in range(6)]
+            for ticket in [engine.submit(one) for one in endless]:
+                ticket.result()
         assert time.monotonic() - sent[0] < 2.0
         assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-engine")]
     assert same(alone(llm, request), expected)

@@ -22,7 +22,14 @@ from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
-from retrieval_attn.errors import AdmissionError, ConfigError, EngineFullError, InputDataError, RowsFailedError
+from retrieval_attn.errors import (
+    AdmissionError,
+    ConfigError,
+    ContextLengthError,
+    EngineFullError,
+    InputDataError,
+    RowsFailedError,
+)
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
 from tools.engine_schedules import CONFIG, run, schedule_of, wrong
@@ -190,7 +197,9 @@ def test_what_is_refused() -> None:
     limits = default_limits(llm.model, llm.config)
     with Engine(llm, limits=type(limits)(**{**vars(limits), "host_bytes": 50_000, "waiting": 2})) as engine:
         with pytest.raises(AdmissionError, match="host memory"):
-            engine.submit(Request((ids(5_000, 1),), 4))
+            engine.submit(Request((ids(2_000, 1),), 4))
+        with pytest.raises(ContextLengthError, match="4096 positions"):
+            engine.submit(Request((ids(4_000, 1),), 97))
         assert engine.submit(Request(((5,),), 2)).result().reason == "length"
     with pytest.raises(EngineFullError):
         engine.submit(Request(((1,),)))
@@ -233,7 +242,7 @@ def test_an_interrupt_ends_it_soon() -> None:
         timer = threading.Timer(chance.random() * 0.4, interrupt)
         with pytest.raises(KeyboardInterrupt), Engine(llm, shared_bytes=1 << 26) as engine:
             timer.start()
-            endless = [Request((ids(900, number),), 4_000, stop_ids=frozenset()) for number in range(6)]
+            endless = [Request((ids(900, number),), 3_000, stop_ids=frozenset()) for number in range(6)]
             for ticket in [engine.submit(one) for one in endless]:
                 ticket.result()
         assert time.monotonic() - sent[0] < 2.0

@@ -27,6 +27,7 @@ from retrieval_attn.batch.rows import step
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree, TreeStats
+from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.errors import EngineFullError, NotFiniteError, RowsFailedError
@@ -93,6 +94,7 @@ class Engine:
         self._config = llm.config
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
         self._template = PromptTemplate.of(llm.tokenizer)
+        self._empty = RetrievalCache(self._loop.model, self._config)
         self._limits = default_limits(self._loop.model, self._config) if limits is None else limits
         self._scheduler = Scheduler(self._limits)
         if shared_bytes is None:
@@ -110,10 +112,10 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request in. Any thread.
-
-        Raises AdmissionError for one that never fits, EngineFullError if too many wait or the engine is closed.
+        """Take a request in. Any thread. Raises ContextLengthError or AdmissionError for one that never fits,
+        EngineFullError if too many wait or the engine is closed.
         """
+        self._empty.require_room(request.prompt_tokens + request.max_tokens)
         with self._changed:
             if self._closing or self._died is not None:
                 raise EngineFullError("The engine is closed; make another.") from self._died
@@ -139,10 +141,9 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """waiting, rows: now; filled: share of slots that were filled in steps so far; shared: counts of the tree."""
         with self._changed:
-            shared = TreeStats() if self._tree is None else self._tree.stats
             filled = self._filled / max(1, self._steps * self._limits.decoding_rows)
-            return {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled,
-                    "steps": self._steps, "shared": shared}  # fmt: skip
+            now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
+            return {**now, "steps": self._steps, "shared": TreeStats() if self._tree is None else self._tree.stats}
 
     def check(self) -> None:
         """Raise AssertionError unless pages, bytes, slots and references add up."""

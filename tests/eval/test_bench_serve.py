@@ -156,7 +156,9 @@ def test_what_is_read_first_is_not_read_again(llm: Served) -> None:
 
 def test_late_rows_end(llm: Served) -> None:
     calls = document_calls(llm)
-    calls = [*calls[:-1], Call(replace(calls[-1].request, max_tokens=100_000), 0.0)]
+    last = calls[-1].request
+    room = llm.model.config.max_position_embeddings - last.prompt_tokens
+    calls = [*calls[:-1], Call(replace(last, max_tokens=room, stop_ids=frozenset()), 0.0)]
     with pytest.raises(TimeoutError, match="row-seconds"):
         Drive(llm, 2, read_first=False, row_seconds=0.5).serve("engine", calls)
 

@@ -253,9 +253,9 @@ class Uploads:
         elif block.loose_bytes > INLINE_BYTES:
             block.gathering = _gatherer().submit(self._gather, block)
         else:
-            self._copy(block)
+            self._copy_block(block)
 
-    def _copy(self, block: _Block) -> None:
+    def _copy_block(self, block: _Block) -> None:
         """Send a block as it lies, nearly all of it in page-locked memory."""
         with torch.cuda.stream(self._stream):
             placed = block.rows_in(block.buffer)
@@ -269,7 +269,7 @@ class Uploads:
         with torch.cuda.device(self._device):
             for segment in files:
                 lock_file(segment)
-            (self._gather if block.loose_bytes > INLINE_BYTES else self._copy)(block)
+            (self._gather if block.loose_bytes > INLINE_BYTES else self._copy_block)(block)
 
     def _gather(self, block: _Block) -> None:
         """Send a block of ordinary memory: threads copy its rows into a page-locked buffer that looks like it."""

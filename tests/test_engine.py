@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -248,6 +250,19 @@ def test_an_interrupt_ends_it_soon() -> None:
         assert time.monotonic() - sent[0] < 2.0
         assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-engine")]
     assert same(alone(llm, request), expected)
+
+
+def test_one_that_is_left_open_ends_with_python() -> None:
+    """In the middle of an answer, nothing said on the error output."""
+    code = (
+        "from tests.test_engine import ids, llm_of\n"
+        "from retrieval_attn import Engine, Request\n"
+        "engine = Engine(llm_of())\n"
+        "ticket = engine.submit(Request((ids(900, 1),), 3000, stop_ids=frozenset()))\n"
+        "print(next(iter(ticket)).token)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.strip().isdigit() and "Error" not in done.stderr, done.stderr
 
 
 def test_closed_at_once() -> None:

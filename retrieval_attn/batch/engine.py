@@ -6,12 +6,13 @@ requests begin with is read once, and kept in a tree for those that come later (
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -110,6 +111,8 @@ class Engine:
         self._steps = self._filled = 0
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
         self._thread.start()
+        self._at_exit = functools.partial(self.close, drain=False)  # Python must not end inside a compiled function
+        atexit.register(self._at_exit)
 
     def submit(self, request: Request) -> Ticket:
         """Take a request in. Any thread. Raises ContextLengthError or AdmissionError for one that never fits,
@@ -162,13 +165,12 @@ class Engine:
                     self._scheduler.abort(number)
             self._changed.notify_all()
         self._thread.join()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(drain=kind is None)
 
     def _stops(self, request: Request) -> frozenset[int]:

@@ -227,7 +227,7 @@ def test_what_is_answered_leaves_nothing_behind() -> None:
 
 
 def test_an_interrupt_ends_it_soon() -> None:
-    """Ctrl-C at random times: `tools/engine_interrupts.py`, in a process whose signals no other test has touched."""
+    """Ctrl-C at random times: `tools/engine_interrupts.py`, in a process of its own."""
     command = [sys.executable, "-m", "tools.engine_interrupts", "--tries", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "8 interrupts" in done.stdout, done.stdout + done.stderr

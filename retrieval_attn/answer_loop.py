@@ -151,7 +151,7 @@ class AnswerLoop:
             prefill_seconds = time.perf_counter() - started
             emit = None
             if on_text is not None:
-                emit = _FirstRow(TextStream(self.tokenizer, sampling.stop), self._eos, on_text)
+                emit = _FirstRow(TextStream(self.tokenizer, sampling.stop), self.eos, on_text)
             choice = TokenChoice(
                 self._criteria(sampling, batch.ids.shape[1]),
                 _processors(sampling),
@@ -171,7 +171,7 @@ class AnswerLoop:
         ]
 
     def _answer(self, row: list[int], stats: Stats, sampling: Sampling) -> Answer:
-        eos = self._eos
+        eos = self.eos
         ended = next((place for place, token in enumerate(row) if token in eos), None)
         tokens = row if ended is None else row[:ended]
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -182,14 +182,14 @@ class AnswerLoop:
 
     def _criteria(self, sampling: Sampling, prompt_columns: int) -> StoppingCriteriaList:
         criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_columns + sampling.max_new_tokens)])
-        if self._eos:
-            criteria.append(EosTokenCriteria(sorted(self._eos)))
+        if self.eos:
+            criteria.append(EosTokenCriteria(sorted(self.eos)))
         if sampling.stop:
             criteria.append(StopStringCriteria(self.tokenizer, list(sampling.stop)))
         return criteria
 
     @property
-    def _eos(self) -> set[int]:
+    def eos(self) -> set[int]:
         """Ids that end an answer: the generation config's, else the tokenizer's."""
         configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
         given = configured if configured is not None else self.tokenizer.eos_token_id
@@ -198,7 +198,7 @@ class AnswerLoop:
     @property
     def _pad(self) -> int:
         pad = self.tokenizer.pad_token_id
-        return pad if pad is not None else next(iter(sorted(self._eos)), 0)
+        return pad if pad is not None else next(iter(sorted(self.eos)), 0)
 
 
 class _FirstRow:

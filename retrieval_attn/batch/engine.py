@@ -126,8 +126,9 @@ class Engine:
             ticket = Ticket(number, lambda: self._abort(number))
             # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
             job = Job(number, request.prompt_tokens + 1, request.max_tokens, 0, request.owner, request.priority)
+            row = Row(request, ticket, self._loop)
             self._scheduler.submit(job, time.monotonic())
-            self._rows[number] = Row(request, ticket, self._stops(request), self._loop.tokenizer)
+            self._rows[number] = row
             self._changed.notify_all()
             return ticket
 
@@ -172,13 +173,6 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(drain=kind is None)
-
-    def _stops(self, request: Request) -> frozenset[int]:
-        if request.stop_ids is not None:
-            return request.stop_ids
-        given: Any = getattr(self._loop.model, "generation_config", None)
-        ends = getattr(given, "eos_token_id", None)
-        return frozenset([ends] if isinstance(ends, int) else ends or ())
 
     def _abort(self, number: str) -> None:
         with self._changed:
@@ -284,14 +278,13 @@ class Engine:
                 continue
             row = self._rows[number]
             try:
-                before = 0
-                row.advance(self._loop, self._config, self._tree)
+                row.advance(self._config, self._tree)
                 if row.read is not None and number in granted:
                     busy, before = True, row.read.cells_done
                     row.read.go(granted[number])
                     row.read.wait()
                     cells[number] = row.read.cells_done - before
-                    row.advance(self._loop, self._config, self._tree)
+                    row.advance(self._config, self._tree)
             except Exception as error:
                 self._fail(number, error, failed)
                 continue

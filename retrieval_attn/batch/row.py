@@ -7,10 +7,10 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.held import HeldCache
+from retrieval_attn.batch.ids import int32_row
 from retrieval_attn.batch.lease import Lease
 from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.reading import PausedRead
@@ -32,10 +32,8 @@ class Row:
     knows the tree to hold.
     """
 
-    def __init__(
-        self, request: Request, ticket: Ticket, stops: frozenset[int], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        """stops: token ids that end the answer."""
+    def __init__(self, request: Request, ticket: Ticket, loop: AnswerLoop) -> None:
+        """loop: of the model that answers."""
         self.request, self.ticket = request, ticket
         self.cache: RetrievalCache | None = None
         self.logits: Tensor | None = None
@@ -43,7 +41,9 @@ class Row:
         self.tokens: list[int] = []
         self.cached_tokens = self.noted_tokens = 0
         self.ended = False
-        self._stops, self._stream, self._text = stops, TextStream(tokenizer, request.stop), ""
+        self._loop, self._stream, self._text = loop, TextStream(loop.tokenizer, request.stop), ""
+        self._stops = loop.eos if request.stop_ids is None else request.stop_ids
+        self._ids = int32_row(request.ids)  # once: a list of 128K ids takes milliseconds to compare
         self._ends = list(accumulate(map(len, request.parts)))
         self._done = 0  # parts
         self._lease: Lease | None = None
@@ -71,7 +71,7 @@ class Row:
         """Whether the whole prompt was."""
         return self._done == len(self.request.parts)
 
-    def advance(self, loop: AnswerLoop, config: Config, tree: Tree | None) -> None:
+    def advance(self, config: Config, tree: Tree | None) -> None:
         """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
         read. Raises what went wrong with the reading.
         """
@@ -85,9 +85,9 @@ class Row:
         if tree is not None and self._done < len(self._ends) - 1 and self._must_wait(tree):
             return
         if self.cache is None:
-            self.cache = RetrievalCache(loop.model, config)
+            self.cache = RetrievalCache(self._loop.model, config)
         self._part_began = time.perf_counter()
-        self.read = PausedRead(loop, self.cache, self.request.parts[self._done])
+        self.read = PausedRead(self._loop, self.cache, self.request.parts[self._done])
 
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""
@@ -141,11 +141,11 @@ class Row:
     def _share(self, tree: Tree, whole: RetrievalCache, seconds: float) -> None:
         """What was just read, for others. whole: the cache as it was then, which nobody changes."""
         end = self._ends[self._done - 1]
-        match = tree.match(self.request.ids[: end + 1], self.request.namespace, in_memory=True, leased=True, again=True)
+        match = tree.match(self._ids[: end + 1], self.request.namespace, in_memory=True, leased=True, again=True)
         assert match.lease is not None
-        rest = self.request.ids[match.length : end]
+        rest = self._ids[match.length : end]
         node = match.node
-        if rest:
+        if len(rest):
             held = HeldCache.beyond(whole, node.held)
             node = tree.insert(match, rest, held, self.request.namespace, rebuild_seconds=seconds)
         lease = tree.lease(node)
@@ -164,7 +164,7 @@ class Row:
         if tree is None:
             return
         request = self.request
-        match = tree.match(request.ids, request.namespace, in_memory=True, leased=True, again=self._done > 0)
+        match = tree.match(self._ids, request.namespace, in_memory=True, leased=True, again=self._done > 0)
         assert match.lease is not None
         node, tokens = match.node, match.tokens
         while node.parent is not None and not (tokens == len(node) and node.end in self._ends[:-1]):
@@ -193,13 +193,13 @@ class Row:
         """Claim the next part; whether somebody else reads it."""
         if self._claim is None:
             start = self._ends[self._done - 1] if self._done else 0
-            ids = self.request.ids[: self._ends[self._done] + 1]
+            ids = self._ids[: self._ends[self._done]]
             match = tree.match(ids[: start + 1], self.request.namespace, in_memory=True, leased=True, again=True)
             assert match.lease is not None
             if match.length != start:  # what precedes was given up meanwhile: nobody can continue it there
                 match.lease.release()
                 return False
-            self._claim = tree.pending(match, ids[start:-1], self.request.namespace)
+            self._claim = tree.pending(match, ids[start:], self.request.namespace)
             match.lease.release()
         return self._waits()
 

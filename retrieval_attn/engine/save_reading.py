@@ -18,12 +18,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.saved import Marks, file_of, ids_array, layer_state, marks_of, marks_of_layer, saving_fork
+from retrieval_attn.cache.saved import Marks, ids_array, marks_of, marks_of_layer, saving_fork
 from retrieval_attn.cache.sequence import Forgotten
 from retrieval_attn.cpu.saved import PathMark
-from retrieval_attn.engine.saving import Kept, Saved, SavedPoint, node_plain, saved_options, saving_bar
+from retrieval_attn.engine.saving import (
+    Kept,
+    Saved,
+    SavedPoint,
+    layer_bundle,
+    node_plain,
+    saved_options,
+    saving_bar,
+    write_layer,
+)
 from retrieval_attn.model.identity import identity_of
-from retrieval_attn.store import Bundle, ContextStore, NodeWriter, check_name
+from retrieval_attn.store import ContextStore, NodeWriter, check_name
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +137,9 @@ class ReadingSave:
             if not self._wait_for(number):
                 return False
             with self._turn:
-                cache = self._cache
-                self._marks |= marks_of_layer(cache, number)
-                file = file_of(cache, number)
-                state = None if file is None else layer_state(cache, number, None)
-            if file is not None and state is not None:
-                writer.add(file, Bundle(*state))
-                self.saved.nbytes += sum(array.nbytes for array in state[1].values())
+                self._marks |= marks_of_layer(self._cache, number)
+                layer = layer_bundle(self._cache, number, None)
+            self.saved.nbytes += write_layer(writer, layer)
             self._written += 1
         return True
 

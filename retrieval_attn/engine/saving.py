@@ -148,22 +148,27 @@ class Saver:
         with self._store.writer(self._identity, above, self._ids[known:], self._options) as writer:
             if writer.exists:
                 return writer.digest, True
+            since = None if parent is None else parent.marks
             for number in range(len(self._fork.layers)):
-                self.saved.nbytes += write_layer(writer, self._fork, number, None if parent is None else parent.marks)
+                self.saved.nbytes += write_layer(writer, layer_bundle(self._fork, number, since))
                 if on_layer is not None:
                     on_layer()
             self.saved.new_tokens = len(self._ids) - known
             return writer.publish(node_plain(self._fork)), False
 
 
-def write_layer(writer: NodeWriter, cache: RetrievalCache, number: int, since: Marks | None) -> int:
-    """Write what layer `number` holds beyond `since`; returns bytes of arrays."""
+def layer_bundle(cache: RetrievalCache, number: int, since: Marks | None) -> tuple[str, Bundle] | None:
+    """The file for layer `number`, and what the layer holds beyond `since`; None for one that keeps nothing."""
     file = file_of(cache, number)
-    if file is None:
+    return None if file is None else (file, Bundle(*layer_state(cache, number, since)))
+
+
+def write_layer(writer: NodeWriter, layer: tuple[str, Bundle] | None) -> int:
+    """Write what `layer_bundle` gave; returns bytes of arrays."""
+    if layer is None:
         return 0
-    plain, arrays = layer_state(cache, number, since)
-    writer.add(file, Bundle(plain, arrays))
-    return sum(array.nbytes for array in arrays.values())
+    writer.add(*layer)
+    return sum(array.nbytes for array in layer[1].arrays.values())
 
 
 def node_plain(cache: RetrievalCache) -> dict[str, Any]:

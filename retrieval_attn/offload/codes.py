@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -160,7 +160,9 @@ class _Spaces:
         """heads: how many there is room for."""
         self._shapes = [side.shape for side in like[:4]]
         self._sizes = [-(-side.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS for side in like[:4]]
-        self._left = pinned(4 * heads * sum(self._sizes)).view(torch.float32).view(heads, -1)
+        nbytes = 4 * heads * sum(self._sizes)
+        left = pinned(nbytes) if device.type == "cuda" else torch.empty(nbytes, dtype=torch.uint8)
+        self._left = left.view(torch.float32).view(heads, -1)
         self._there = torch.empty(self._left.shape, device=device)
         self._count = 0
 
@@ -180,7 +182,7 @@ class _Spaces:
         return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow)
 
     def send(self) -> None:
-        """By the current stream."""
+        """By one copy of the current stream; PyTorch keeps the page-locked memory until it is over."""
         self._there[: self._count].copy_(self._left[: self._count], non_blocking=True)
 
 
@@ -223,8 +225,9 @@ class HeadCodes:
     @classmethod
     def empty(cls, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> HeadCodes:
         """memory: (tokens, key_bytes) uint8, where codes will go. Within `beside` of its device."""
-        query_side, key_side, shift, estimate = _sent_together(space[:4], memory.device)
-        there = DeviceSpace(query_side, key_side, shift, estimate, space.wide, space.narrow)
+        spaces = _Spaces(space, 1, memory.device)
+        there = spaces.add(space)
+        spaces.send()
         return cls(DeviceCodes(there, memory), fmt, lent)
 
     @property
@@ -348,20 +351,6 @@ class _PinnedBuffer(threading.local):
             yield start, _copied(some, room[start * each :][: some.nbytes])
         self._sent = torch.cuda.Event(blocking=True)
         self._sent.record(torch.cuda.current_stream(device))
-
-
-def _sent_together(parts: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[Tensor]:
-    """These float32 arrays as tensors there, by one copy: each takes as long as another, however small it is."""
-    if device.type != "cuda":
-        return [torch.from_numpy(part) for part in parts]
-    sizes = [-(-part.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS for part in parts]
-    room = pinned(4 * sum(sizes)).view(torch.float32)  # PyTorch keeps it until the copy is over
-    place, held = 0, room.numpy()
-    for size, part in zip(sizes, parts, strict=True):
-        held[place : place + part.size] = part.reshape(-1)
-        place += size
-    there = room.to(device, non_blocking=True).split(sizes)  # the caller's stream is waited for
-    return [some[: part.size].view(part.shape) for some, part in zip(there, parts, strict=True)]
 
 
 def _copied(rows: np.ndarray[Any, Any], room: Tensor) -> np.ndarray[Any, Any]:

@@ -82,9 +82,10 @@ def lock_file(segment: Segment) -> None:
     A launch of any thread waits while the driver registers an array, 45 GB a second. Where the driver refuses files, it
     is said once, and they are gathered from then on. For one thread at a time. Raises StoreError.
     """
-    arrays = [file_bytes(array) for array in (segment.keys, segment.values)]
-    keys, values = arrays
-    if not lockable(segment) or keys is None or values is None:
+    if not lockable(segment):
+        return
+    keys, values = file_bytes(segment.keys), file_bytes(segment.values)
+    if keys is None or values is None:
         return
     done: list[int] = []
     for view, array in zip((segment.keys, segment.values), (keys, values), strict=True):

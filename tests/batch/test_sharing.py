@@ -13,6 +13,16 @@ from retrieval_attn.batch.scheduler import Results
 from tests.batch.bench import Bench
 
 
+def served(queue: FairQueue, count: int, tokens: int = 100) -> list[str]:
+    """Jobs in the order in which the queue gives them, each charged with so many tokens."""
+    order = []
+    for _ in range(count):
+        (job,) = queue.heads(1, with_long=True)
+        queue.serve(job, job[0], tokens, is_long=False)
+        order.append(job)
+    return order
+
+
 class TestOwners:
     def test_a_thousand_jobs_of_one_owner_do_not_keep_another_waiting(self) -> None:
         bench = Bench()
@@ -54,11 +64,7 @@ class TestOwners:
             queue.serve(f"a{number}", "a", 100, is_long=False)
         for number in range(50):
             queue.add(f"b{number}", "b", is_long=False)
-        order = []
-        for _ in range(20):
-            (job,) = queue.heads(1, with_long=True)
-            queue.serve(job, job[0], 100, is_long=False)
-            order.append(job[0])
+        order = [job[0] for job in served(queue, 20)]
         assert order[0] == "b"
         assert 9 <= order.count("b") <= 11
 
@@ -73,11 +79,7 @@ class TestOwners:
             queue.serve(f"a{number}", "a", 100, is_long=False)
         for number in range(50):
             queue.add(f"b{number}", "b", is_long=False)
-        order = []
-        for _ in range(20):
-            (job,) = queue.heads(1, with_long=True)
-            queue.serve(job, job[0], 100, is_long=False)
-            order.append(job[0])
+        order = [job[0] for job in served(queue, 20)]
         assert 9 <= order.count("b") <= 11
 
     def test_what_was_had_while_nobody_waited_is_no_debt(self) -> None:
@@ -87,11 +89,7 @@ class TestOwners:
         for number in range(20):
             queue.add(f"b{number}", "b", is_long=False)
             queue.add(f"a{number}", "a", is_long=False)
-        order = []
-        for _ in range(20):
-            (job,) = queue.heads(1, with_long=True)
-            queue.serve(job, job[0], 100, is_long=False)
-            order.append(job[0])
+        order = [job[0] for job in served(queue, 20)]
         assert 9 <= order.count("a") <= 11
 
     def test_debts_stay(self) -> None:
@@ -104,11 +102,7 @@ class TestOwners:
         queue.add("a1", "a", is_long=False)
         for number in range(1, 30):
             queue.add(f"b{number}", "b", is_long=False)
-        order = []
-        for _ in range(25):
-            (job,) = queue.heads(1, with_long=True)
-            queue.serve(job, job[0], 50, is_long=False)
-            order.append(job)
+        order = served(queue, 25, 50)
         assert order.index("a1") in (20, 21)
 
     def test_accounts_of_those_who_left_are_forgotten(self) -> None:

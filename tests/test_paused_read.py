@@ -210,6 +210,14 @@ def test_bad_input_is_refused_before_there_is_a_thread(loop: AnswerLoop) -> None
     read.cancel()
 
 
+def decode(loop: AnswerLoop, cache: RetrievalCache, tokens: int) -> list[int]:
+    """So many ids, the first one given, each by a step of one row."""
+    chosen = [5]
+    while len(chosen) < tokens:
+        chosen.append(int(step(loop.model, [cache], chosen[-1:], [cache.get_seq_length()]).argmax()))
+    return chosen
+
+
 def test_steps_run_beside_a_read(loop: AnswerLoop) -> None:
     """Rows decode in this thread while another reads, with chunks of another size: both as alone."""
     ids, other = ids_of(1500), ids_of(400, 1)
@@ -219,17 +227,11 @@ def test_steps_run_beside_a_read(loop: AnswerLoop) -> None:
     read_at_once(loop, row, other)
     alone = row.fork()
 
-    def decode(cache: RetrievalCache, tokens: int) -> list[int]:
-        chosen = [5]
-        while len(chosen) < tokens:
-            chosen.append(int(step(loop.model, [cache], chosen[-1:], [cache.get_seq_length()]).argmax()))
-        return chosen
-
-    wanted_tokens = decode(alone, 60)
+    wanted_tokens = decode(loop, alone, 60)
     with using_retrieval(loop.model, 64):
         read = PausedRead(loop, paused, ids)
         read.go(1000)
-        tokens = decode(row, 60)
+        tokens = decode(loop, row, 60)
         state = read.result(WAIT)
     assert tokens == wanted_tokens
     assert torch.equal(state.logits, wanted.logits)
@@ -251,18 +253,12 @@ def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, p
     read_at_once(loop, row, ids_of(400, 1))
     alone = row.fork()
 
-    def decode(cache: RetrievalCache, tokens: int) -> list[int]:
-        chosen = [5]
-        while len(chosen) < tokens:
-            chosen.append(int(step(loop.model, [cache], chosen[-1:], [cache.get_seq_length()]).argmax()))
-        return chosen
-
-    wanted_tokens = decode(alone, 40)
+    wanted_tokens = decode(loop, alone, 40)
     read = PausedRead(loop, paused, ids)
     tokens = [5]
     while not read.done:
         read.go(5)
-        tokens += decode(row, 2)[1:] if len(tokens) == 1 else []
+        tokens += decode(loop, row, 2)[1:] if len(tokens) == 1 else []
         read.wait(WAIT)
     assert torch.equal(read.result(WAIT).logits, wanted.logits)
     assert tokens == wanted_tokens[: len(tokens)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder, parse_lengths
 
 if TYPE_CHECKING:
@@ -28,16 +29,9 @@ MODULE = "retrieval_attn.eval.bench.contexts.process"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn bench contexts`."""
     add = parser.add_argument
-    add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
-    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
+    add_model_flags(add)
     add("--length", default="16k", metavar="N,N", help="tokens of contexts; k and m count 1024s (default: %(default)s)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
-    add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB (default: none)")
-    add("--index", default="auto", metavar="NAME", help="index of the keys (default: %(default)s)")
-    add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add("--retrieve", default="100", metavar="K", help="keys retrieved: a number, a share, or all (%(default)s)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the search; 0: all (default: %(default)s)")
+    add_running_flags(add)
     add("--turns", type=int, default=3, metavar="N", help="how often the context grows and is saved (%(default)s)")
     add("--turn-tokens", type=as_tokens, default=256, metavar="N", help="tokens of a turn (default: %(default)s)")
     add("--repeats", type=int, default=2, metavar="N", help="times after the first one (default: %(default)s)")

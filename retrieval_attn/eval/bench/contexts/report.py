@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.eval.bench.plots import Plot, table
+from retrieval_attn.eval.bench.session.header import cap_of, header
 
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench.contexts.found import Found
@@ -20,16 +21,9 @@ WHERE = {"save": "", "warm": "in RAM: ", "cold": "on disk: "}
 
 def markdown(found: Sequence[Found], report: dict[str, Any]) -> str:
     """Header lines, a table for each length, and what the columns mean."""
-    machine, versions = report["machine"], report["versions"]
     facts = next((process.facts for one in found for process in one.processes if "device" in process.facts), {})
-    cap = "no cap" if report["gpu_memory"] is None else f"cap {report['gpu_memory'] / (1 << 30):.2f} GiB"
-    shown = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numba"))
     lines = [
-        f"- command: `{' '.join(report['command'])}`",
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; device "
-        f"{facts.get('device', 'not known')}, {cap}",
-        f"- versions: {shown}",
-        f"- commit: {report['commit']}",
+        *header(report, facts, cap_of(report)),
         f"- model: {report['model']}, {facts.get('dtype', 'dtype not known')}, {facts.get('layers', '?')} layers; "
         f"options {json.dumps(report['config'])}",
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder, parse_choices
 
 if TYPE_CHECKING:
@@ -53,15 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--peer-tokens", type=as_tokens, default=1024, metavar="N", help="longest prompt for transformers (%(default)s)"
     )
-    add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
-    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
-    add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB (default: none)")
-    add("--index", default="auto", metavar="NAME", help="index of the keys (default: %(default)s)")
-    add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add("--retrieve", default="100", metavar="K", help="keys retrieved: a number, a share, or all (%(default)s)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the search; 0: all (default: %(default)s)")
+    add_model_flags(add)
+    add_running_flags(add)
     add("--random-ids", action="store_true", help="random token ids in place of prose")
     add("--row-seconds", type=float, default=900.0, metavar="S", help="a row that takes longer fails")
     add("--seed", type=int, default=0, help="of texts, arrivals and random weights (default: %(default)s)")

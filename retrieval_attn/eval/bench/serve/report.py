@@ -10,6 +10,7 @@ import numpy as np
 
 from retrieval_attn.eval.bench.plots import Plot, shown, table
 from retrieval_attn.eval.bench.serve.row import Row
+from retrieval_attn.eval.bench.session.header import header
 
 __all__ = ["NAMES", "markdown", "plots"]
 
@@ -30,15 +31,9 @@ POINTS = 64
 
 def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     """Header lines, the table, and what its columns mean."""
-    machine, versions, workload = report["machine"], report["versions"], report["workload"]
-    facts, prompts = report["facts"], report["prompts"]
-    shown_versions = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numba"))
+    facts, prompts, workload = report["facts"], report["prompts"], report["workload"]
     lines = [
-        f"- command: `{' '.join(report['command'])}`",
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; device "
-        f"{facts.get('device', 'not known')}",
-        f"- versions: {shown_versions}",
-        f"- commit: {report['commit']}",
+        *header(report, facts),
         f"- model: {report['model']}, {facts.get('dtype', 'dtype not known')}, {facts.get('layers', '?')} layers; "
         f"options {json.dumps(report['config'])}",
         f"- workload: {workload['kind']}, {prompts['requests']} requests, prompts of {prompts['least']:,} to "

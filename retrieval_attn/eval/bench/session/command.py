@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError
+from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn.eval.bench.session.report import read_baseline
 from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder, parse_lengths
 
@@ -32,16 +33,9 @@ QUICK = {"length": 2048, "questions": "8,32", "extend": "256", "tokens": 8, "rep
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn bench session`."""
     add = parser.add_argument
-    add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
-    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
+    add_model_flags(add)
     add("--length", type=as_tokens, metavar="N", help="tokens of a context; k and m count 1024s (default: 4k)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
-    add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB (default: none)")
-    add("--index", default="auto", metavar="NAME", help="index of the keys (default: %(default)s)")
-    add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add("--retrieve", default="100", metavar="K", help="keys retrieved: a number, a share, or all (%(default)s)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the search; 0: all (default: %(default)s)")
+    add_running_flags(add)
     add("--questions", metavar="N,N", help="tokens of the questions (default: 8,32,128,1024)")
     add("--extend", metavar="N,N", help="tokens that a fork is extended by (default: 256,8k)")
     add("--tokens", type=as_tokens, metavar="N", help="tokens of a timed answer (default: 64)")

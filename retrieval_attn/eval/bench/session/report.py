@@ -10,6 +10,7 @@ from typing import Any
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.bench.plots import Plot, table
 from retrieval_attn.eval.bench.session.children import Process
+from retrieval_attn.eval.bench.session.header import cap_of, header
 from retrieval_attn.eval.bench.session.row import Row
 
 __all__ = ["markdown", "plots", "ratios", "read_baseline"]
@@ -34,16 +35,9 @@ def markdown(processes: Sequence[Process], report: dict[str, Any]) -> str:
         cells += [_bytes([row.device_bytes for row in known]), _bytes([row.host_bytes for row in known])]
         said = dict.fromkeys(number for row in known for number in map(notes.number, row.simplifications))
         lines.append([*cells, ", ".join(map(str, said))])
-    machine, versions = report["machine"], report["versions"]
-    cap = "no cap" if report["gpu_memory"] is None else f"cap {report['gpu_memory'] / GIB:.2f} GiB"
-    shown = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numba"))
     facts = next((process.facts for process in processes if "device" in process.facts), {})
     head = [
-        f"- command: `{' '.join(report['command'])}`",
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; device "
-        f"{facts.get('device', 'not known')}, {cap}",
-        f"- versions: {shown}",
-        f"- commit: {report['commit']}",
+        *header(report, facts, cap_of(report)),
         f"- model: {report['model']}, {facts.get('dtype', 'dtype not known')}, all {facts.get('layers', '?')} layers "
         f"distinct; contexts of {report['settings']['length']:,} tokens; options {json.dumps(report['config'])}",
         "",

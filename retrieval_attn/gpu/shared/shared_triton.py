@@ -1,0 +1,228 @@
+"""The Triton kernels behind `partials.py`: one walks a plan's work list, one merges what it leaves for each query head.
+
+Scores are exact products summed in float32. Where a batch is small, and memory is what bounds the kernel, weights meet
+the values in two 16-bit terms, elsewhere in one, as flash attention has it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.shared.plan import ITEM, PAGE_TOKENS, SharedPlan
+
+LOG2_E = 1.4426950408889634
+TWO_TERMS = 256
+"""Queries of a key-value head up to which weights have two terms."""
+MERGED = 32
+"""Partials that a program of the merge holds."""
+
+
+class Launch(NamedTuple):
+    """How the attention kernel is launched. programs: per multiprocessor."""
+
+    warps: int
+    stages: int
+    programs: int
+
+
+@triton.jit
+def _scores(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores times log2(e): the exponential of the hardware is to base 2. scale has the factor in it without a cap."""
+    scores = tl.dot(queries, keys, input_precision="ieee") * scale
+    if HAS_SOFTCAP:  # the exponential may overflow to inf, which gives 1
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1)) * 1.4426950408889634
+    return scores
+
+
+@triton.jit
+def _block(
+    queries, key_at, value_at, key_t, value_t, left, scale, softcap, top, total, mixed,
+    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """One page: key_at and value_at point to it. MASKED: only its first `left` tokens are there."""
+    token, column, value_column = tl.arange(0, N), tl.arange(0, D), tl.arange(0, V)
+    # what lies behind the last token of a page may be NaN, and 0 times NaN is no 0: it is not loaded
+    keys_from = key_at + token[None, :] * key_t + column[:, None]
+    values_from = value_at + token[:, None] * value_t + value_column[None, :]
+    if MASKED:
+        keys = tl.load(keys_from, mask=(token < left)[None, :] & (column < DIM)[:, None], other=0.0)
+    elif DIM == D:
+        keys = tl.load(keys_from)
+    else:
+        keys = tl.load(keys_from, mask=(column < DIM)[:, None], other=0.0)
+    scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
+    if MASKED:
+        scores = tl.where((token < left)[None, :], scores, -float("inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: a page has at least one token
+    decay = tl.exp2(top - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    total = total * decay + tl.sum(weights, axis=1)
+    if MASKED:
+        values = tl.load(values_from, mask=(token < left)[:, None] & (value_column < VALUE_DIM)[None, :], other=0.0)
+    elif VALUE_DIM == V:
+        values = tl.load(values_from)
+    else:
+        values = tl.load(values_from, mask=(value_column < VALUE_DIM)[None, :], other=0.0)
+    mixed = mixed * decay[:, None]
+    if EXACT:
+        mixed += tl.dot(weights, values, input_precision="ieee")
+    else:
+        coarse = weights.to(values.dtype)
+        mixed = tl.dot(coarse, values, mixed)
+        if FINE:
+            mixed = tl.dot((weights - coarse.to(tl.float32)).to(values.dtype), values, mixed)
+    return higher, total, mixed
+
+
+@triton.jit(do_not_specialize=["group", "slots"])
+def _attend_kernel(
+    query, key, value, count, work, rows, pages, out, lse, scale, softcap,
+    query_b, query_h, key_h, key_p, key_t, value_h, value_p, value_t, group, q_heads, slots,
+    HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ITEM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Items program_id, program_id + programs, ... of the work list: M queries of one key-value head over some pages.
+
+    Strides end in _b (row), _h (head), _p (page) and _t (token).
+    """
+    column, value_column = tl.arange(0, D), tl.arange(0, V)
+    # from memory, as all that follows: a graph is replayed while the batch changes
+    for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        entry = work + item * ITEM
+        head, first_row, members = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        tile, first_page = tl.load(entry + 3), tl.load(entry + 4)
+        begin, end, slot = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+        unit = tile * M + tl.arange(0, M)  # queries of all rows and of the head's group, as one matrix
+        real = unit < members * group
+        row = tl.load(rows + first_row + unit // group, mask=real, other=0).to(tl.int64)
+        q_head = head * group + unit % group
+        queries = tl.load(
+            query + (row * query_b + q_head * query_h)[:, None] + column[None, :],
+            mask=real[:, None] & (column < DIM)[None, :],
+            other=0.0,
+        )
+        top = tl.full((M,), -float("inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        mixed = tl.zeros((M, V), tl.float32)
+        key_from, value_from = key + head.to(tl.int64) * key_h, value + head.to(tl.int64) * value_h
+        table = pages + first_page
+        for block in range(begin // N, end // N):
+            page = tl.load(table + block).to(tl.int64)
+            top, total, mixed = _block(
+                queries, key_from + page * key_p, value_from + page * value_p, key_t, value_t, N, scale, softcap,
+                top, total, mixed, HAS_SOFTCAP, False, EXACT, FINE, DIM, VALUE_DIM, N, D, V,
+            )  # fmt: skip
+        if end % N != 0:
+            page = tl.load(table + end // N).to(tl.int64)
+            top, total, mixed = _block(
+                queries, key_from + page * key_p, value_from + page * value_p, key_t, value_t, end % N, scale, softcap,
+                top, total, mixed, HAS_SOFTCAP, True, EXACT, FINE, DIM, VALUE_DIM, N, D, V,
+            )  # fmt: skip
+        # an item has at least one token: total is 1 or more
+        place = (row * q_heads + q_head) * slots + slot
+        tl.store(
+            out + place[:, None] * VALUE_DIM + value_column[None, :],
+            mixed / total[:, None],
+            mask=real[:, None] & (value_column < VALUE_DIM)[None, :],
+        )
+        tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, mask=real)
+
+
+@triton.jit(do_not_specialize=["pairs", "q_heads", "slots", "splits", "levels"])
+def _merge_kernel(
+    out, lse, used, target, target_lse, pairs, q_heads, slots, splits, levels,
+    VALUE_DIM: tl.constexpr, N: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """All parts of N query heads. What no item has written is not read: `used` says which parts there are."""
+    pair, part, column = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, S), tl.arange(0, V)
+    real = pair < pairs
+    first = pair.to(tl.int64) * slots
+    top = tl.full((N,), -float("inf"), tl.float32)
+    total = tl.zeros((N,), tl.float32)
+    mixed = tl.zeros((N, V), tl.float32)
+    for level in range(levels):
+        known = tl.load(used + (pair // q_heads) * levels + level, mask=real, other=0)
+        inside = part[None, :] < known[:, None]
+        at = first[:, None] + level * splits + part[None, :]
+        scores = tl.load(lse + at, mask=inside, other=-float("inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # no part yet: -inf - -inf would be NaN
+        decay = tl.exp(top - shift)
+        weights = tl.exp(scores - shift[:, None])
+        parts = tl.load(
+            out + at[:, :, None] * VALUE_DIM + column[None, None, :],
+            mask=inside[:, :, None] & (column < VALUE_DIM)[None, None, :],
+            other=0.0,
+        )
+        total = total * decay + tl.sum(weights, axis=1)
+        mixed = mixed * decay[:, None] + tl.sum(weights[:, :, None] * parts, axis=1)
+        top = higher
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    at = pair.to(tl.int64)
+    tl.store(
+        target + at[:, None] * VALUE_DIM + column[None, :],
+        mixed / total[:, None],
+        mask=real[:, None] & (column < VALUE_DIM)[None, :],
+    )
+    tl.store(target_lse + at, tl.where(some, top + tl.log(total), -float("inf")), mask=real)
+
+
+def launch_for(tile: int, head_dim: int, itemsize: int) -> Launch:
+    """What a tile of so many queries fits in registers and shared memory with."""
+    if itemsize == 4:
+        return Launch(8, 1, 2)
+    if head_dim > 128:
+        return Launch(8, 2, 1)
+    return Launch(8, 3, 1) if tile >= 128 else Launch(4, 3, 2)
+
+
+def shared_partials(
+    query: Tensor, key: Tensor, value: Tensor, plan: SharedPlan, scale: float, softcap: float | None,
+    launch: Launch | None = None, two_terms: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `partials.shared_partials`: out (rows, q_heads, 1, value_dim) and lse (rows, q_heads, 1), float32."""
+    query = query if query.stride(3) == 1 else query.contiguous()
+    shape, (rows, q_heads, _, dim), value_dim = plan.shape, query.shape, value.shape[3]
+    exact = query.dtype == torch.float32
+    launch = launch_for(shape.tile, max(dim, value_dim), query.element_size()) if launch is None else launch
+    if two_terms is None:
+        two_terms = rows * shape.group <= TWO_TERMS
+    parts = torch.empty(rows, q_heads, shape.slots, value_dim, dtype=torch.float32, device=query.device)
+    parts_lse = torch.empty(rows, q_heads, shape.slots, dtype=torch.float32, device=query.device)
+    widths = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+    programs = min(shape.items, launch.programs * processors(query.device))
+    _attend_kernel[(programs,)](
+        query, key, value, plan.count, plan.work, plan.rows, plan.pages, parts, parts_lse,
+        scale if softcap is not None else scale * LOG2_E, softcap or 0.0,
+        query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], shape.group, q_heads, shape.slots,
+        HAS_SOFTCAP=softcap is not None, EXACT=exact, FINE=two_terms, DIM=dim, VALUE_DIM=value_dim,
+        ITEM=ITEM, M=shape.tile, N=PAGE_TOKENS, D=max(16, widths[0]),
+        V=max(16, widths[1]), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    out = torch.empty(rows, q_heads, 1, value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, q_heads, 1, dtype=torch.float32, device=query.device)
+    wide = triton.next_power_of_2(shape.splits)
+    together = max(1, MERGED // wide)
+    _merge_kernel[(triton.cdiv(rows * q_heads, together),)](
+        parts, parts_lse, plan.levels, out, lse, rows * q_heads, q_heads, shape.slots, shape.splits, shape.levels,
+        VALUE_DIM=value_dim, N=together, S=wide, V=widths[1], num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 4 where Triton's interpreter runs the kernels."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,313 @@
+"""Attention of many rows to prefixes that they share, against float64 over each row's whole path.
+
+Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest tests/gpu/test_shared.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.reference import reference_attention
+from retrieval_attn.gpu.shared import partials
+from retrieval_attn.gpu.shared.partials import (
+    PagedKeys,
+    empty_pages,
+    path_partial,
+    runs,
+    shared_partials,
+    worth_sharing,
+    write_pages,
+)
+from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan
+from tests.gpu.test_decode_kernels import INTERPRETED
+
+SCALE = 0.125
+TREES = [
+    [[1], [10]],
+    [[10], [1]],
+    [[0], [5]],
+    [[128], [1]],
+    [[64], [64, 65, 63]],
+    [[700], [1, 128, 256]],
+    [[300], [130, 0], [1, 70, 0, 64]],
+    [[65], [1], [200], [3, 4]],
+]
+"""Tokens of the nodes, level by level, as Hydragen's tests write them. The nodes of a level share the next evenly."""
+LONG = [[16384], [1, 128, 256]]
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the tensors lie; "triton" means the kernels on a GPU, or interpreted."""
+    if request.param == "triton" and INTERPRETED:
+        from retrieval_attn.gpu.shared import shared_triton
+
+        monkeypatch.setattr(partials, "kernels_for", lambda tensor, module: shared_triton)
+    yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"
+
+
+class Span(NamedTuple):
+    """A node's tokens and rows, with its own keys and values (kv_heads, tokens, dim)."""
+
+    rows: list[int]
+    key: Tensor
+    value: Tensor
+
+
+class Forest:
+    """Nodes over rows, in pages that lie in any order in a pool; whatever nobody wrote is NaN."""
+
+    def __init__(
+        self,
+        rows: int,
+        heads: tuple[int, int],
+        dim: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        seed: int = 0,
+        pages: int = 0,
+    ) -> None:
+        """pages: of the pool; 0: 64. heads: of queries, of keys."""
+        self.rows, self.heads, self.dim, self.dtype, self.device = rows, heads, dim, dtype, device
+        self.generator = torch.Generator().manual_seed(seed)
+        like = torch.empty(1, heads[1], 1, dim, dtype=dtype, device=device)
+        self.pool = empty_pages(pages or 64, like, like)
+        for part in self.pool:
+            part.fill_(torch.nan)
+        self.free = torch.randperm(pages or 64, generator=self.generator).tolist()
+        self.spans: list[Span] = []
+        self.nodes: list[SharedNode] = []
+        self.query = self.random(rows, heads[0], 1, dim)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
+
+    def add(self, rows: list[int], tokens: int) -> None:
+        self.put(Span(rows, self.random(self.heads[1], tokens, self.dim), self.random(self.heads[1], tokens, self.dim)))
+
+    def put(self, span: Span) -> None:
+        tokens = span.key.shape[1]
+        pages = [self.free.pop() for _ in range(-(-tokens // PAGE_TOKENS))]
+        write_pages(self.pool, pages, span.key, span.value)
+        self.spans.append(span)
+        self.nodes.append(SharedNode(pages, tokens, span.rows))
+
+    def plan(self, levels: int = LEVELS) -> SharedPlan:
+        plan = SharedPlan(self.shape(levels), self.device)
+        plan.write(self.nodes)
+        return plan
+
+    def shape(self, levels: int = LEVELS) -> PlanShape:
+        exact = self.dtype == torch.float32
+        return PlanShape.of(self.rows, *self.heads, self.pool.key.shape[1], levels=levels, processors=132, exact=exact)
+
+    def partials(self, plan: SharedPlan | None = None, softcap: float | None = None) -> Partial:
+        return shared_partials(self.query, self.pool, plan or self.plan(), scale=SCALE, softcap=softcap)
+
+    def require(self, found: Partial, softcap: float | None = None) -> None:
+        """That each row got attention over its path, nearest nodes last; nothing where that is empty."""
+        assert found.out.dtype == found.lse.dtype == torch.float32
+        assert found.out.shape == (self.rows, self.heads[0], 1, self.dim) and found.lse.shape == found.out.shape[:3]
+        # of 16-bit models, other kernels round weights and results to the model's dtype
+        tolerance = 2e-5 if self.dtype == torch.float32 else 2 * torch.finfo(self.dtype).eps
+        seen: dict[tuple[int, ...], list[int]] = {}
+        for row in range(self.rows):
+            seen.setdefault(tuple(i for i, one in enumerate(self.spans) if row in one.rows), []).append(row)
+        for path, rows in seen.items():
+            key, value = (
+                torch.cat(
+                    [one[which].cpu() for one in (self.spans[i] for i in path)]
+                    + [torch.empty(self.heads[1], 0, self.dim)],
+                    1,
+                )
+                for which in (1, 2)
+            )
+            query = self.query[rows].cpu().transpose(0, 2)
+            right = reference_attention(query, key[None].double(), value[None].double(), scale=SCALE, softcap=softcap)
+            own = found.out[rows].cpu().double().transpose(0, 2), found.lse[rows].cpu().double().transpose(0, 2)
+            torch.testing.assert_close(own[0], right.out, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(own[1], right.lse, rtol=1e-5, atol=2e-5)
+
+
+def hydragen(forest: Forest, tree: list[list[int]]) -> None:
+    """Add the tree's nodes: as many rows as there are, spread evenly over the nodes of every level."""
+    for level in tree:
+        edges = [forest.rows * i // len(level) for i in range(len(level) + 1)]
+        for tokens, start, stop in zip(level, edges, edges[1:], strict=False):
+            forest.add(list(range(start, stop)), tokens)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hydragens_trees(tree: list[list[int]], kv_heads: int, dim: int, device: str) -> None:
+    forest = Forest(12, (16, kv_heads), dim, torch.float32, device)
+    hydragen(forest, tree)
+    forest.require(forest.partials())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [((14, 2), 64), ((4, 4), 96), ((8, 1), 256)])
+def test_dtypes_groups_and_caps(
+    heads: tuple[int, int], dim: int, dtype: torch.dtype, softcap: float | None, device: str
+) -> None:
+    """Groups that are no power of two, no groups, odd head sizes; every row alone on one level, none on another."""
+    if dtype == torch.bfloat16 and INTERPRETED:
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
+    forest = Forest(5, heads, dim, dtype, device)
+    for rows, tokens in (([0, 1, 2, 4], 700), ([1], 3), ([2], 64), ([4], 129)):
+        forest.add(rows, tokens)
+    forest.require(forest.partials(softcap=softcap), softcap)
+
+
+def test_a_long_prefix(device: str) -> None:
+    """Thousands of keys, in as many parts as a merge holds, over more rows than one tile has."""
+    forest = Forest(40, (8, 2), 64, torch.float32, device, pages=300)
+    hydragen(forest, LONG)
+    plan = forest.plan()
+    assert forest.rows * plan.shape.group > plan.shape.tile and plan.shape.splits > 4
+    assert int(plan.levels[0, 0]) == plan.shape.splits
+    forest.require(forest.partials(plan))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_partition_gives_the_same(rows: int, seed: int, device: str) -> None:
+    """The keys of a row's path, cut into other nodes and other pages, give what they gave."""
+    numbers = np.random.default_rng(seed)
+    forest = Forest(rows, (4, 2), 64, torch.float32, device, seed=seed)
+    forest.add(list(range(rows)), int(numbers.integers(1, 900)))
+    cuts = sorted({0, forest.nodes[0].tokens, *numbers.integers(0, forest.nodes[0].tokens + 1, LEVELS - 1).tolist()})
+    whole = forest.partials()
+    forest.require(whole)
+    (span,) = forest.spans
+    forest.spans, forest.nodes = [], []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        forest.put(Span(span.rows, span.key[:, start:stop], span.value[:, start:stop]))
+    for mine, other in zip(whole, forest.partials(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_plan_serves_forest_after_forest(seed: int, device: str) -> None:
+    """What was written before, more nodes or fewer, leaves nothing behind; no nodes give empty partials."""
+    numbers = np.random.default_rng(seed)
+    forest = Forest(7, (4, 2), 64, torch.float32, device, seed=seed, pages=200)
+    plan = SharedPlan(forest.shape(), device)
+    places = [part.data_ptr() for part in (plan.count, plan.work, plan.rows, plan.pages, plan.levels)]
+    forest.require(forest.partials(plan))
+    for _ in range(5):
+        forest.spans, forest.nodes = [], []
+        for _ in range(int(numbers.integers(0, LEVELS + 1))):
+            members = sorted(numbers.permutation(7)[: numbers.integers(0, 8)].tolist())
+            forest.add(members, int(numbers.integers(0, 400)))
+        plan.write(forest.nodes)
+        forest.require(forest.partials(plan))
+    assert places == [part.data_ptr() for part in (plan.count, plan.work, plan.rows, plan.pages, plan.levels)]
+
+
+def test_every_row_may_have_nodes_of_its_own(device: str) -> None:
+    """The longest work list that a plan is made for."""
+    forest = Forest(6, (4, 2), 64, torch.float32, device, pages=300)
+    for _ in range(LEVELS):
+        for row in range(6):
+            forest.add([row], 600)
+    plan = forest.plan()
+    assert 0 < int(plan.count) <= len(plan.work)
+    forest.require(forest.partials(plan))
+
+
+def test_a_row_does_not_see_who_is_beside_it(device: str) -> None:
+    """Not in its last bit, where the kernels run: parts are cut by the batch's size and the node's length alone."""
+    forest = Forest(20, (8, 2), 64, torch.float32, device, pages=300)
+    forest.add([3, 7], 1500)
+    forest.add([3], 70)
+    alone = forest.partials()
+    forest.add([row for row in range(20) if row not in (3, 7)], 5000)
+    forest.add([0, 1, 7], 100)
+    beside = forest.partials()
+    for mine, other in zip(alone, beside, strict=True):
+        if device == "cuda" or INTERPRETED:
+            assert torch.equal(mine[3], other[3])
+        torch.testing.assert_close(mine[3], other[3], rtol=0, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    forest = Forest(3, (4, 2), 64, torch.float32, "cpu")
+    forest.add([0, 2], 100)
+    plan = forest.plan(levels=1)
+    before = plan.work.clone(), plan.levels.clone(), list(plan.nodes)
+    node = forest.nodes[0]
+    for wrong, reason in (
+        ([node, node], "over more than 1"),
+        ([SharedNode([1], 64, [3])], "below 3"),
+        ([SharedNode([1], 64, [1, 1])], "different"),
+        ([SharedNode([1], 65, [1])], "take 2 pages"),
+        ([SharedNode(list(range(65)), 65 * 64, [1])], "room for 64"),
+    ):
+        with pytest.raises(ShapeError, match=reason):
+            plan.write(wrong)
+    assert torch.equal(before[0], plan.work) and torch.equal(before[1], plan.levels) and before[2] == plan.nodes
+    with pytest.raises(ShapeError, match="the plan is for"):
+        shared_partials(forest.query[:2], forest.pool, plan, scale=SCALE)
+    with pytest.raises(ShapeError, match="needs pages"):
+        shared_partials(forest.query, PagedKeys(forest.pool.key[:1], forest.pool.value[:1]), plan, scale=SCALE)
+    with pytest.raises(ShapeError, match="take 2 pages"):
+        write_pages(forest.pool, [0], forest.spans[0].key, forest.spans[0].value)
+    for rows, heads in ((0, (4, 2)), (1, (3, 2)), (1, (2, 0))):
+        with pytest.raises(ConfigError, match="a plan needs"):
+            PlanShape.of(rows, *heads, 1)
+
+
+def test_prompts_of_several_rows_in_one_call() -> None:
+    """All new tokens of all rows over one past, which precedes every one of them."""
+    forest = Forest(3, (6, 2), 64, torch.float32, "cpu")
+    forest.add([0, 1, 2], 150)
+    forest.add([0, 1, 2], 90)
+    query = forest.random(3, 6, 11, 64)
+    found = path_partial(query, forest.pool, forest.nodes, scale=SCALE, softcap=None)
+    key, value = (torch.cat([one[which] for one in forest.spans], 1)[None].expand(3, -1, -1, -1) for which in (1, 2))
+    right = reference_attention(query, key, value, scale=SCALE)
+    torch.testing.assert_close(found.out.double(), right.out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.lse.double(), right.lse, rtol=0, atol=1e-5)
+    nothing = path_partial(query, forest.pool, [], scale=SCALE)
+    assert not nothing.out.any() and bool(torch.isneginf(nothing.lse).all())
+
+
+def test_runs_of_pages() -> None:
+    assert runs([]) == [] and runs([4]) == [(4, 5)]
+    assert runs([4, 5, 6, 2, 3, 9, 8]) == [(4, 7), (2, 4), (9, 10), (8, 9)]
+
+
+def test_worth_sharing() -> None:
+    assert not worth_sharing(1, 100_000) and not worth_sharing(8, 10) and worth_sharing(8, 8192)
+
+
+@pytest.mark.cuda
+def test_a_graph_serves_every_forest() -> None:
+    """Captured over one forest, replayed over others."""
+    forest = Forest(12, (16, 4), 128, torch.bfloat16, "cuda", pages=200)
+    hydragen(forest, [[700], [128, 256]])
+    plan = forest.plan()
+    forest.partials(plan)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = forest.partials(plan)
+    for tree in ([[700], [128, 256]], [[65], [1], [200], [3, 4]], [[0]], [[2000]]):
+        forest.spans, forest.nodes = [], []
+        hydragen(forest, tree)
+        plan.write(forest.nodes)
+        forest.query.copy_(forest.random(*forest.query.shape))
+        graph.replay()
+        torch.cuda.synchronize()
+        forest.require(found)

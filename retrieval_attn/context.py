@@ -19,7 +19,7 @@ from retrieval_attn.config import Config, resolve
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.save_reading import ReadingSave
-from retrieval_attn.engine.saving import Kept, Saved, open_saved, template_digest
+from retrieval_attn.engine.saving import Kept, Saved, described, open_saved, template_digest
 from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.model.adapters import unwrapped
@@ -288,12 +288,8 @@ def _checked(context: Context, ids: Sequence[int]) -> list[int]:
 def _described(context: Context) -> dict[str, Any]:
     """What is kept beside a saved context's name."""
     template = context.template
-    return {
-        "template": template_digest(template.opening, template.middle, template.closing),
-        "tokens": context.num_tokens,
-        "read_seconds": context.read_seconds,
-        "model": str(getattr(context.model.config, "_name_or_path", "")),
-    }
+    digest = template_digest(template.opening, template.middle, template.closing)
+    return described(digest, context.num_tokens, context.read_seconds, context.model)
 
 
 def _require_answerable(context: Context, asked: list[list[int]], append: Append | None, sampling: Sampling) -> None:

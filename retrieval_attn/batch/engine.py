@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -20,22 +21,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.chooser import Chooser
-from retrieval_attn.batch.job import Job, State
+from retrieval_attn.batch.held import HeldCache
+from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.limits import Limits
+from retrieval_attn.batch.readings import Readings
 from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.row import Row, stacked
 from retrieval_attn.batch.rows import step
+from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree, TreeStats
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
-from retrieval_attn.errors import EngineFullError, NotFiniteError, RowsFailedError
+from retrieval_attn.engine.saving import Saved, template_digest
+from retrieval_attn.errors import EngineFullError, InputDataError, NotFiniteError, RowsFailedError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate, Question
 
 __all__ = ["Engine", "default_limits"]
@@ -47,8 +53,6 @@ ROWS = 16
 HOST_SHARE = 0.5
 """Of the memory that is free at the start, what requests may have; a quarter of that again is for shared prefixes."""
 INTER_TOKEN_SECONDS = 0.1
-CLAIM_SECONDS = 0.002
-"""Between two looks, where all that is left to do is read by requests that wait for another."""
 
 
 class Loaded(Protocol):
@@ -88,13 +92,22 @@ class Engine:
     An answer is the one that its request gets alone: load decides when something is computed, and not what.
     """
 
-    def __init__(self, llm: Loaded, *, limits: Limits | None = None, shared_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        llm: Loaded,
+        *,
+        limits: Limits | None = None,
+        shared_bytes: int | None = None,
+        store: ContextStore | str | Path | None = None,
+    ) -> None:
         """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
-        memory that is free. Raises ConfigError.
+        memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. Raises ConfigError.
         """
         self._config = llm.config
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
         self._template = PromptTemplate.of(llm.tokenizer)
+        digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
+        self._saved = SavedTexts(self._loop, self._config, digest, store)
         self._empty = RetrievalCache(self._loop.model, self._config)
         self._limits = default_limits(self._loop.model, self._config) if limits is None else limits
         self._scheduler = Scheduler(self._limits)
@@ -106,6 +119,7 @@ class Engine:
         self._rows: dict[str, Row] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
+        self._readings = Readings(self._rows, self._scheduler, self._changed, (self._config, self._tree), self._fail)
         self._closing = False
         self._died: BaseException | None = None
         self._steps = self._filled = 0
@@ -116,17 +130,23 @@ class Engine:
 
     def submit(self, request: Request) -> Ticket:
         """Take a request in. Any thread. Raises ContextLengthError or AdmissionError for one that never fits,
-        EngineFullError if too many wait or the engine is closed.
+        EngineFullError if too many wait or the engine is closed, and for a saved context what `LLM.open` raises: what
+        is found only when its layers are opened ends the request as its error.
         """
-        self._empty.require_room(request.prompt_tokens + request.max_tokens)
+        saved = None if request.context is None else self._saved.find(request.context)
+        tokens = 0 if saved is None else saved.tokens
+        forgotten = 0 if saved is None else saved.forgotten_tokens
+        self._empty.require_room(tokens - forgotten + request.prompt_tokens + request.max_tokens)
         with self._changed:
             if self._closing or self._died is not None:
                 raise EngineFullError("The engine is closed; make another.") from self._died
             number = str(next(self._numbers))
             ticket = Ticket(number, lambda: self._abort(number))
             # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
-            job = Job(number, request.prompt_tokens + 1, request.max_tokens, 0, request.owner, request.priority)
-            row = Row(request, ticket, self._loop)
+            row = Row(request, ticket, self._loop, saved)
+            job = Job(
+                number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, request.owner, request.priority
+            )  # fmt: skip
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
             self._changed.notify_all()
@@ -140,6 +160,28 @@ class Engine:
         template = self._template
         document = template.context_ids(text) if isinstance(text, str) else text
         return self.submit(Request((tuple(document), tuple(template.question_ids(question, raw))), **options))
+
+    def ask_saved(self, name: str, question: Question, *, raw: bool = False, **options: Any) -> Ticket:
+        """Submit a question about a saved context; otherwise as `ask`. It is opened once, and while requests use it."""
+        asked = tuple(self._template.question_ids(question, raw))
+        return self.submit(Request((asked,), context=name, **options))
+
+    def save(self, name: str, text: str | Sequence[int], *, namespace: str | None = "", wait: bool = True) -> Saved:
+        """Keep a text that was asked about under a name, as `Context.save` does; nothing is read for it.
+
+        Raises InputDataError for a text that no request of the namespace asked about, or that was given up since.
+        """
+        document = self._template.context_ids(text) if isinstance(text, str) else text
+        match = (self._tree or Tree()).match([*document, 0], namespace, in_memory=True, leased=True)
+        assert match.lease is not None
+        with match.lease:
+            node = match.node
+            if match.length != len(document) or match.tokens != len(node) or not isinstance(node.held, HeldCache):
+                raise InputDataError(
+                    f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
+                    "shared_bytes, or read it with LLM.read(text, save=name)."
+                )
+            return self._saved.save(name, node.held.fork(), node.rebuild_seconds, wait=wait)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -210,7 +252,7 @@ class Engine:
             row.finish(reason)
             row.leave()
         ended, tokens, seconds = self._decode(plan.decode, failed)
-        read, done, cell_seconds = self._read(plan, failed)
+        read, done, cell_seconds = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
         self._give_up()
         return Results(
             tuple(ended), tuple(tokens), tuple(failed), read, tuple(done), decode_seconds=seconds,
@@ -263,56 +305,6 @@ class Engine:
             else:
                 tokens.append(number)
         return ended, tokens
-
-    def _read(self, plan: StepPlan, failed: list[str]) -> tuple[dict[str, int], list[str], float]:
-        """Cells read, prompts that are read, and the seconds of a cell."""
-        began = time.perf_counter()
-        cells: dict[str, int] = {}
-        done: list[str] = []
-        busy = False
-        with self._changed:
-            reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
-        granted = self._passed_on(dict(plan.read), reading)
-        for number in reading:
-            if number in failed:
-                continue
-            row = self._rows[number]
-            try:
-                row.advance(self._config, self._tree)
-                if row.read is not None and number in granted:
-                    busy, before = True, row.read.cells_done
-                    row.read.go(granted[number])
-                    row.read.wait()
-                    cells[number] = row.read.cells_done - before
-                    row.advance(self._config, self._tree)
-            except Exception as error:
-                self._fail(number, error, failed)
-                continue
-            self._note_shared(number, row)
-            if row.is_read:
-                done.append(number)
-        if reading and not busy and not plan.decode and not done:
-            time.sleep(CLAIM_SECONDS)
-        total = sum(cells.values())
-        return cells, done, (time.perf_counter() - began) / total if total else 0.0
-
-    def _note_shared(self, number: str, row: Row) -> None:
-        """What the tree holds of a prompt is not reserved for the request, too."""
-        if row.shared_tokens > row.noted_tokens:
-            row.noted_tokens = row.shared_tokens
-            with self._changed:
-                self._scheduler.set_cached(number, row.shared_tokens)
-
-    def _passed_on(self, granted: dict[str, int], reading: Sequence[str]) -> dict[str, int]:
-        """Cells of requests that wait for another's read go to that one, whatever its priority."""
-        readers = {id(row.claim): number for number in reading if (row := self._rows[number]).claim is not None}
-        found: dict[str, int] = {}
-        for number, cells in granted.items():
-            claim = self._rows[number].claim if number in self._rows else None
-            reader = None if claim is None else claim.reader
-            to = number if reader is None else readers.get(id(reader), number)
-            found[to] = found.get(to, 0) + cells
-        return found
 
     def _give_up(self) -> None:
         """Prefixes that nobody uses, where they or requests need more than there is."""

@@ -36,33 +36,36 @@ class Job:
 
     prompt_tokens: all of the prompt, at least 1. max_tokens: most tokens to generate, at least 1. cached_tokens: of the
     prompt, from its start, that the tree holds: at most prompt_tokens - 1, for the last token is the first step's
-    input. owner: with whom the engine's time is shared evenly. Raises ConfigError for anything else.
+    input. opened_tokens: of a saved context that the prompt begins with: they take memory, and no time to read. owner:
+    with whom the engine's time is shared evenly. Raises ConfigError for anything else.
     """
 
     id: str
     prompt_tokens: int
     max_tokens: int
     cached_tokens: int = 0
+    opened_tokens: int = 0
     owner: str = ""
     priority: Priority = "interactive"
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("max_tokens", 1), ("cached_tokens", 0)):
+        for name, least in (("prompt_tokens", 1), ("max_tokens", 1), ("cached_tokens", 0), ("opened_tokens", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} of job {self.id!r} must be an integer >= {least}, got {value!r}.")
-        if self.cached_tokens >= self.prompt_tokens:
-            raise ConfigError(
-                f"cached_tokens of job {self.id!r} must be below its {self.prompt_tokens:,} prompt_tokens, got "
-                f"{self.cached_tokens:,}: the last token of a prompt is computed in any case."
-            )
+        for name in ("cached_tokens", "opened_tokens"):
+            if (value := getattr(self, name)) >= self.prompt_tokens:
+                raise ConfigError(
+                    f"{name} of job {self.id!r} must be below its {self.prompt_tokens:,} prompt_tokens, got "
+                    f"{value:,}: the last token of a prompt is computed in any case."
+                )
         if self.priority not in PRIORITIES:
             raise ConfigError(f"priority must be one of {', '.join(PRIORITIES)}; got {self.priority!r}.")
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens to read before the first step: neither the cached ones nor the last, which is the step's input."""
-        return self.prompt_tokens - self.cached_tokens - 1
+        """Tokens to read before the first step: what is neither there nor opened nor the last, the step's input."""
+        return self.prompt_tokens - max(self.cached_tokens, self.opened_tokens) - 1
 
     @property
     def new_tokens(self) -> int:

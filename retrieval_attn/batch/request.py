@@ -23,8 +23,10 @@ class Request:
     Requests share what they begin with by whole pieces, and an answer is the same whether something was shared or not.
     A plain list of ids is one piece. max_tokens: most that are generated. stop: strings at which an answer ends.
     stop_ids: tokens that end it; None: the model's. namespace: what it reads is shared within it, as by requests with
-    one API key; None: by all requests. owner: with whom the engine's time is shared evenly. Raises InputDataError for
-    an empty prompt or piece, ConfigError for anything else that is wrong.
+    one API key; None: by all requests. owner: with whom the engine's time is shared evenly. context: the name of a
+    saved context of the engine's store, which the prompt continues: it is opened once for all requests that name it,
+    and only these have it, of whatever namespace. Raises InputDataError for an empty prompt or piece, ConfigError for
+    anything else that is wrong.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -35,6 +37,7 @@ class Request:
     namespace: str | None = ""
     owner: str = ""
     priority: Priority = "interactive"
+    context: str | None = None
 
     def __post_init__(self) -> None:
         given: Sequence[Any] = self.parts
@@ -47,6 +50,8 @@ class Request:
         if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
             raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
         object.__setattr__(self, "stop", tuple(self.stop))
+        if self.context is not None and not (isinstance(self.context, str) and self.context):
+            raise ConfigError(f"context must be the name of a saved context, got {self.context!r}.")
         if self.priority not in PRIORITIES:
             raise ConfigError(f"priority must be one of {', '.join(PRIORITIES)}; got {self.priority!r}.")
 
@@ -75,7 +80,8 @@ class Event(NamedTuple):
 class Finished(NamedTuple):
     """The end. reason: "stop" (a stop token or string), "length", "cancelled", or "error", which `error` tells.
 
-    tokens: all that were chosen, without a stop token. cached_tokens: of the prompt, that were not read for it.
+    tokens: all that were chosen, without a stop token. prompt_tokens: with a saved context's. cached_tokens: of these,
+    what was not read for it.
     seconds: from submission to the first token, and to the end.
     """
 

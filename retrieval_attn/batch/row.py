@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,14 +13,18 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.ids import int32_row
 from retrieval_attn.batch.lease import Lease
+from retrieval_attn.batch.node import Namespace, Node
+from retrieval_attn.batch.opening import Opening
 from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.request import Event, Finished, Reason, Request
+from retrieval_attn.batch.saved_text import OpenedText, SavedText
 from retrieval_attn.batch.text import TextStream
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
+from retrieval_attn.errors import StoreDamagedError
 
 __all__ = ["Row"]
 
@@ -28,13 +33,14 @@ class Row:
     """See the module. Everything but `ticket` belongs to the engine's thread.
 
     logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
-    first. tokens: of the answer. cached_tokens: of the prompt, found when it came; noted_tokens: that the scheduler
-    knows the tree to hold.
+    first. tokens: of the answer. cached_tokens: of the prompt, not read for it; noted_tokens: that the scheduler knows
+    the tree to hold. prompt_tokens: with those of the saved context that the request names.
     """
 
-    def __init__(self, request: Request, ticket: Ticket, loop: AnswerLoop) -> None:
-        """loop: of the model that answers."""
+    def __init__(self, request: Request, ticket: Ticket, loop: AnswerLoop, saved: SavedText | None = None) -> None:
+        """loop: of the model that answers. saved: what the prompt begins with."""
         self.request, self.ticket = request, ticket
+        self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
         self.cache: RetrievalCache | None = None
         self.logits: Tensor | None = None
         self.read: PausedRead | None = None
@@ -43,8 +49,12 @@ class Row:
         self.ended = False
         self._loop, self._stream, self._text = loop, TextStream(loop.tokenizer, request.stop), ""
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
-        self._ids = int32_row(request.ids)  # once: a list of 128K ids takes milliseconds to compare
-        self._ends = list(accumulate(map(len, request.parts)))
+        self._saved = saved
+        self._opening: Opening[tuple[RetrievalCache, OpenedText]] | None = None
+        self._opened: OpenedText | None = None
+        # arrays, once: a list of 128K ids takes milliseconds to compare
+        parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
+        self._ids, self._ends = np.concatenate(parts), list(accumulate(map(len, parts)))
         self._done = 0  # parts
         self._lease: Lease | None = None
         self._claim: Claim | None = None
@@ -54,12 +64,17 @@ class Row:
     @property
     def position(self) -> int:
         """Of the newest token, which has been chosen and is fed next."""
-        return self.request.prompt_tokens + len(self.tokens) - 1
+        return self.prompt_tokens + len(self.tokens) - 1
 
     @property
     def shared_tokens(self) -> int:
         """Of the prompt, those that the tree holds for it, whoever read them."""
-        return 0 if self._lease is None else self._lease.node.end
+        return 0 if self._lease is None else self._lease.node.end - self._marks
+
+    @property
+    def opening(self) -> bool:
+        """Whether its saved context is being opened: it has no use for cells meanwhile."""
+        return self._opening is not None
 
     @property
     def claim(self) -> Claim | None:
@@ -69,7 +84,7 @@ class Row:
     @property
     def is_read(self) -> bool:
         """Whether the whole prompt was."""
-        return self._done == len(self.request.parts)
+        return self._done == len(self._ends)
 
     def advance(self, config: Config, tree: Tree | None) -> None:
         """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
@@ -79,15 +94,22 @@ class Row:
             if not self.read.done:
                 return
             self._take_part(tree)
+        if self._opening is not None:
+            if not self._opening.done:
+                return
+            self._take_opened(tree)
         if self.is_read or self._waits():
             return
         self._look_up(tree)
         if tree is not None and self._done < len(self._ends) - 1 and self._must_wait(tree):
             return
+        self._part_began = time.perf_counter()
+        if self._saved is not None and self._done == 0:
+            self._opening = self._saved.open()
+            return
         if self.cache is None:
             self.cache = RetrievalCache(self._loop.model, config)
-        self._part_began = time.perf_counter()
-        self.read = PausedRead(self._loop, self.cache, self.request.parts[self._done])
+        self.read = PausedRead(self._loop, self.cache, self.request.parts[self._done - self._marks])
 
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""
@@ -107,23 +129,39 @@ class Row:
         if self.ended:
             return
         self.ended = True
+        if self._opened is not None and error is None:
+            try:
+                self._opened.require_whole()
+            except StoreDamagedError as damage:
+                reason, error = "error", damage
         rest = self._stream.end()
         if rest and reason != "error":
             self._text += rest
             self.ticket.put(Event(-1, rest))
         seconds = self._first - self._began, time.perf_counter() - self._began
-        counts = self.request.prompt_tokens, self.cached_tokens
+        counts = self.prompt_tokens, self.cached_tokens
         self.ticket.put(Finished(reason, self._text, tuple(self.tokens), *counts, seconds, error))
 
     def leave(self) -> None:
         """Give everything back."""
         if self.read is not None:
             self.read.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
         if self._claim is not None:
             self._claim.release()
         if self._lease is not None:
             self._lease.release()
-        self.read = self._claim = self._lease = self.cache = self.logits = None
+        self.read = self._claim = self._lease = self.cache = self.logits = self._opening = None
+
+    @property
+    def _marks(self) -> int:
+        """Of the ids, how many are no tokens: a saved context begins with one."""
+        return 0 if self._saved is None else 1
+
+    def _namespace(self, part: int) -> Namespace:
+        """A saved context is everybody's who names it, what continues it is not."""
+        return None if part < self._marks else self.request.namespace
 
     def _take_part(self, tree: Tree | None) -> None:
         assert self.read is not None and self.cache is not None
@@ -133,8 +171,19 @@ class Row:
         if self.is_read:
             self.logits = state.logits
             return
-        # a fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such
-        whole, self.cache = self.cache, self.cache.fork()
+        self._go_on(self.cache, tree)
+
+    def _take_opened(self, tree: Tree | None) -> None:
+        assert self._opening is not None and self._saved is not None
+        opening, self._opening = self._opening, None
+        cache, self._opened = opening.result()
+        self._done, self.cached_tokens = 1, self._saved.tokens
+        cache.require_room(self.request.prompt_tokens + self.request.max_tokens)
+        self._go_on(cache, tree)
+
+    def _go_on(self, whole: RetrievalCache, tree: Tree | None) -> None:
+        """A fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such."""
+        self.cache = whole.fork()
         if tree is not None:
             self._share(tree, whole, time.perf_counter() - self._part_began)
 
@@ -146,8 +195,8 @@ class Row:
         rest = self._ids[match.length : end]
         node = match.node
         if len(rest):
-            held = HeldCache.beyond(whole, node.held)
-            node = tree.insert(match, rest, held, self.request.namespace, rebuild_seconds=seconds)
+            held, namespace = HeldCache.beyond(whole, node.held, self._opened), self._namespace(self._done - 1)
+            node = tree.insert(match, rest, held, namespace, rebuild_seconds=seconds)
         lease = tree.lease(node)
         match.lease.release()
         if self._claim is not None:
@@ -166,18 +215,23 @@ class Row:
         request = self.request
         match = tree.match(self._ids, request.namespace, in_memory=True, leased=True, again=self._done > 0)
         assert match.lease is not None
-        node, tokens = match.node, match.tokens
-        while node.parent is not None and not (tokens == len(node) and node.end in self._ends[:-1]):
-            node, tokens = node.parent, node.at
-        known = self._ends[self._done - 1] if self._done else 0
-        if node.end > known and isinstance(node.held, HeldCache):
-            lease = tree.lease(node)
-            if self._lease is not None:
-                self._lease.release()
-            self._lease, self.cache = lease, node.held.fork()
-            self._done = self._ends.index(node.end) + 1
-            self.cached_tokens = node.end
-        match.lease.release()
+        with match.lease:
+            node, tokens = match.node, match.tokens
+            while node.parent is not None and not (tokens == len(node) and node.end in self._ends[:-1]):
+                node, tokens = node.parent, node.at
+            known = self._ends[self._done - 1] if self._done else 0
+            if node.end > known and isinstance(node.held, HeldCache):
+                self._continue(tree, node, node.held)
+
+    def _continue(self, tree: Tree, node: Node, held: HeldCache) -> None:
+        if held.opened is not None:
+            held.opened.require_whole()
+        lease = tree.lease(node)
+        if self._lease is not None:
+            self._lease.release()
+        self._lease, self._opened, self.cache = lease, held.opened, held.fork()
+        self._done = self._ends.index(node.end) + 1
+        self.cached_tokens = node.end - self._marks
 
     def _waits(self) -> bool:
         """Whether another request still reads what this one needs."""
@@ -199,7 +253,7 @@ class Row:
             if match.length != start:  # what precedes was given up meanwhile: nobody can continue it there
                 match.lease.release()
                 return False
-            self._claim = tree.pending(match, ids[start:], self.request.namespace)
+            self._claim = tree.pending(match, ids[start:], self._namespace(self._done))
             match.lease.release()
         return self._waits()
 

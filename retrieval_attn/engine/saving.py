@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -251,6 +253,52 @@ class Kept:
             log.warning("saving the context %r failed: %s", saver.saved.name, error)
 
 
+@dataclass(frozen=True)
+class SavedChain:
+    """A saved context that was found and not opened yet: its nodes, the root first, their files mapped.
+
+    name: by which it was found, for messages. folder: of the store.
+    """
+
+    name: str
+    folder: Path
+    nodes: tuple[SavedNode, ...]
+
+    @property
+    def digest(self) -> str:
+        """Of its last node: what it holds, whatever names it has."""
+        return self.nodes[-1].digest
+
+    @property
+    def forgotten(self) -> Forgotten:
+        """What nothing attends to any more."""
+        return Forgotten(*self.nodes[-1].options["forgotten"])
+
+    def ids(self) -> npt.NDArray[np.int32]:
+        """All token ids (tokens,), checked. Raises StoreDamagedError."""
+        return np.concatenate([node.ids for node in self.nodes])
+
+
+def find_saved(store: ContextStore, name: str, identity: str, template: str) -> SavedChain:
+    """What is saved under a name. identity: of the model that is to open it; template: see `open_saved`.
+
+    Raises UnknownContextError, StoreMismatchError, StoreDamagedError.
+    """
+    named = store.resolve(name)
+    chain = saved_chain(store, name, named.digest, identity)
+    if named.plain.get("template") != template:
+        raise StoreMismatchError(
+            f"the context {name!r} was begun with another chat template than the tokenizer has now; questions would "
+            "not continue it. Open it with that tokenizer, or read the text again"
+        )
+    return chain
+
+
+def saved_chain(store: ContextStore, name: str, digest: str, identity: str) -> SavedChain:
+    """The nodes up to a digest, their files mapped anew. name: for messages. Raises as `ContextStore.chain`."""
+    return SavedChain(name, store.folder, tuple(store.chain(digest, identity)))
+
+
 def open_saved(
     store: ContextStore,
     name: str,
@@ -266,28 +314,41 @@ def open_saved(
     overrides: options that replace saved ones, of RUNTIME and `retrieve`. template: `template_digest` of the one that
     questions will have. Raises UnknownContextError, StoreMismatchError, StoreDamagedError, ConfigError.
     """
-    named = store.resolve(name)
-    chain = store.chain(named.digest, identity_of(model, tokenizer))
-    if named.plain.get("template") != template:
-        raise StoreMismatchError(
-            f"the context {name!r} was begun with another chat template than the tokenizer has now; questions would "
-            "not continue it. Open it with that tokenizer, or read the text again"
-        )
-    chosen = _opened_config(chain[-1], config, overrides)
-    index = chosen.replace(**chain[-1].plain["decided"])
-    ids = [token for node in chain for token in node.ids.tolist()]
-    forgotten = Forgotten(*chain[-1].options["forgotten"])
-    cache = restored_cache(model, chosen, index, ids, forgotten)
-    with (
-        compilation(model, cache, len(ids), progress=progress) as compiling,
-        prepared(model, cache, compiling),
-        ReadingBar(cache, f"opening {name}", progress),
-    ):
-        _restore_layers(cache, chain, layer_devices(model, len(cache.layers)), store.folder)
-    kept = Kept([SavedPoint(str(store.folder), named.digest, len(ids), forgotten, marks_of(cache))], LateCheck(chain))
+    found = find_saved(store, name, identity_of(model, tokenizer), template)
+    cache, kept = open_chain(found, model, config, overrides, progress=progress)
     with using_retrieval(model, cache.config.prefill_chunk):
         make_ready(model, cache)
     return cache, kept
+
+
+def open_chain(
+    saved: SavedChain,
+    model: PreTrainedModel,
+    config: Config,
+    overrides: Mapping[str, Any],
+    *,
+    progress: bool = False,
+    on_layer: Callable[[], object] | None = None,
+) -> tuple[RetrievalCache, Kept]:
+    """As `open_saved`, of a context that was found; nothing is captured or rehearsed for its first answer.
+
+    on_layer: called after each layer; what it raises ends the opening. Runs beside steps of the same model.
+    """
+    nodes, last = saved.nodes, saved.nodes[-1]
+    chosen = _opened_config(last, config, overrides)
+    index = chosen.replace(**last.plain["decided"])
+    ids = saved.ids().tolist()
+    cache = restored_cache(model, chosen, index, ids, saved.forgotten)
+    cache.on_layer = on_layer
+    with (
+        compilation(model, cache, len(ids), progress=progress) as compiling,
+        prepared(model, cache, compiling),
+        ReadingBar(cache, f"opening {saved.name}", progress),
+    ):
+        _restore_layers(cache, nodes, layer_devices(model, len(cache.layers)), saved.folder)
+    cache.on_layer = None
+    point = SavedPoint(str(saved.folder), saved.digest, len(ids), saved.forgotten, marks_of(cache))
+    return cache, Kept([point], LateCheck(nodes))
 
 
 def _restore_layers(
@@ -362,6 +423,12 @@ def _check(chain: list[SavedNode], owner: weakref.ref[LateCheck], ended: threadi
 def template_digest(*parts: str) -> str:
     """Of a prompt template's texts: questions of another one do not continue a saved text as it was begun."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def described(template: str, tokens: int, read_seconds: float, model: PreTrainedModel) -> dict[str, Any]:
+    """What is kept beside a saved context's name. template: `template_digest` of the one that it was begun with."""
+    name = str(getattr(model.config, "_name_or_path", ""))
+    return {"template": template, "tokens": tokens, "read_seconds": read_seconds, "model": name}
 
 
 def _opened_config(node: SavedNode, config: Config, overrides: Mapping[str, Any]) -> Config:

@@ -1,0 +1,104 @@
+"""Readings: the prompts of an engine that are read, or brought from its store, between steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from retrieval_attn.batch.job import State
+from retrieval_attn.batch.row import Row
+from retrieval_attn.batch.scheduler import Scheduler
+from retrieval_attn.batch.tree import Tree
+from retrieval_attn.config import Config
+
+__all__ = ["Readings"]
+
+CLAIM_SECONDS = 0.002
+"""Between two looks, where all that is left to do is read by requests that wait for another, or opened in a thread."""
+
+
+class Fail(Protocol):
+    """Ends a request with its error, and notes it in a list."""
+
+    def __call__(self, number: str, error: BaseException, failed: list[str]) -> None: ...
+
+
+class Readings:
+    """Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        rows: Mapping[str, Row],
+        scheduler: Scheduler,
+        changed: threading.Condition,
+        caches: tuple[Config, Tree | None],
+        fail: Fail,
+    ) -> None:
+        """rows: all of the engine, by number. changed: held while the scheduler is asked. caches: what new ones have,
+        and where those that others read lie.
+        """
+        self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
+        self._config, self._tree = caches
+
+    def go_on(
+        self, granted: Mapping[str, int], failed: list[str], *, alone: bool
+    ) -> tuple[dict[str, int], list[str], float]:
+        """Cells read, of those granted; prompts that are read; and the seconds of a cell.
+
+        alone: nothing decodes meanwhile. Who fails is added to failed.
+        """
+        began = time.perf_counter()
+        cells: dict[str, int] = {}
+        done: list[str] = []
+        busy = False
+        with self._changed:
+            reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
+        granted = self._passed_on(granted, reading)
+        for number in reading:
+            if number in failed:
+                continue
+            row = self._rows[number]
+            try:
+                row.advance(self._config, self._tree)
+                if row.read is not None and number in granted:
+                    busy, before = True, row.read.cells_done
+                    row.read.go(granted[number])
+                    row.read.wait()
+                    cells[number] = row.read.cells_done - before
+                    row.advance(self._config, self._tree)
+            except Exception as error:
+                self._fail(number, error, failed)
+                continue
+            self._note_shared(number, row)
+            if row.is_read:
+                done.append(number)
+        if reading and not busy and alone and not done:
+            time.sleep(CLAIM_SECONDS)
+        total = sum(cells.values())
+        return cells, done, (time.perf_counter() - began) / total if total else 0.0
+
+    def _note_shared(self, number: str, row: Row) -> None:
+        """What the tree holds of a prompt is not reserved for the request, too."""
+        if row.shared_tokens > row.noted_tokens:
+            row.noted_tokens = row.shared_tokens
+            with self._changed:
+                self._scheduler.set_cached(number, row.shared_tokens)
+
+    def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
+        """Cells of requests that wait for another's read go to that one, whatever its priority.
+
+        Those of one whose saved context is being opened go to the next reading.
+        """
+        readers = {id(row.claim): number for number in reading if (row := self._rows[number]).claim is not None}
+        read = [number for number in reading if self._rows[number].read is not None]
+        found: dict[str, int] = {}
+        for number, cells in granted.items():
+            claim = self._rows[number].claim if number in self._rows else None
+            reader = None if claim is None else claim.reader
+            to = number if reader is None else readers.get(id(reader), number)
+            if read and to in self._rows and self._rows[to].opening:
+                to = read[0]
+            found[to] = found.get(to, 0) + cells
+        return found

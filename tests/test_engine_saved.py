@@ -1,0 +1,263 @@
+"""Requests that name saved contexts: opened once, answered as the context alone is, refused and failed one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import retrieval_attn as ra
+from retrieval_attn.batch import saved_text
+from retrieval_attn.batch.engine import Engine, default_limits
+from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.errors import (
+    AdmissionError,
+    ContextLengthError,
+    InputDataError,
+    StoreDamagedError,
+    StoreMismatchError,
+    UnknownContextError,
+)
+from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn.store import ContextStore
+from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
+from tools.engine_schedules import CONFIG
+
+NEVER: frozenset[int] = frozenset()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContextStore:
+    return ContextStore(tmp_path / "store")
+
+
+def llm_of(model: Any = None, config: ra.Config = CONFIG) -> Any:
+    model = tiny_model("llama") if model is None else model
+    return SimpleNamespace(
+        model=model, tokenizer=number_tokenizer(model.get_input_embeddings().weight.shape[0]), config=config
+    )
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(random_ids(1, count, seed=seed)[0].tolist())
+
+
+def read(llm: Any, count: int, seed: int) -> ra.Context:
+    return ra.Context(llm.model, llm.tokenizer, llm.config).read(ids(count, seed), progress=False)
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the contexts that were opened."""
+    found: list[str] = []
+    open_chain = saved_text.open_chain
+
+    def counting(chain: Any, *given: Any, **options: Any) -> Any:
+        found.append(chain.name)
+        return open_chain(chain, *given, **options)
+
+    monkeypatch.setattr(saved_text, "open_chain", counting)
+    return found
+
+
+def forwards(llm: Any, run: Callable[[], object]) -> list[int]:
+    """Tokens of each forward of the model meanwhile."""
+    found: list[int] = []
+    hook = llm.model.register_forward_pre_hook(
+        lambda module, args, kwargs: found.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        run()
+    finally:
+        hook.remove()
+    return found
+
+
+def test_answers_are_those_of_the_opened_context(loaded: Loaded, store: ContextStore, openings: list[str]) -> None:
+    """Token for token, of several requests that lease one node, and nothing of the context is read again."""
+    text, questions = needle_text(12_000), [QUESTION, "What is the sky?", QUESTION, "Who walks?"]
+    ra.Context(*loaded, ra.Config()).read(text, progress=False).save("book", store=store)
+    llm = SimpleNamespace(model=loaded[0], tokenizer=loaded[1], config=ra.Config())
+    found: list[Finished] = []
+
+    def ask() -> None:
+        with Engine(llm, store=store) as engine:
+            tickets = [engine.ask_saved("book", one, max_tokens=16) for one in questions]
+            found.extend(ticket.result() for ticket in tickets)
+            assert engine.stats["shared"].nodes == 1
+            engine.check()
+
+    longest = max(forwards(llm, ask))
+    assert openings == ["book"] and longest < 100
+    context = ra.Context(*loaded, ra.Config()).open("book", store=store, progress=False)
+    expected = [context.ask(one, max_new_tokens=16) for one in questions]
+    assert [list(one.tokens) for one in found] == [one.tokens for one in expected] and "7391846" in found[0].text
+    assert {one.cached_tokens for one in found} == {context.num_tokens}
+    assert all(one.prompt_tokens > context.num_tokens and one.error is None for one in found)
+
+
+@pytest.mark.parametrize("index", ["flat", "device"])
+@pytest.mark.parametrize("shared_bytes", [0, 1 << 26])
+def test_other_kinds_of_index_and_nothing_shared(index: str, shared_bytes: int, store: ContextStore) -> None:
+    """What continues a context is shared, too, within a namespace; without a tree each request opens for itself."""
+    llm = llm_of(config=CONFIG.replace(index=index))
+    context = read(llm, 700, 1)
+    context.save("book", store=store)
+    turn, tails = ids(150, 2), [ids(7, 10 + number) for number in range(4)]
+    with Engine(llm, store=store, shared_bytes=shared_bytes) as engine:
+        asked = [Request((turn, tail), 9, context="book", stop_ids=NEVER) for tail in tails]
+        found = [ticket.result() for ticket in [engine.submit(one) for one in asked]]
+        other = engine.submit(Request((turn, tails[0]), 9, context="book", stop_ids=NEVER, namespace="x")).result()
+        engine.check()
+    context.extend(turn, progress=False)
+    expected = [context.continue_with(tail, max_new_tokens=9) for tail in tails]
+    assert [list(one.tokens)[: len(two.tokens)] for one, two in zip(found, expected, strict=True)] == [
+        one.tokens for one in expected
+    ]
+    assert other.tokens == found[0].tokens
+    cached = [850 if shared_bytes else 700] * 3
+    assert sorted(one.cached_tokens for one in found) == [700, *cached] and other.cached_tokens == 700
+
+
+def test_only_who_names_it_has_it(store: ContextStore, openings: list[str]) -> None:
+    """A text with the same ids is read: the context may have been read with other options."""
+    llm = llm_of()
+    read(llm, 500, 3).save("book", store=store)
+    with Engine(llm, store=store) as engine:
+        named = engine.submit(Request((ids(5, 4),), 4, context="book", namespace="a", stop_ids=NEVER)).result()
+        again = engine.submit(Request((ids(5, 4),), 4, context="book", namespace="b", stop_ids=NEVER)).result()
+        plain = engine.submit(Request((ids(500, 3), ids(5, 4)), 4, namespace="a", stop_ids=NEVER)).result()
+    assert openings == ["book"] and (named.cached_tokens, again.cached_tokens) == (500, 500)
+    assert plain.cached_tokens == 0 and plain.tokens == named.tokens == again.tokens
+
+
+def test_given_up_and_opened_again(store: ContextStore, openings: list[str]) -> None:
+    """Of three contexts memory holds one; a name that was given to another text leads to that one."""
+    llm = llm_of()
+    for number in range(3):
+        read(llm, 400, number).save(f"book{number}", store=store)
+    request = Request((ids(5, 9),), 6, context="book0", stop_ids=NEVER)
+    with Engine(llm, store=store, shared_bytes=300_000) as engine:
+        first = engine.submit(request).result()
+        for number in (1, 2):
+            engine.submit(Request((ids(5, 9),), 6, context=f"book{number}")).result()
+            engine.check()
+        second = engine.submit(request).result()
+        shared = engine.stats["shared"]
+        assert shared.nodes == 1 and shared.evicted == 3
+        read(llm, 420, 7).save("book0", store=store)
+        third = engine.submit(request).result()
+    assert first.tokens == second.tokens and openings == ["book0", "book1", "book2", "book0", "book0"]
+    assert (second.cached_tokens, third.cached_tokens) == (400, 420)
+
+
+def test_a_text_that_was_asked_about_is_saved(store: ContextStore) -> None:
+    """What opens it has the answers of the engine that read it."""
+    llm, document = llm_of(), ids(600, 8)
+    with Engine(llm, store=store) as engine:
+        asked = engine.submit(Request((document, ids(6, 9)), 8, stop_ids=NEVER)).result()
+        for other in (document[:-1], (*document, 5), (*document[:-1], 5), ids(600, 9), ()):
+            with pytest.raises(InputDataError, match="does not hold"):
+                engine.save("no", other)
+        with pytest.raises(InputDataError, match="does not hold"):
+            engine.save("no", document, namespace="other")
+        assert engine.save("book", document).new_tokens == 600
+        engine.check()
+        named = engine.submit(Request((ids(6, 9),), 8, context="book", stop_ids=NEVER)).result()
+    assert asked.tokens == named.tokens and named.cached_tokens == 600
+    opened = ra.Context(llm.model, llm.tokenizer, CONFIG).open("book", store=store, progress=False)
+    assert opened.num_tokens == 600 and opened.continue_with(ids(6, 9), max_new_tokens=8).tokens == list(asked.tokens)
+
+
+def test_a_part_that_was_forgotten(store: ContextStore) -> None:
+    """Positions go on behind what was read, and the room is that of what is left."""
+    llm = llm_of()
+    context = read(llm, 3_900, 5).forget(4, 3_000)
+    context.save("book", store=store)
+    with Engine(llm, store=store) as engine:
+        found = engine.submit(Request((ids(300, 6),), 8, context="book", stop_ids=NEVER)).result()
+        with pytest.raises(ContextLengthError):
+            engine.submit(Request((ids(3_300, 6),), 8, context="book"))
+    assert list(found.tokens) == context.continue_with(ids(300, 6), max_new_tokens=8).tokens
+
+
+def test_what_is_refused_at_once(store: ContextStore) -> None:
+    """Unknown names, contexts of another model, and those that never fit; the engine goes on."""
+    llm = llm_of()
+    read(llm, 500, 3).save("book", store=store)
+    other = llm_of(build_model("llama", rms_norm_eps=1e-3))
+    read(other, 100, 3).save("other", store=store)
+    limits = default_limits(llm.model, llm.config)
+    small = type(limits)(**{**vars(limits), "host_bytes": limits.token_bytes * 400})
+    with Engine(llm, store=store, limits=small) as engine:
+        with pytest.raises(UnknownContextError, match="bok"):
+            engine.submit(Request((1, 2), 4, context="bok"))  # type: ignore[arg-type]
+        with pytest.raises(StoreMismatchError):
+            engine.submit(Request((1, 2), 4, context="other"))  # type: ignore[arg-type]
+        with pytest.raises(AdmissionError, match="503 prompt"):
+            engine.submit(Request((1, 2), 4, context="book"))  # type: ignore[arg-type]
+        assert engine.submit(Request((5,), 2)).result().error is None  # type: ignore[arg-type]
+        assert engine.stats["waiting"] == engine.stats["rows"] == 0
+
+
+@pytest.mark.parametrize("array", ["tail/key", "host/0/values"])
+def test_damage_fails_who_names_it(array: str, store: ContextStore) -> None:
+    """Found while it is opened or, in keys and values, beside the answer: an error, and the others are answered."""
+    llm = llm_of()
+    read(llm, 900, 3).save("book", store=store)
+    node = store.get(store.resolve("book").digest)
+    (path,) = [one for one in store.files(node.digest) if "001" in one.name]
+    data = bytearray(path.read_bytes())
+    at = data.find(node.bundle("layer-001", verify=False).arrays[array].tobytes()[:64])
+    assert at > 0
+    data[at + 5] ^= 1
+    del node
+    path.chmod(0o600)
+    path.write_bytes(bytes(data))
+    with Engine(llm, store=store) as engine:
+        beside = engine.submit(Request((ids(40, 1),), 200, stop_ids=NEVER))
+        tickets = [engine.submit(Request((ids(5, n),), 200, context="book", stop_ids=NEVER)) for n in range(3)]
+        found = [ticket.result() for ticket in tickets]
+        assert {type(one.error) for one in found} == {StoreDamagedError} and {one.reason for one in found} == {"error"}
+        assert beside.result().reason == "length"
+        engine.check()
+        read(llm, 900, 3).save("book", store=store)  # a repair is taken up
+        assert engine.submit(Request((ids(5, 1),), 4, context="book", stop_ids=NEVER)).result().error is None
+
+
+def test_rows_go_on_while_a_context_is_opened(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is held until another request, and one that is read meanwhile, are answered; or until it is left."""
+    llm = llm_of()
+    read(llm, 500, 3).save("book", store=store)
+    hold, began = threading.Event(), threading.Event()
+    open_chain = saved_text.open_chain
+
+    def slow(*given: Any, on_layer: Callable[[], None], **options: Any) -> Any:
+        began.set()
+        while not hold.wait(0.001):
+            on_layer()
+        return open_chain(*given, on_layer=on_layer, **options)
+
+    monkeypatch.setattr(saved_text, "open_chain", slow)
+    request = Request((ids(5, 1),), 4, context="book", stop_ids=NEVER)
+    with Engine(llm, store=store) as engine:
+        left, waiting = engine.submit(request), engine.submit(request)
+        began.wait()
+        assert engine.submit(Request((ids(900, 1), ids(4, 2)), 30, stop_ids=NEVER)).result().reason == "length"
+        began.clear()
+        left.cancel()
+        assert left.result().reason == "cancelled"
+        began.wait()  # the one that waited opens it
+        hold.set()
+        assert waiting.result().error is None
+        engine.check()
+    hold.clear()
+    engine = Engine(llm, store=store)
+    ticket = engine.submit(request)
+    engine.close(drain=False)
+    assert ticket.result().reason == "cancelled"
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-open")]

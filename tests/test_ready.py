@@ -113,8 +113,8 @@ def test_an_interrupted_reading_does_not_wait_for_preparations() -> None:
 
 def test_all_layers_spans_begin_on_aligned_addresses() -> None:
     """A kernel is compiled for addresses that are multiples of 16, and once more for others."""
-    spans = StepMemory(layers=3, batch=1, workers=1, device=torch.device("cpu")).spans
-    assert spans.shape == (3, 2) and [row.data_ptr() % 16 for row in spans] == [0, 0, 0]
+    spans = StepMemory(layers=3, batch=2, workers=1, device=torch.device("cpu")).spans
+    assert spans.shape == (3, 2, 2) and [row.data_ptr() % 16 for row in spans.flatten(0, 1)] == [0] * 6
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -83,7 +83,7 @@ def make_case(
     if padded:
         valid = torch.rand(batch, slots, generator=generator) > 0.4
         valid[0] = False  # a row that has nothing but its new token
-    span = torch.tensor([low, high], dtype=torch.int32)
+    span = torch.tensor([[low, high]] * batch, dtype=torch.int32)
     # the layouts that models hand over: heads behind tokens in memory
     query = normal(batch, 1, kv_heads * group, dim).transpose(1, 2)
     new_key, new_value = normal(batch, 1, kv_heads, dim).transpose(1, 2), normal(batch, kv_heads, 1, value_dim)
@@ -93,7 +93,7 @@ def make_case(
 
 def expected(case: Case, scale: float, softcap: float | None = None, reach: int | None = None) -> Partial:
     """In float64, over the real tokens in reach and the new one."""
-    low, high = (int(number) for number in case.window.span.cpu())
+    low, high = case.window.span[0].tolist()
     if reach is not None:
         low = max(low, high + 1 - reach)
     key = torch.cat([case.window.key[:, :, low:high], case.key], dim=2).cpu()
@@ -144,7 +144,7 @@ def test_window_partials_equal_float64(device: str, name: str, splits: int) -> N
     got = joined(parts)
     close(got.out, wanted.out)
     close(got.lse, wanted.lse)
-    low, high = (int(number) for number in case.window.span.cpu())
+    low, high = case.window.span[0].tolist()
     assert torch.equal(case.window.key[:, :, high], case.key[:, :, 0])
     assert torch.equal(case.window.value[:, :, high], case.value[:, :, 0])
     others = [slot for slot in range(case.window.key.shape[2]) if not low <= slot <= high]
@@ -173,8 +173,33 @@ def test_a_window_that_grows_needs_no_new_arguments(device: str) -> None:
         now = Case(fresh.query, fresh.key, fresh.value, window)
         wanted = expected(now, 0.3)
         close(joined(window_partials(*now, scale=0.3, splits=2)).out, wanted.out)
-        advance(spans)
-    assert spans.tolist() == [[0, 23]]
+        advance(spans, torch.ones(2, dtype=torch.int32, device=device))
+    assert spans.tolist() == [[[0, 23]] * 2]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("reach", [None, 33])
+@pytest.mark.parametrize("dim", [16, 64])
+def test_rows_of_any_length_are_bit_for_bit_as_alone(
+    device: str, dim: int, reach: int | None, softcap: float | None
+) -> None:
+    """Windows that begin and end anywhere, one row without any; only rows that there are grow."""
+    case = make_case(device, batch=4, dim=dim, value_dim=dim, slots=200)
+    spans = torch.tensor([[[5, 150], [0, 0], [60, 61], [0, 199]]], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "reach": reach, "splits": 3}
+    window = case.window._replace(key=case.window.key.clone(), value=case.window.value.clone(), span=spans[0])
+    found = window_partials(case.query, case.key, case.value, window, **options)
+    for row in range(4):
+        own = slice(row, row + 1)
+        alone = WindowBuffers(*(buffer[own].clone() for buffer in (case.window.key, case.window.value, spans[0])))
+        one = Case(case.query[own], case.key[own], case.value[own], alone)
+        wanted = expected(one, 0.3, softcap, reach)
+        parts = window_partials(*one, **options)
+        assert torch.equal(parts.out, found.out[own]) and torch.equal(parts.lse, found.lse[own])
+        assert torch.equal(alone.key, window.key[own]) and torch.equal(alone.value, window.value[own])
+        close(joined(parts).out, wanted.out)
+    advance(spans, torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=device))
+    assert spans.tolist() == [[[5, 151], [0, 0], [60, 62], [0, 199]]]
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -70,7 +70,7 @@ class LayerLaunches:
         batch, heads, slots = self._key.shape[:3]
         key, value = (like.new_zeros(batch, heads, SLOTS, like.shape[3]) for like in (self._key, self._value))
         value_dim, splits = value.shape[3], split_count(batch, heads, slots, self._processors)
-        window = WindowBuffers(key, value, key.new_zeros(4, dtype=torch.int32)[:2])
+        window = WindowBuffers(key, value, key.new_zeros(batch, 4, dtype=torch.int32)[:, :2])
         new_key, new_value = (like.new_zeros(batch, heads, 1, like.shape[3]) for like in (key, value))
         parts = window_partials(query, new_key, new_value, window, scale=1.0, splits=splits)
         for rows in self._rows:

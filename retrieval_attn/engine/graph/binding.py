@@ -5,10 +5,10 @@ The windows learn of appended tokens late: `commit` counts a token, `sync` tells
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +17,7 @@ from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state, signature
-from retrieval_attn.engine.graph.host import code_shape, held_by
+from retrieval_attn.engine.graph.host import HostRow, code_shape, held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
@@ -26,7 +26,6 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.codes.search import size_class
-from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, window_partials
 from retrieval_attn.index.task import descriptor as words
 
 
@@ -233,8 +232,9 @@ class GraphLayer:
             raise CaptureError(f"the rows retrieve different numbers of keys ({counts}), or all of them")
         retrieve = next((number for number in counts if number is not None), None)
         if retrieve is not None:
+            rows = list(itertools.starmap(HostRow, zip(held.hosts, held.ranges, strict=True)))
             for host in self.slot.hosts:
-                host.plan(layer, retrieve)
+                host.plan(rows[host.rows], retrieve)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
@@ -245,26 +245,19 @@ class GraphLayer:
         """
         if query.shape[2] != 1:
             raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
-        owner, slot, begun = self._owner, self.slot, []
+        owner, slot, scoring, max_coded_keys = self._owner, self.slot, Scoring(scale, softcap), None
         if owner.kind.retrieves and isinstance(self.layer, RetrievalLayer):
-            scoring = Scoring(scale, softcap)
             if not slot.hosts:
                 slot.make_hosts(self.layer, query, value.shape[3], scoring)
                 self.plan()
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
-            begun = [(host, host.begin(query, owner.max_coded_keys)) for host in slot.hosts]
-        window = WindowBuffers(slot.key, slot.value, slot.span, slot.valid if owner.kind.padded else None)
-        options: dict[str, Any] = {"softcap": softcap, "reach": slot.reach, "splits": slot.splits}
-        parts = window_partials(query, key, value, window, scale=scale, **options)
-        if not begun:
-            return merge_parts(parts, None, sinks, query.dtype)
-        merged = []
-        for host, call in begun:
-            owner.runtime.join(call)
-            own = Parts(parts.out[host.rows], parts.lse[host.rows])
-            merged.append(merge_parts(own, host.part, sinks, query.dtype, host.rest))
-        return merged[0] if len(merged) == 1 else torch.cat(merged)
+            max_coded_keys = owner.max_coded_keys
+        return slot.record(query, (key, value), scoring, sinks, max_coded_keys=max_coded_keys, padded=owner.kind.padded)
+
+    def drop_pending(self) -> None:
+        """A forward that recorded, or tried to, is over."""
+        self.layer._pending = None
 
     def add_tail(self) -> None:
         """Add to the layer what replays have estimated since the last call, those among them that were taken back."""

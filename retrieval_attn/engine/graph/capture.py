@@ -3,27 +3,68 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from retrieval_attn.engine.graph.binding import Binding
-from retrieval_attn.engine.graph.decoder import CapturedStep
+from retrieval_attn.engine.graph.decoder import CapturedStep, GraphDecoder
+from retrieval_attn.engine.graph.states import GraphState
 from retrieval_attn.engine.norms import fused_norms
 from retrieval_attn.errors import CaptureError, RetrievalAttentionError
 from retrieval_attn.model.experts import experts_of_one_token
 
 
-def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
+class RecordedLayer(Protocol):
+    """A layer that attends, while its decoder is bound."""
+
+    def drop_pending(self) -> None:
+        """A forward that recorded, or tried to, is over."""
+
+    def add_tail(self) -> None:
+        """Add to the caches' layers what replays have estimated since the last call."""
+
+    def drop_tail(self) -> None:
+        """Forget what was estimated since `add_tail`."""
+
+
+class Recordable(Protocol):
+    """What is bound to a decoder: one cache, or a row for each of several.
+
+    cache: the model's `past_key_values`, of which attention finds its way to the layers while `recording`.
+    """
+
+    recording: bool
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def cache(self) -> Any: ...
+
+    @property
+    def decoder(self) -> GraphDecoder: ...
+
+    @property
+    def layers(self) -> Sequence[RecordedLayer]: ...
+
+    @property
+    def states(self) -> Sequence[GraphState]: ...
+
+    def upload_spans(self) -> None:
+        """Tell the device where the windows' tokens lie."""
+
+
+def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedStep:
     """Record the step, for these inputs, token and position (batch,); afterwards everything is as before it.
 
     The passes before it compile kernels and take the libraries' workspaces, too. Raises CaptureError for a step that
     cannot be recorded, BackendError where a host search failed.
     """
-    runtime, memory = binding.runtime, binding.decoder.memory
+    runtime, memory = binding.decoder.runtime, binding.decoder.memory
     outputs: list[Tensor] = []
 
     def restart() -> None:
@@ -69,7 +110,7 @@ def capture(binding: Binding, token: Tensor, position: Tensor) -> CapturedStep:
                 bound.drop_tail()
 
 
-def _try_shifted(binding: Binding, shift: int, record: Callable[[], None]) -> None:
+def _try_shifted(binding: Recordable, shift: int, record: Callable[[], None]) -> None:
     """Run eagerly what is to be recorded, with a cache that claims to hold `shift` tokens fewer.
 
     What follows from that number on the CPU would be frozen in a graph; a model that uses none gives equal logits.
@@ -77,14 +118,14 @@ def _try_shifted(binding: Binding, shift: int, record: Callable[[], None]) -> No
     batch = binding.cache.batch
     batch.columns -= shift
     try:
-        binding.runtime.warm_up(record)
+        binding.decoder.runtime.warm_up(record)
     finally:
         batch.columns += shift
         for bound in binding.layers:
-            bound.layer._pending = None
+            bound.drop_pending()
 
 
-def _forward(binding: Binding) -> Tensor:
+def _forward(binding: Recordable) -> Tensor:
     """Logits of the last column, (batch, vocabulary) in the model's dtype."""
     model, memory = binding.model, binding.decoder.memory
     arguments: dict[str, Any] = {
@@ -101,7 +142,7 @@ def _forward(binding: Binding) -> Tensor:
 
 
 @contextmanager
-def _recording(binding: Binding) -> Iterator[None]:
+def _recording(binding: Recordable) -> Iterator[None]:
     """Attention goes to the bound layers' `attend`, and nothing else watches."""
     cache = binding.cache
     on_layer, cache.on_layer = cache.on_layer, None

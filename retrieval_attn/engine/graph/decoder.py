@@ -6,6 +6,7 @@ graph outlives the context, fork or question that it was captured for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import HostResources, code_shape
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
-from retrieval_attn.engine.graph.slot import LayerSlot, SlotPlace, window_of
+from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, SlotPlace, window_of
 from retrieval_attn.engine.graph.states import StateMemory
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
@@ -54,19 +55,30 @@ class GraphDecoder:
     """
 
     @ordinary_tensors
-    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> None:
-        """Buffers for caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: RetrievalCache,
+        runtime: Runtime,
+        buffers: Sequence[Buffers] | None = None,
+        resources: HostResources | None = None,
+    ) -> None:
+        """For caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet.
+
+        buffers: of each layer that attends, for as many rows as a step has; None: new ones, for the rows of `cache`.
+        resources: shared with other decoders of the runtime, whose steps do not run at the same time; None: its own.
+        """
         layers = attending(cache)
-        key = layers[0][1].window.buffers[0]
+        key = layers[0][1].window.buffers[0] if buffers is None else buffers[0][0]
         self.signature = signature(model, cache, runtime)
         self.runtime = runtime
         self.captures = self.replays = 0
         self.capture_failure: str | None = None
         self.graphs: dict[StepKind, CapturedStep] = {}
-        resources = HostResources(runtime, default_pool())
+        resources = HostResources(runtime, default_pool()) if resources is None else resources
         self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
         self.slots = [
-            LayerSlot(SlotPlace(number, row), layer, resources, self.memory)
+            LayerSlot(SlotPlace(number, row), layer, resources, self.memory, None if buffers is None else buffers[row])
             for row, (number, layer) in enumerate(layers)
         ]
         self.states = StateMemory([layer for _, layer in keeping_state(cache)], key.device, runtime)

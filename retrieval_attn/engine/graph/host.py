@@ -7,6 +7,7 @@ device searches the codes of the others. Nothing here is bound to a cache but by
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,6 +42,17 @@ class HostResources:
     runtime: Runtime
     pool: Pool
     scratch: dict[Any, Scratch] = field(default_factory=dict)
+
+
+Retrieve = int | HeadBudgets | tuple[HeadBudgets, ...]
+"""Keys of a query: a number, one for each query head, or these for each row, of one largest number."""
+
+
+class HostRow(NamedTuple):
+    """What a row has on the host: a path, and the tokens of it that retrieval covers now."""
+
+    path: SequenceKV
+    span: tuple[int, int]
 
 
 class HeadShape(NamedTuple):
@@ -97,6 +109,7 @@ class HostRows:
         places = None if batch == 1 else torch.arange(count, device=device)
         own = results.device
         self._tally = torch.zeros(count, 2, device=device)
+        self._placed = [[row] for row in range(batch)]  # what `places` was written for
         self.part = HostPart(
             own[: count * value_dim].view(count, value_dim),
             own[lse_at : lse_at + count],
@@ -128,27 +141,28 @@ class HostRows:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return size_class(self._search.max_keys) if self._search is not None and self._search.max_keys else 0
 
-    def plan(self, layer: RetrievalLayer, retrieve: int | HeadBudgets) -> None:
-        """Plan for what these rows of `layer` retrieve now, which may be nothing. Raises CaptureError."""
-        hosts, ranges = layer.hosts[self.rows], held_by(layer).ranges[self.rows]
+    def plan(self, rows: Sequence[HostRow | None], retrieve: Retrieve) -> None:
+        """Plan for what its rows retrieve now, which may be nothing; None: nobody has this row. Raises CaptureError."""
         scale, softcap = self.scoring.scale, self.scoring.softcap
-        if not any(stop > start for start, stop in ranges):
+        if not any(row is not None and row.span[1] > row.span[0] for row in rows):
             self._answer_nothing()
             return
-        most = retrieve.most if isinstance(retrieve, HeadBudgets) else retrieve
-        for rows_of in _layouts(hosts):
-            paths, n = [hosts[rows[0]] for rows in rows_of], len(rows_of[0])
-            own = [ranges[rows[0]] for rows in rows_of]
-            apart = [take_apart(path, *span, most) for path, span in zip(paths, own, strict=True)]
+        first = retrieve[0] if isinstance(retrieve, tuple) else retrieve
+        most = first.most if isinstance(first, HeadBudgets) else first
+        for rows_of in _layouts(rows):
+            own, n = [rows[members[0]] for members in rows_of], len(rows_of[0])
+            paths = [row.path for row in own if row is not None]
+            apart = [_NOTHING if row is None else take_apart(row.path, *row.span, most) for row in own]
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if plan_named(self._step, paths, named, (self._q_heads, n), retrieve, **options):
-                if self.part.rows is not None:
+                if self.part.rows is not None and rows_of != self._placed:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
+                    self._placed = rows_of
                 if self._search is not None and isinstance(retrieve, int):
                     self._search.bind(_code_ranges(self._step, rows_of, retrieve))
                 if self._mass is not None:
-                    self._mass.bind(_cluster_entries(apart, rows_of, len(self._mass.entries) // len(hosts)))
+                    self._mass.bind(_cluster_entries(apart, rows_of, len(self._mass.entries) // len(rows)))
                 return
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
@@ -194,6 +208,11 @@ class HostRows:
         self._tally.zero_()
         return sums[:, 0], round(float(sums[0, 1]))
 
+    def tally_of(self, row: int) -> Tensor:
+        """What was estimated for a row of the batch, which is one of these, (q_heads, 2), a view: see `HostPart`."""
+        first = (row - self.rows.start) * self._q_heads
+        return self._tally[first : first + self._q_heads]
+
     def forget(self) -> None:
         """Drop what the step and the search hold of a cache."""
         self._step.forget()
@@ -203,18 +222,21 @@ class HostRows:
             self._mass.forget()
 
 
-def _layouts(hosts: list[SequenceKV]) -> list[list[list[int]]]:
+_NOTHING = CodedPieces([], [], None, None)
+
+
+def _layouts(rows: Sequence[HostRow | None]) -> list[list[list[int]]]:
     """Ways to put a batch's rows into a step, best first: rows that share a path together, then each on its own.
 
     Each is a list of the step's rows, which are lists of the batch's rows, all equally long.
     """
     shared: dict[int, list[int]] = {}
-    for row, host in enumerate(hosts):
-        shared.setdefault(id(host), []).append(row)
+    for number, row in enumerate(rows):
+        shared.setdefault(-1 - number if row is None else id(row.path), []).append(number)
     together = list(shared.values())
-    apart = [[row] for row in range(len(hosts))]
-    equal = len({len(rows) for rows in together}) == 1
-    return [together, apart] if equal and len(together) < len(hosts) else [apart]
+    apart = [[number] for number in range(len(rows))]
+    equal = len({len(members) for members in together}) == 1
+    return [together, apart] if equal and len(together) < len(rows) else [apart]
 
 
 def _code_ranges(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[CodeRange | None]:

@@ -33,7 +33,8 @@ class StepMemory:
 
     layers: those that attend; the states of others are in `states.py`. On the device: token and position int64 (batch,
     1), the step's inputs, which a step replaces by those of the next one; chosen int64 (batch,), the likeliest token
-    after the step; spans int32 (layers, 2), the used slots of every layer's window. On the host, int64, a row for each
+    after the step; spans int32 (layers, batch, 2), the used slots of every layer's windows; stored int32 (batch,), by
+    how much a step makes a row longer: 1, or 0 for a row that nobody has. On the host, int64, a row for each
     layer and microbatch: meters (layers, MAX_MICROBATCHES, workers * METER_WORDS) and descriptors (layers,
     MAX_MICROBATCHES, WORDS), as in `StepBuffers`.
     """
@@ -43,7 +44,8 @@ class StepMemory:
         self.position = torch.zeros_like(self.token)
         self.chosen = torch.zeros_like(self.token[:, 0])
         # rows begin on multiples of 16 bytes: Triton compiles a kernel for aligned addresses, and one for others
-        self.spans = torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, :2]
+        self.spans = torch.zeros(layers, batch, 4, dtype=torch.int32, device=device)[..., :2]
+        self.stored = torch.ones(batch, dtype=torch.int32, device=device)
         self.meters = np.zeros((layers, MAX_MICROBATCHES, workers * words.METER_WORDS), np.int64)
         self.descriptors = np.zeros((layers, MAX_MICROBATCHES, words.WORDS), np.int64)
 
@@ -53,15 +55,20 @@ class StepMemory:
         self.position.copy_(position[:, None])
 
     def upload_spans(self, spans: list[tuple[int, int]]) -> None:
-        """Write the used slots of every layer's window."""
-        self.spans.copy_(torch.tensor(spans, dtype=torch.int32))
+        """Write the used slots of every layer's windows, the same in all rows."""
+        self.spans.copy_(torch.tensor(spans, dtype=torch.int32)[:, None].expand(self.spans.shape))
+
+    def upload_rows(self, spans: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> None:
+        """Write the used slots of each row, int32 (layers, batch, 2), and which rows there are, int32 (batch,)."""
+        self.spans.copy_(torch.from_numpy(spans))
+        self.stored.copy_(torch.from_numpy(stored))
 
     def finish_step(self, logits: Tensor) -> None:
         """Record: choose from logits (batch, vocabulary), and leave the inputs of the step after this one."""
         self.chosen.copy_(logits.argmax(dim=-1))
         self.token.copy_(self.chosen[:, None])
         self.position.add_(1)
-        advance(self.spans)
+        advance(self.spans, self.stored)
 
     @property
     def host_failed(self) -> bool:

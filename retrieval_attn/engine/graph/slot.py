@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,14 @@ from retrieval_attn.engine.graph.memory import StepMemory
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
-from retrieval_attn.gpu.decode.kernels import split_count
+from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, split_count, window_partials
 
 SLIDING_ROOM = 256
 """Tokens that a sliding layer's buffer takes beyond what it keeps, before what no query sees any more is dropped."""
+
+
+Buffers = tuple[Tensor, Tensor]
+"""Keys (batch, kv_heads, slots, head_dim) and values (batch, kv_heads, slots, value_dim)."""
 
 
 class SlotPlace(NamedTuple):
@@ -31,26 +35,29 @@ class LayerSlot:
     """See the module.
 
     key (batch, kv_heads, slots, head_dim), value (batch, kv_heads, slots, value_dim): the window's; valid: (batch,
-    slots) bool; span: int32 (2,) on the device, a row of the decoder's table; splits: parts that a window's attention
+    slots) bool; span: int32 (batch, 2) on the device, of the decoder's table; splits: parts that a window's attention
     is cut into; reach: how far a sliding layer's query sees. hosts: the host's parts, made when the layer attends for
     the first time.
     """
 
     def __init__(
-        self, place: SlotPlace, layer: RetrievalLayer | SlidingLayer, resources: HostResources, memory: StepMemory
+        self,
+        place: SlotPlace,
+        layer: RetrievalLayer | SlidingLayer,
+        resources: HostResources,
+        memory: StepMemory,
+        buffers: Buffers | None = None,
     ) -> None:
-        """Buffers like those of `layer`, which holds tokens already."""
+        """For layers like `layer`, which holds tokens already. buffers: key and value; None: new ones, for its rows."""
         self.number, self._row = place
         self.span = memory.spans[self._row]
         self._resources, self._memory = resources, memory
         self.reach = layer.sliding_window if isinstance(layer, SlidingLayer) else None
         self.hosts: list[HostRows] = []
-        key, value = window_of(layer).buffers
-        slots = layer.keep + SLIDING_ROOM if isinstance(layer, SlidingLayer) else key.shape[2]
-        self.key = key.new_zeros(*key.shape[:2], slots, key.shape[3])
-        self.value = value.new_zeros(*value.shape[:2], slots, value.shape[3])
-        self.valid = torch.ones(key.shape[0], slots, dtype=torch.bool, device=key.device)
-        self.splits = split_count(key.shape[0], key.shape[1], slots, resources.runtime.processors)
+        self.key, self.value = slot_buffers(layer) if buffers is None else buffers
+        batch, kv_heads, slots, _ = self.key.shape
+        self.valid = torch.ones(batch, slots, dtype=torch.bool, device=self.key.device)
+        self.splits = split_count(batch, kv_heads, slots, resources.runtime.processors)
 
     @property
     def max_coded_keys(self) -> int:
@@ -69,10 +76,47 @@ class LayerSlot:
             for i, rows in enumerate(split_microbatches(layer, batch, dim))
         ]
 
+    def record(
+        self,
+        query: Tensor,
+        new: Buffers,
+        scoring: Scoring,
+        sinks: Tensor | None,
+        *,
+        max_coded_keys: int | None,
+        padded: bool,
+    ) -> Tensor:
+        """Record: store the new token of each row, attend to window and host, merge.
+
+        query (batch, q_heads, 1, head_dim) and new, keys and values (batch, kv_heads, 1, dim): of the new token. sinks:
+        learned logits. max_coded_keys: see `StepKind`; None: nothing is on the host. padded: `valid` says what is
+        padding. Returns (batch, q_heads, 1, value_dim) in the query's dtype.
+        """
+        begun = [] if max_coded_keys is None else [(host, host.begin(query, max_coded_keys)) for host in self.hosts]
+        window = WindowBuffers(self.key, self.value, self.span, self.valid if padded else None)
+        options: dict[str, Any] = {"softcap": scoring.softcap, "reach": self.reach, "splits": self.splits}
+        parts = window_partials(query, *new, window, scale=scoring.scale, **options)
+        if not begun:
+            return merge_parts(parts, None, sinks, query.dtype)
+        merged = []
+        for host, call in begun:
+            self._resources.runtime.join(call)
+            own = Parts(parts.out[host.rows], parts.lse[host.rows])
+            merged.append(merge_parts(own, host.part, sinks, query.dtype, host.rest))
+        return merged[0] if len(merged) == 1 else torch.cat(merged)
+
     def forget(self) -> None:
         """Drop what the host's parts hold of a cache."""
         for host in self.hosts:
             host.forget()
+
+
+def slot_buffers(layer: RetrievalLayer | SlidingLayer, rows: int | None = None) -> Buffers:
+    """Zeros for windows like the layer's: `rows` of them, None: as many as it has."""
+    key, value = window_of(layer).buffers
+    slots = layer.keep + SLIDING_ROOM if isinstance(layer, SlidingLayer) else key.shape[2]
+    batch = key.shape[0] if rows is None else rows
+    return tuple(one.new_zeros(batch, one.shape[1], slots, one.shape[3]) for one in (key, value))  # type: ignore[return-value]
 
 
 def window_of(layer: RetrievalLayer | SlidingLayer) -> WindowCache:

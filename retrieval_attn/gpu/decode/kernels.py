@@ -34,8 +34,9 @@ class WindowBuffers(NamedTuple):
     """Sinks and tail of one layer in memory that stays put.
 
     key (batch, kv_heads, slots, head_dim), value (batch, kv_heads, slots, value_dim), any finite numbers where nothing
-    was stored. span: int32 (2,), the used slots [low, high); the token to be stored goes to slot `high`, which must be
-    below `slots`. valid: (batch, slots) bool, False for padding, or None when all used slots are real tokens.
+    was stored. span: int32 (batch, 2), the used slots [low, high) of each row; the token to be stored goes to slot
+    `high`, which must be below `slots`. valid: (batch, slots) bool, False for padding, or None when all used slots are
+    real tokens.
     """
 
     key: Tensor
@@ -110,15 +111,17 @@ def window_partials(
         return parts
     batch, q_heads, _, dim = query.shape
     kv_heads, slots = window.key.shape[1:3]
-    place = window.span[1:].long()
-    window.key.index_copy_(2, place, key)
-    window.value.index_copy_(2, place, value)
-    slot = torch.arange(slots, device=query.device)
-    seen = (slot >= window.span[0]) & (slot <= window.span[1])
+    low, high = window.span[:, :1], window.span[:, 1:]
+    row, place = torch.arange(batch, device=query.device), high[:, 0].long()
+    window.key[row, :, place] = key[:, :, 0]
+    window.value[row, :, place] = value[:, :, 0]
+    slot = torch.arange(slots, device=query.device)[None]
+    seen = (slot >= low) & (slot <= high)
     if reach is not None:
-        seen = seen & (slot > window.span[1] - reach)
-    seen = seen[None] if window.valid is None else seen[None] & (window.valid | (slot == window.span[1]))
-    seen = seen[:, None, None]  # (batch or 1, 1, 1, slots)
+        seen = seen & (slot > high - reach)
+    if window.valid is not None:
+        seen = seen & (window.valid | (slot == high))
+    seen = seen[:, None, None]  # (batch, 1, 1, slots)
     grouped = query.float().reshape(batch, kv_heads, q_heads // kv_heads, dim)
     scores = grouped @ window.key.float().transpose(2, 3) * scale
     if softcap is not None:
@@ -177,9 +180,9 @@ def merge_parts(
     return mixed.to(dtype)
 
 
-def advance(spans: Tensor) -> None:
-    """Every layer of spans (layers, 2) has stored one token more."""
-    spans[:, 1].add_(1)
+def advance(spans: Tensor, stored: Tensor) -> None:
+    """Every layer of spans int32 (layers, batch, 2) has stored stored[row] tokens more: int32 (batch,), 1 or 0."""
+    spans[..., 1].add_(stored)
 
 
 def _triton(tensor: Tensor) -> Any:

@@ -45,7 +45,7 @@ def _capped(scores, softcap):
 def _window_kernel(
     query, new_key, new_value, key, value, valid, span, out, lse, scale, softcap, reach,
     query_b, query_h, new_key_b, new_key_h, new_value_b, new_value_h,
-    key_b, key_h, key_t, value_b, value_h, value_t, valid_b, kv_heads, group, dim, value_dim, splits,
+    key_b, key_h, key_t, value_b, value_h, value_t, valid_b, span_b, kv_heads, group, dim, value_dim, splits,
     HAS_VALID: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_REACH: tl.constexpr, EXACT: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,8 @@ def _window_kernel(
     # one program for all query heads of a key-value head: each key and value is read once
     entry, split = tl.program_id(0), tl.program_id(1)
     row, head = (entry // kv_heads).to(tl.int64), entry % kv_heads
-    low, high = tl.load(span), tl.load(span + 1)  # from memory: a graph is replayed while the window grows
+    # from memory: a graph is replayed while windows grow, and for other rows than it was captured for
+    low, high = tl.load(span + row * span_b), tl.load(span + row * span_b + 1)
     member, column, value_column = tl.arange(0, G), tl.arange(0, D), tl.arange(0, V)
     in_group, in_dim, in_value = member < group, column < dim, value_column < value_dim
     at = row * query_b + (head * group + member)[:, None] * query_h + column[None, :]
@@ -218,7 +219,7 @@ def window_partials(
         scale, 0.0 if softcap is None else softcap, 0 if reach is None else reach,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
-        kv_heads, group, dim, value_dim, splits,
+        window.span.stride(0), kv_heads, group, dim, value_dim, splits,
         HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
         EXACT=query.dtype == torch.float32, N=BLOCK_TOKENS,
         G=max(MIN_ROWS, triton.next_power_of_2(group)), D=max(MIN_ROWS, triton.next_power_of_2(dim)),

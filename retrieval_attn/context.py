@@ -301,6 +301,7 @@ def _require_answerable(context: Context, asked: list[list[int]], append: Append
     if append not in (None, "exact", "retrieval"):
         raise ConfigError(f'append must be "exact" or "retrieval", got {append!r}.')
     context._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
+    context.kept.hold()
 
 
 def _require_empty(context: Context) -> None:

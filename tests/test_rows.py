@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 BASE: dict[str, Any] = {"sink": 4, "window": 24, "spill": 8, "retrieve": 16, "prefill_chunk": 512}
 TOLERANCE = 1e-5
+GPU_TOLERANCE = 1e-4
 
 
 def read(model: Any, tokens: int, seed: int, **options: Any) -> RetrievalCache:
@@ -49,14 +50,20 @@ class Pair:
     def __init__(self, model: Any, cache: RetrievalCache) -> None:
         self.model, self.row, self.alone = model, cache, cache.fork()
         self.token = 5
-        self.worst, self.tolerance = 0.0, TOLERANCE if model.device.type == "cpu" else 1e-3
+        self.worst, self.tolerance = 0.0, TOLERANCE if model.device.type == "cpu" else GPU_TOLERANCE
+        self.seldom: int | None = None
+        """Steps that may be off by more than GPU_TOLERANCE, within the tolerance; None: any."""
 
     def expect(self, logits: torch.Tensor) -> None:
         """After a step of the row that gave `logits`: as alone, and go on with the likeliest token."""
         device = logits.device
         wanted = feed(self.model, self.alone, torch.tensor([[self.token]], device=device))
-        self.worst = max(self.worst, float((logits - wanted).abs().max() / wanted.abs().max()))
+        off = float((logits - wanted).abs().max() / wanted.abs().max())
+        self.worst = max(self.worst, off)
         assert self.worst < self.tolerance
+        if self.seldom is not None and off > GPU_TOLERANCE:
+            self.seldom -= 1
+            assert self.seldom >= 0
         assert int(logits.argmax()) == int(wanted.argmax())
         self.token = int(wanted.argmax())
 
@@ -268,14 +275,28 @@ def test_rows_of_hybrids_are_as_alone(name: str) -> None:
         pair.same_books()
 
 
+ALL = 4000
+"""More keys than the longest row has."""
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("index", ["flat", "device", "roargraph", "auto"])
+@pytest.mark.parametrize(
+    ("index", "retrieve"), [("flat", 16), ("device", ALL), ("device", 16), ("roargraph", 16), ("auto", 16)]
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_rows_on_a_gpu_are_as_alone(name: str, index: str) -> None:
+def test_rows_on_a_gpu_are_as_alone(name: str, index: str, retrieve: int) -> None:
+    """A product of matrices rounds rows together as it does not round them alone, by 1e-7. Codes are scored by rounded
+    queries: once in some hundred tokens another key is the last that they name, and that token's logits move by 1e-3.
+    Where all keys are named, no step may do that.
+    """
     model = build_model(name, head_dim=64).cuda()
     lengths = [50, 700, 2500]
-    pairs = [Pair(model, read(model, tokens, seed, index=index)) for seed, tokens in enumerate(lengths)]
+    options: dict[str, Any] = {"index": index, "retrieve": retrieve}
+    pairs = [Pair(model, read(model, tokens, seed, **options)) for seed, tokens in enumerate(lengths)]
     pairs.append(Pair(model, pairs[1].row.fork()))
+    if index == "device" and retrieve < ALL:
+        for pair in pairs:
+            pair.tolerance, pair.seldom = 1e-2, 3
     for present in (pairs, pairs[:2], pairs[::-1]):
         steps(model, present, 8)
     pairs[1].crop(3)

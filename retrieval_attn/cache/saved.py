@@ -25,6 +25,7 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import STATE_NAMES, StateLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.saved import PathMark, State, path_from_states, path_mark, path_state, span_marks, spans_since
+from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import InputDataError, StoreMismatchError
 from retrieval_attn.model.layers import decoder_layers
@@ -167,6 +168,14 @@ def _bring_clusters(layer: RetrievalLayer, held: HeldTokens) -> None:
     count = layer.config.retrieve_count(stop - start)
     if count is not None and stop > start and host.spec.keeps_codes(host.head_dim):
         bring_clusters(host, start, stop, count)
+
+
+def asked_exactly(cache: RetrievalCache, devices: Sequence[torch.device]) -> list[Segment]:
+    """What exact questions will bring to GPUs, in the order of layers. devices: of each layer."""
+    if not (cache.config.exact_append and cache.config.page_lock):
+        return []
+    held = [layer.held for number, layer in _retrieving(cache).items() if devices[number].type == "cuda"]
+    return [segment for one in held if one is not None for host in one.hosts for segment in host.segments]
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.saved import (
     Marks,
+    asked_exactly,
     file_of,
     ids_array,
     layer_devices,
@@ -39,9 +39,10 @@ from retrieval_attn.cache.sequence import Forgotten
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.saved import State
 from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.late_check import LateCheck
 from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready, prepared
-from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError, StoreMismatchError
+from retrieval_attn.errors import ConfigError, StoreMismatchError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.store import Bundle, ContextStore, NodeWriter, SavedNode, check_name
@@ -53,8 +54,6 @@ RUNTIME = ("threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "d
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
 CHECKERS = 2
 """Threads that check the small arrays of layers ahead of the one that is brought back."""
-LOOK_SECONDS = 0.05
-"""Between two looks at how far the thread is that compares."""
 CHECKED_LATER = ("keys", "values", "/codes")
 """Arrays, by the end of their names, whose checksums a thread compares after a context was opened: nearly all bytes.
 None of them says where something lies: a wrong bit makes a wrong answer at most, of which the thread tells."""
@@ -214,6 +213,11 @@ class Kept:
         if self._check is not None:
             self._check.require_whole()
 
+    def hold(self) -> None:
+        """A question is asked: what compares the files gives way to it for a while."""
+        if self._check is not None:
+            self._check.hold()
+
     def wait(self, *, progress: bool = False) -> None:
         """Until the files that the context was opened from were compared with their checksums: an opened context
         answers before that. Raises StoreDamagedError. progress: show a bar if that takes longer than two seconds.
@@ -340,15 +344,16 @@ def open_chain(
     ids = saved.ids().tolist()
     cache = restored_cache(model, chosen, index, ids, saved.forgotten)
     cache.on_layer = on_layer
+    devices = layer_devices(model, len(cache.layers))
     with (
         compilation(model, cache, len(ids), progress=progress) as compiling,
         prepared(model, cache, compiling),
         ReadingBar(cache, f"opening {saved.name}", progress),
     ):
-        _restore_layers(cache, nodes, layer_devices(model, len(cache.layers)), saved.folder)
+        _restore_layers(cache, nodes, devices, saved.folder)
     cache.on_layer = None
     point = SavedPoint(str(saved.folder), saved.digest, len(ids), saved.forgotten, marks_of(cache))
-    return cache, Kept([point], LateCheck(nodes))
+    return cache, Kept([point], LateCheck(nodes, asked_exactly(cache, devices)))
 
 
 def _restore_layers(
@@ -371,53 +376,6 @@ def _restore_layers(
     finally:
         with guarded("read", folder):
             sent.wait()
-
-
-class LateCheck:
-    """Compares the checksums that opening left out, in a thread, a layer after the other.
-
-    error: what it found. files, compared: how many there are, and were compared.
-    """
-
-    def __init__(self, chain: Sequence[SavedNode]) -> None:
-        self.error: StoreDamagedError | None = None
-        self.files, self.compared = sum(len(node.files) for node in chain), 0
-        self._ended = threading.Event()
-        thread = threading.Thread(
-            target=_check, args=(list(chain), weakref.ref(self), self._ended), name="retrieval_attn-check", daemon=True
-        )
-        weakref.finalize(self, self._ended.set)
-        self._thread = thread
-        thread.start()
-
-    def wait(self, *, progress: bool) -> None:
-        """Until all was compared. Raises StoreDamagedError. progress: show a bar."""
-        with tqdm(total=self.files, desc="comparing", unit="file", delay=2.0, leave=False, disable=not progress) as bar:
-            while self._thread.is_alive():
-                self._thread.join(LOOK_SECONDS)
-                bar.update(self.compared - bar.n)
-        self.require_whole()
-
-    def require_whole(self) -> None:
-        """Raise StoreDamagedError if anything was found so far."""
-        if self.error is not None:
-            raise self.error
-
-
-def _check(chain: list[SavedNode], owner: weakref.ref[LateCheck], ended: threading.Event) -> None:
-    try:
-        for file in sorted({file for node in chain for file in node.files}):
-            for node in chain:
-                if file in node.files and not ended.is_set():
-                    node.check(file, ended.is_set)  # reads the pages in, too, in the order of the layers
-                    if (found := owner()) is not None:
-                        found.compared += 1
-                        del found
-    except StoreError as error:
-        found = owner()
-        if found is not None:
-            found.error = error if isinstance(error, StoreDamagedError) else StoreDamagedError(str(error))
-        log.error("%s", error)
 
 
 def template_digest(*parts: str) -> str:

@@ -28,6 +28,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the device does not write there
 _refused = threading.Event()
 _file_refused = threading.Event()
+_locking = threading.Lock()
 _said: set[str] = set()
 
 
@@ -80,10 +81,14 @@ def lock_file(segment: Segment) -> None:
     """Register keys and values of a loaded segment: the file's own pages, which are not copied for it.
 
     A launch of any thread waits while the driver registers an array, 45 GB a second. Where the driver refuses files, it
-    is said once, and they are gathered from then on. For one thread at a time. Raises StoreError.
+    is said once, and they are gathered from then on. Threads take turns. Raises StoreError.
     """
-    if not lockable(segment):
-        return
+    with _locking:
+        if lockable(segment):
+            _lock_file(segment)
+
+
+def _lock_file(segment: Segment) -> None:
     keys, values = file_bytes(segment.keys), file_bytes(segment.values)
     if keys is None or values is None:
         return

@@ -19,6 +19,7 @@ from retrieval_attn.store.bundle import Bundle, BundleFile, Seal
 from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.layout import Layout, read_record
 from retrieval_attn.store.mapped import Mapped
+from retrieval_attn.store.pages import resident_bytes
 from retrieval_attn.store.record import canonical
 
 RECORD = "node.json"
@@ -26,6 +27,8 @@ DAMAGED = "DAMAGED"
 """An empty file in a node whose bytes were found to be wrong: the next save of the same tokens replaces the node."""
 IDS = "ids"
 SUFFIX = ".ra"
+NEARLY_ALL = 0.9
+"""Share of a file in memory from which on no disk is waited for, to speak of."""
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "digest": str,
     "parent": (str, type(None)),
@@ -194,6 +197,14 @@ class SavedNode:
     def check(self, file: str, stop: Callable[[], bool] = lambda: False) -> None:
         """Check what of a bundle was not checked yet, until `stop`. Raises StoreDamagedError, StoreError."""
         self._file(file).check(stop)
+
+    def in_memory(self, file: str) -> bool:
+        """Whether the system holds nearly all of a bundle's file in memory; True where it does not tell."""
+        one = self._file(file)
+        with contextlib.suppress(OSError):  # it may have been removed
+            found = resident_bytes(one.path)
+            return found is None or found >= NEARLY_ALL * one.nbytes
+        return True
 
     def release(self, file: str) -> None:
         """Forget a bundle's bytes where they were read, not mapped; whoever needs them again reads and checks them."""

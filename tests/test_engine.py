@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch import chooser
-from retrieval_attn.batch import engine as engine_module
+from retrieval_attn.batch import bucket, chooser
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
@@ -157,7 +156,7 @@ def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine_module, "step", failing)
+        patched.setattr(bucket, "eager_step", failing)
         with Engine(llm) as engine:
             found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
             engine.check()

@@ -1,7 +1,8 @@
 """Engine: many requests at once over one model; each joins the running batch at a step, and leaves when it is done.
 
 One thread plans and steps (Orca's iteration-level scheduling); long prompts are read between steps, cell by cell; what
-requests begin with is read once, and kept in a tree for those that come later (RadixAttention). Steps are eager here.
+requests begin with is read once, and kept in a tree for those that come later (RadixAttention). Steps are replays of
+graphs on a GPU, where they can be (`batch/bucket.py`), and eager elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.bucket import BucketRunner
 from retrieval_attn.batch.chooser import Chooser
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.job import Job
@@ -27,7 +29,6 @@ from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.readings import Readings
 from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.row import Row, stacked
-from retrieval_attn.batch.rows import step
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.ticket import Ticket
@@ -116,6 +117,7 @@ class Engine:
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
         self._chooser = Chooser(self._limits.rows, self._loop.model.device)
+        self._runner = BucketRunner(self._loop.model, self._limits.decoding_rows)
         self._rows: dict[str, Row] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -243,6 +245,8 @@ class Engine:
                     row.finish("error", error)
                     row.leave()
                 self._rows.clear()
+        finally:
+            self._runner.close()
 
     def _do(self, plan: StepPlan) -> Results:
         failed: list[str] = []
@@ -279,7 +283,7 @@ class Engine:
             caches = [row.cache for row in fed.values() if row.cache is not None]
             fed_tokens = [row.tokens[-1] for row in fed.values()]
             try:
-                stepped = step(self._loop.model, caches, fed_tokens, [row.position for row in fed.values()])
+                stepped = self._runner.step(caches, fed_tokens, [row.position for row in fed.values()])
             except RowsFailedError as error:
                 stepped = error.logits
                 names = list(fed)

@@ -52,14 +52,8 @@ def step(
     """
     device = input_device(model)
     token_ids, places = (torch.as_tensor(given, dtype=torch.int64, device=device) for given in (tokens, positions))
-    if not token_ids.shape == places.shape == (len(caches),):
-        raise ShapeError(
-            f"step needs one token and one position for each of {len(caches)} caches, got {tuple(token_ids.shape)} "
-            f"and {tuple(places.shape)}."
-        )
     model = unwrapped(model)
-    for row, cache in enumerate(caches):
-        _require_usable(row, cache, caches)
+    require_rows(caches, token_ids, places)
     if not caches:
         return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
     logits: list[tuple[list[int], Tensor]] = []
@@ -85,6 +79,17 @@ def step(
     if errors:
         raise RowsFailedError(dict(sorted(errors.items())), result)
     return result
+
+
+def require_rows(caches: Items[RetrievalCache], tokens: Tensor, positions: Tensor) -> None:
+    """Raise as `step` does for what cannot take part in one."""
+    if not tokens.shape == positions.shape == (len(caches),):
+        raise ShapeError(
+            f"step needs one token and one position for each of {len(caches)} caches, got {tuple(tokens.shape)} "
+            f"and {tuple(positions.shape)}."
+        )
+    for row, cache in enumerate(caches):
+        _require_usable(row, cache, caches)
 
 
 def _require_usable(row: int, cache: RetrievalCache, caches: Items[RetrievalCache]) -> None:

@@ -200,10 +200,15 @@ class Steps:
         self.close()
         if self._graph is True:
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
-        logged = _logged.setdefault(self._model, set())
-        if reason not in logged:
-            logged.add(reason)
-            logger.warning("decoding eagerly, without a CUDA graph: %s", reason)
+        note_eager(self._model, reason)
+
+
+def note_eager(model: PreTrainedModel, reason: str) -> None:
+    """Say in the log, once for a model and reason, why there is no graph."""
+    logged = _logged.setdefault(model, set())
+    if reason not in logged:
+        logged.add(reason)
+        logger.warning("decoding eagerly, without a CUDA graph: %s", reason)
 
 
 _logged: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()

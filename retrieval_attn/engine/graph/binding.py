@@ -6,6 +6,7 @@ The windows learn of appended tokens late: `commit` counts a token, `sync` tells
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.index.task import descriptor as words
+from retrieval_attn.offload.stats import LayerStats
 
 
 class Binding:
@@ -114,15 +116,8 @@ class Binding:
         if not count:
             return
         for bound, work, nanoseconds in zip(self.layers, self._work.tolist(), self._nanoseconds.tolist(), strict=True):
-            stats = bound.layer.stats
             bound.window.note_appended(count)
-            search, attend = work[words.SEARCH_TIME], work[words.ATTEND_TIME]
-            seconds, share = nanoseconds / 1e9, search / max(1, search + attend)
-            stats.host_seconds += seconds
-            stats.search_seconds += seconds * share
-            stats.attend_seconds += seconds * (1 - share)
-            stats.keys_scanned += work[words.SCANNED]
-            stats.bytes_read += work[words.BYTES]
+            note_host_work(bound.layer.stats, work, nanoseconds)
         self._work[:] = 0
         self._nanoseconds[:] = 0
 
@@ -159,6 +154,17 @@ class Binding:
                 bound.plan()
         self.update_kind()
         self.upload_spans()
+
+
+def note_host_work(stats: LayerStats, work: Sequence[float], nanoseconds: float) -> None:
+    """Add what the host's part of a layer's steps cost. work: METER_WORDS numbers."""
+    search, attend = work[words.SEARCH_TIME], work[words.ATTEND_TIME]
+    seconds, share = nanoseconds / 1e9, search / max(1, search + attend)
+    stats.host_seconds += seconds
+    stats.search_seconds += seconds * share
+    stats.attend_seconds += seconds * (1 - share)
+    stats.keys_scanned += round(work[words.SCANNED])
+    stats.bytes_read += round(work[words.BYTES])
 
 
 def expected_kind(cache: RetrievalCache) -> StepKind:

@@ -1,0 +1,281 @@
+"""BucketRunner: steps of a batch whose rows come and go, as replays of graphs where they can be captured.
+
+There is a graph for 1, 2, 4, ... rows; a step takes the smallest that has room for its rows. All graphs read and write
+the same window buffers. A row of these is a page of constant size: it holds all that a sequence has on the device but
+for codes of its keys, so admission by pages is exact. A row joins by copies of its windows and leaves the same way.
+Caches that no graph serves are stepped eagerly beside it (`batch/rows.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrieval_attn.batch.bucket_group import BucketGroup
+from retrieval_attn.batch.rows import require_rows
+from retrieval_attn.batch.rows import step as eager_step
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.host_part import retrieved_keys
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.engine.decode import note_eager
+from retrieval_attn.engine.graph.decoder import attending, signature
+from retrieval_attn.engine.graph.memory import ordinary_tensors
+from retrieval_attn.engine.graph.registry import runtime_for
+from retrieval_attn.engine.graph.slot import window_of
+from retrieval_attn.engine.graph.support import refusal
+from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError, RowsFailedError
+from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.placement import input_device
+
+__all__ = ["BucketRunner"]
+
+log = logging.getLogger(__name__)
+
+FAILURES = 3
+"""Replays in a row that fail before there are no more."""
+
+
+class BucketRunner:
+    """See the module. One thread at a time. reason: why there are no graphs, once that is known of all; "" else."""
+
+    def __init__(self, model: PreTrainedModel, rows: int) -> None:
+        """rows: most rows of a graph. Nothing is captured, and no memory taken, before the first step."""
+        self._model, self._most = unwrapped(model), 1 << max(0, rows - 1).bit_length()
+        self._runtime: Runtime | None = None
+        self._group: BucketGroup | None = None
+        self._key: tuple[Any, ...] = ()
+        self._refused: weakref.WeakKeyDictionary[RetrievalCache, str] = weakref.WeakKeyDictionary()
+        self._failures, self._joined, self.reason = 0, False, ""
+        self._gone: list[int] = []
+        self._turn = threading.Lock()
+
+    @property
+    def replays(self) -> int:
+        """Steps that were replays of the graphs that there are."""
+        return 0 if self._group is None else sum(one.decoder.replays for one in self._group.buckets.values())
+
+    @property
+    def captures(self) -> int:
+        """Graphs that there are."""
+        return 0 if self._group is None else sum(one.decoder.captures for one in self._group.buckets.values())
+
+    @torch.no_grad()
+    def step(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
+
+        As `rows.step`, and raises as that does; CaptureError, too, for a cache with graph=True that no graph serves.
+        Caches of the step before that are not in this one get windows of their own again.
+        """
+        require_rows(caches, torch.as_tensor(tokens), torch.as_tensor(positions))
+        graphed = self._replayed(caches, tokens, positions)
+        apart = [row for row in range(len(caches)) if graphed is None or row not in graphed[0]]
+        if graphed is not None and not apart:
+            return graphed[1]
+        errors: dict[int, Exception] = {}
+        try:
+            own = [caches[row] for row in apart]
+            found = eager_step(self._model, own, [tokens[row] for row in apart], [positions[row] for row in apart])
+        except RowsFailedError as error:
+            found, errors = error.logits, {apart[row]: one for row, one in error.errors.items()}
+        if graphed is not None:
+            logits = found.new_empty(len(caches), found.shape[1])
+            logits[apart], logits[graphed[0]] = found, graphed[1]
+            found = logits
+        if errors:
+            raise RowsFailedError(errors, found)
+        return found
+
+    def close(self) -> None:
+        """Give all caches windows of their own, and let go of graphs and buffers."""
+        with self._turn:
+            self._drop_group()
+
+    @ordinary_tensors
+    def _replayed(
+        self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]
+    ) -> tuple[list[int], Tensor] | None:
+        """The rows that a graph served, in order, and their logits; None: none."""
+        with self._turn:
+            self._let_go()
+            if self._group is not None:
+                self._group.leave_absent(caches)
+            self._joined = False
+            rows = [row for row, cache in enumerate(caches) if not self.reason and self._serves(cache)]
+            try:
+                rows = self._arranged(caches, rows)
+                if not rows or self._group is None:
+                    return None
+                own = [caches[row] for row in rows]
+                logits = self._group.replay(own, [tokens[row] for row in rows], [positions[row] for row in rows])
+            except CaptureError as error:
+                self._end(str(error), caches)
+                return None
+            except BackendError as error:  # whose fault it is shows when the rows are stepped eagerly
+                self._failures += 1
+                log.warning("a step of %d rows is made again, eagerly: %s", len(rows), error)
+                if self._failures == FAILURES:
+                    self._end(f"{FAILURES} replays failed, the last because {error}", caches)
+                return None
+            except BaseException:
+                self._drop_group()  # somewhere between two layers
+                raise
+            self._failures = 0
+            return rows, logits
+
+    def _serves(self, cache: RetrievalCache) -> bool:
+        """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
+        if self._group is not None and id(cache) in self._group.rows:
+            try:
+                cache.require_room(1)
+            except ContextLengthError:
+                return False
+            return True
+        if cache in self._refused:
+            return False
+        try:
+            reason = self._refusal(cache)
+        except CaptureError as error:
+            reason = str(error)
+        except Exception:  # of keys on their way: who steps it eagerly is told
+            return False
+        if reason is None:
+            self._joined = True
+            return True
+        self._refuse(cache, reason)
+        return False
+
+    def _refusal(self, cache: RetrievalCache) -> str | None:
+        """Why no graph may have it, "" for none that is to be told; None: one may."""
+        if cache.config.graph is False:
+            return ""
+        if self._runtime is None:
+            try:
+                self._runtime = runtime_for(self._model)
+            except BackendError as error:
+                return str(error)
+        if self._runtime is None:
+            return "" if cache.config.graph == "auto" else f"the model runs on {input_device(self._model)}"
+        cache.require_room(1)
+        if any(isinstance(layer, StateLayer) for layer in cache.layers):
+            return "rows of a batch with layers that keep a state are not recorded"
+        reason = refusal(self._model, cache)
+        if reason is not None:
+            return reason
+        if isinstance(cache.config.retrieve, float):
+            return "a share of the keys is another number for each row of a batch"
+        for layer in self._layers(cache):
+            layer.finish_index()
+            if window_of(layer).valid is not None:
+                return "a row of a batch has padding"
+        key = signature(self._model, cache, self._runtime), self._likeness(cache)
+        if self._group is not None and key != self._key:
+            if self._group.rows or self._joined:
+                return "rows of a batch differ in shapes or options"
+            self._drop_group()
+        if self._group is None:
+            try:
+                self._group, self._key = BucketGroup(self._model, cache, self._runtime, self._most), key
+            except torch.OutOfMemoryError:
+                return f"there is no memory for the windows of {self._most} rows on {input_device(self._model)}"
+        return None
+
+    def _likeness(self, cache: RetrievalCache) -> tuple[Any, ...]:
+        """What rows must agree in beside shapes: how many keys they attend to, and how."""
+        found: list[Any] = [cache.config.estimates, cache.config.threads]
+        for layer in self._layers(cache):
+            if isinstance(layer, RetrievalLayer):
+                count = retrieved_keys(layer.config, layer.hosts[0], 1)
+                found.append(("most", count.most) if isinstance(count, HeadBudgets) else count)
+        return tuple(found)
+
+    @staticmethod
+    def _layers(cache: RetrievalCache) -> list[Any]:
+        return [layer for _, layer in attending(cache)]
+
+    def _arranged(self, caches: Sequence[RetrievalCache], rows: list[int]) -> list[int]:
+        """Those of the rows that the group has now, in order. Raises CaptureError."""
+        group = self._group
+        if group is None:
+            return []
+        before = set(group.rows)
+        while True:
+            try:
+                problems = group.arrange([caches[row] for row in rows], self._gone_by)
+            except CaptureError as error:
+                problems = {number: error for number, row in enumerate(rows) if id(caches[row]) not in before}
+                problems = problems or self._misfits([caches[row] for row in rows])
+                if not problems:
+                    raise
+            for number, problem in problems.items():
+                if isinstance(problem, CaptureError):
+                    self._refuse(caches[rows[number]], str(problem))
+            if not problems:
+                return rows
+            rows = [row for number, row in enumerate(rows) if number not in problems]
+
+    def _misfits(self, caches: Sequence[RetrievalCache]) -> dict[int, Exception]:
+        """Why some of these, by their number, cannot even be in a graph by themselves."""
+        found: dict[int, Exception] = {}
+        for number, cache in enumerate(caches):
+            try:
+                if self._group is not None:
+                    problems = self._group.arrange([cache], self._gone_by)
+                    found.update((number, problem) for problem in problems.values())
+            except CaptureError as error:
+                found[number] = error
+        return found
+
+    def _refuse(self, cache: RetrievalCache, reason: str) -> None:
+        """This cache is stepped eagerly from now on. Raises CaptureError where a graph was demanded."""
+        if reason and cache.config.graph is True:
+            raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
+        self._refused[cache] = reason
+        if reason:
+            note_eager(self._model, reason)
+
+    def _end(self, reason: str, caches: Sequence[RetrievalCache]) -> None:
+        """No graph any more. Raises CaptureError where one was demanded."""
+        self.reason = reason
+        self._drop_group()
+        for cache in caches:
+            self._refuse(cache, reason)
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
+
+    def _gone_by(self, key: int) -> Any:
+        """What to call once nobody has the cache with this id: at any time, in any thread."""
+        runner = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            self = runner()
+            if self is None or sys.is_finalizing():
+                return
+            self._gone.append(key)
+            if self._turn.acquire(blocking=False):  # else the next step does it
+                try:
+                    self._let_go()
+                finally:
+                    self._turn.release()
+
+        return gone
+
+    def _let_go(self) -> None:
+        while self._gone:
+            key = self._gone.pop()
+            row = None if self._group is None else self._group.rows.get(key)
+            if self._group is not None and row is not None and row.cache is None:
+                self._group.let_go(key)

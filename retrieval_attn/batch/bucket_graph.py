@@ -1,0 +1,294 @@
+"""Bucket: the graphs of a step of so many rows, each of which has a cache of its own, or nobody.
+
+One graph serves whatever rows there are: how long each is, where its codes lie and what the host searches for it is
+read from memory. A row that nobody has attends to its own token, which nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from retrieval_attn.batch.bucket_row import BucketRow
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.host_part import retrieved_keys
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.engine.graph.capture import capture
+from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending
+from retrieval_attn.engine.graph.host import HostResources, HostRow, Retrieve, held_by
+from retrieval_attn.engine.graph.slot import Buffers
+from retrieval_attn.engine.graph.states import GraphState
+from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError, UnsupportedModelError
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """See the module. Implements `Recordable` and `RecordedLayer` of `engine/graph/capture.py`.
+
+    size: how many rows. rows: those that somebody has, by place. kind: what a graph is captured for now.
+    """
+
+    states: Sequence[GraphState] = ()
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        like: RetrievalCache,
+        runtime: Runtime,
+        buffers: Sequence[Buffers],
+        resources: HostResources,
+    ) -> None:
+        """For rows like `like`. buffers: of each layer that attends, all of their rows. resources: of all buckets."""
+        self.size = len(buffers[0][0])
+        self.model = model
+        self.decoder = GraphDecoder(model, like, runtime, buffers, resources)
+        self.cache = _BucketCache(self, like)
+        self.rows: list[BucketRow | None] = [None] * self.size
+        self.kind = StepKind(False, False, 0)
+        self.recording = False
+        self._uploaded = False
+
+    @property
+    def layers(self) -> Sequence[Bucket]:
+        """See `Recordable`: all layers are one."""
+        return (self,)
+
+    def take(self, rows: Sequence[BucketRow], kind: StepKind, changed: Collection[int]) -> None:
+        """Be for these rows from now on. changed: places whose row, or what that retrieves, is another than before.
+
+        Raises CaptureError where the host's parts cannot be planned for all of them together.
+        """
+        self.rows = [None] * self.size
+        for row in rows:
+            self.rows[row.place] = row
+            row.use(self.decoder.slots)
+        places = range(self.size) if kind.retrieves and not self.kind.retrieves else changed
+        self.kind, self._uploaded = kind, False
+        if kind.retrieves:
+            for number in range(len(self.decoder.slots)):
+                self._plan(number, places)
+        self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits (size, vocabulary) float32, in the same memory at every step of a kind; `commit` counts the tokens.
+
+        tokens, positions: int64 (size,), any in places that nobody has. Raises CaptureError where no graph can be
+        captured, BackendError where the host failed, or device and host lost each other: nothing happened then.
+        """
+        decoder = self.decoder
+        if not self._uploaded:
+            self.upload_spans()
+        if self.kind not in decoder.graphs:
+            captured = capture(self, tokens, positions)
+            decoder.captures += 1
+            decoder.graphs[self.kind] = captured
+        graph = decoder.graphs[self.kind]
+        decoder.memory.place(tokens, positions)
+        self._uploaded = False  # until it is known that the tokens count: the device counts them at once
+        graph.replay()
+        decoder.replays += 1
+        decoder.runtime.synchronize()
+        if self.kind.retrieves:
+            decoder.raise_host_error()
+            failure = graph.replay.failure(graph.replay.generation)
+            if failure is not None:
+                raise BackendError(failure)
+        self._uploaded = True
+        return graph.logits
+
+    def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Count a token of every row. Returns work and nanoseconds as `StepMemory.host_meters` does."""
+        for row in self.rows:
+            if row is not None:
+                row.commit()
+        return self.decoder.memory.host_meters()
+
+    def forget(self, place: int | None = None) -> None:
+        """Drop what host parts hold of the row at a place, and of those that are planned with it; None: of all."""
+        for slot in self.decoder.slots:
+            for host in slot.hosts:
+                if place is None or host.rows.start <= place < host.rows.stop:
+                    host.forget()
+
+    def planned_with(self, place: int) -> range:
+        """The places whose host parts are one step with that of `place`."""
+        for slot in self.decoder.slots:
+            for host in slot.hosts:
+                if host.rows.start <= place < host.rows.stop:
+                    return range(host.rows.start, host.rows.stop)
+        return range(place, place + 1)
+
+    def attend(
+        self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
+    ) -> Tensor:
+        """Record the attention of layer `number`, of those that attend. retrieving: it is one that retrieves."""
+        if query.shape[2] != 1:
+            raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
+        slot, max_coded_keys = self.decoder.slots[number], None
+        if self.kind.retrieves and retrieving:
+            if not slot.hosts:
+                like = next(row.layers[number] for row in self.rows if row is not None)
+                slot.make_hosts(like, query, new[1].shape[3], scoring)
+                self._plan(number, range(self.size))
+            if slot.hosts[0].scoring != scoring:
+                raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
+            max_coded_keys = self.kind.max_coded_keys
+        return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False)
+
+    # -- Recordable ----------------------------------------------------------------------------------
+
+    def upload_spans(self) -> None:
+        """Tell the device where the windows' tokens lie, and which rows there are."""
+        spans = np.zeros((len(self.decoder.slots), self.size, 2), np.int32)
+        stored = np.zeros(self.size, np.int32)
+        for place, row in enumerate(self.rows):
+            if row is not None:
+                spans[:, place], stored[place] = row.spans, 1
+        self.decoder.memory.upload_rows(spans, stored)
+        self._uploaded = True
+
+    def drop_pending(self) -> None:
+        """A forward that recorded, or tried to, is over."""
+        for layer in self.cache.layers:
+            if isinstance(layer, _BucketLayer):
+                layer.pending = None
+
+    def add_tail(self) -> None:
+        """Add to the rows' layers what replays have estimated since the last call."""
+        for row in self.rows:
+            if row is not None:
+                row.add_tail()
+
+    def drop_tail(self) -> None:
+        """Forget what was estimated since `add_tail`."""
+        for host in (host for slot in self.decoder.slots for host in slot.hosts):
+            host.take_tail()
+
+    def _plan(self, number: int, places: Collection[int]) -> None:
+        """Plan the host parts of a layer that have some of these places."""
+        for host in self.decoder.slots[number].hosts:
+            if any(host.rows.start <= place < host.rows.stop for place in places):
+                asks = [_ask(row, number) for row in self.rows[host.rows]]
+                host.plan([None if ask is None else ask[0] for ask in asks], _together(asks))
+
+
+def _ask(row: BucketRow | None, number: int) -> tuple[HostRow, int | HeadBudgets | None] | None:
+    """What a row retrieves in a layer, and how many keys; None: nothing."""
+    layers = [] if row is None else row.layers
+    if not layers or not isinstance(layers[number], RetrievalLayer):
+        return None
+    layer = layers[number]
+    (start, stop), path = held_by(layer).ranges[0], layer.hosts[0]
+    if stop <= start:
+        return None
+    return HostRow(path, (start, stop)), retrieved_keys(layer.config, path, stop - start)
+
+
+def _together(counts: Sequence[tuple[HostRow, int | HeadBudgets | None] | None]) -> Retrieve:
+    """How many keys rows attend to that are planned together. Raises CaptureError where that differs."""
+    given = [one[1] for one in counts if one is not None]
+    if not given:
+        return 1
+    budgets = [one for one in given if isinstance(one, HeadBudgets)]
+    numbers = {one for one in given if isinstance(one, int)}
+    if len(budgets) == len(given) and len({one.most for one in budgets}) == 1:
+        # rows without keys get those of another
+        own = iter(budgets)
+        return tuple(budgets[0] if one is None else next(own) for one in counts)
+    if len(numbers) == 1 and not budgets and None not in given:
+        return numbers.pop()
+    raise CaptureError("the rows retrieve different numbers of keys, or all of them")
+
+
+class _BucketCache(Cache):
+    """`past_key_values` of the forward that is recorded. batch.columns: what it says to hold; no token counts it."""
+
+    on_layer = None
+
+    def __init__(self, bucket: Bucket, like: RetrievalCache) -> None:
+        numbers = {number: row for row, (number, _) in enumerate(attending(like))}
+        held: list[Any] = list(like.layers)
+        layers: list[Any] = [
+            _BucketLayer(bucket, numbers[number], isinstance(layer, RetrievalLayer), layer.is_sliding)
+            for number, layer in enumerate(held)
+        ]
+        super().__init__(layers=layers)
+        self.batch = SimpleNamespace(columns=0)
+        for layer in layers:
+            layer.batch = self.batch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        if layer_idx >= len(self.layers):
+            raise CacheMismatchError(f"These rows have no keys for layer {layer_idx}, where the model stores some.")
+        layer: Any = self.layers[layer_idx]
+        keys, values = layer.update(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `batch`."""
+        return int(self.batch.columns)
+
+
+class _BucketLayer(CacheLayerMixin, AttendingLayer):
+    """One layer of all rows, as transformers sees it."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, bucket: Bucket, number: int, retrieving: bool, sliding: bool) -> None:
+        super().__init__()
+        self._bucket, self._number, self._retrieving, self.is_sliding = bucket, number, retrieving, sliding
+        self.pending: Buffers | None = None
+        self.batch: Any = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note the new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        self.pending = (key_states, value_states)
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Record: each row's new token to its own tokens, (rows, q_heads, 1, value_dim)."""
+        if self.pending is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
+                "keys and values between layers are not served."
+            )
+        new, self.pending = self.pending, None
+        scoring = Scoring(scale, softcap)
+        return self._bucket.attend(self._number, query, new, scoring, sink_logits, retrieving=self._retrieving)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return int(self.batch.columns)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True

@@ -1,0 +1,177 @@
+"""BucketGroup: rows of one shape that decode in graphs: their window buffers, their buckets, and who is where."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrieval_attn.batch.bucket_graph import Bucket
+from retrieval_attn.batch.bucket_row import BucketRow, StepCosts
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.graph.decoder import StepKind, attending
+from retrieval_attn.engine.graph.host import HostResources
+from retrieval_attn.engine.graph.slot import slot_buffers
+from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.codes.search import size_class
+
+__all__ = ["BucketGroup"]
+
+SHRINK_AFTER = 32
+"""Steps for which a smaller graph would have done before it is taken: rows come and go."""
+
+
+class BucketGroup:
+    """See the module. buckets: by their size. rows: who is in a graph, by the id of the cache."""
+
+    def __init__(self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int) -> None:
+        """like: a cache of the shape. most: rows at most, a power of 2. Raises torch.OutOfMemoryError."""
+        self._model, self._like_options, self._runtime = model, like.config, runtime
+        layers = attending(like)
+        self.buffers = [slot_buffers(layer, most) for _, layer in layers]
+        self.buckets: dict[int, Bucket] = {}
+        self.rows: dict[int, BucketRow] = {}
+        self._most, self._resources = most, HostResources(runtime, default_pool())
+        self._costs = StepCosts(len(layers))
+        self._bucket: Bucket | None = None
+        self._changed: set[int] = set()
+        self._smaller = 0  # steps in a row that a smaller bucket would have served
+        self._retrieves, self._max_coded_keys = False, 0
+
+    def arrange(
+        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]]
+    ) -> dict[int, Exception]:
+        """Be for these caches, as far as there are places: others leave, new ones join, full windows spill.
+
+        gone: what to call for a cache, by its id, once nobody has it. Returns why caches, by their number, are not in.
+        Raises CaptureError where they cannot be together.
+        """
+        self.leave_absent(caches)
+        problems: dict[int, Exception] = {}
+        joining: list[tuple[int, RetrievalCache]] = []
+        for number, cache in enumerate(caches):
+            row = self.rows.get(id(cache))
+            if row is None:
+                joining.append((number, cache))
+            elif row.room == 0 and not row.stale:
+                self._try(number, id(cache), row.make_room, problems)
+                self._changed.add(row.place)
+        room = self._most - len(self.rows)
+        problems.update((number, CaptureError(f"{self._most} rows are in the graph")) for number, _ in joining[room:])
+        joining = joining[:room]
+        bucket = self._take_bucket(len(self.rows) + len(joining), caches[0])
+        for number, cache in joining:
+            row = BucketRow(cache, self._costs, gone(id(cache)))
+            self.rows[id(cache)] = row
+            place = self._free_place(bucket.size)
+            self._try(number, id(cache), functools.partial(row.move_in, self.buffers, place), problems)
+            self._changed.add(place)
+        for number, cache in enumerate(caches):
+            row = self.rows.get(id(cache))
+            if row is not None and row.stale:
+                self._changed.add(row.place)
+                self._try(number, id(cache), functools.partial(row.move_in, self.buffers, row.place), problems)
+        self._plan(bucket)
+        return problems
+
+    def replay(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits (rows, vocabulary) float32 after one token in each cache, all of which `arrange` took in.
+
+        Raises CaptureError where no graph can be captured, BackendError where the host or the exchange failed: the
+        tokens then did not happen.
+        """
+        bucket = self._bucket
+        assert bucket is not None
+        places = [self.rows[id(cache)].place for cache in caches]
+        inputs = torch.zeros(2, bucket.size, dtype=torch.int64)
+        inputs[:, places] = torch.tensor([list(tokens), list(positions)], dtype=torch.int64)
+        with using_retrieval(self._model, self._like_options.prefill_chunk):
+            logits = bucket.step(*inputs)
+        retrieving = sum(row.retrieves for row in self.rows.values())
+        work = bucket.commit()
+        if retrieving:
+            self._costs.add(*work, retrieving)
+        return logits[torch.tensor(places, device=logits.device)]
+
+    def leave_absent(self, caches: Sequence[RetrievalCache]) -> None:
+        """Let all others go."""
+        wanted = {id(cache) for cache in caches}
+        for key in [key for key in self.rows if key not in wanted]:
+            self.leave(key)
+
+    def leave(self, key: int) -> None:
+        """Give the cache with this id its windows back, if there is still somebody who has it."""
+        row = self.rows.pop(key)
+        if row.place >= 0:
+            self._changed.add(row.place)
+        row.leave()
+
+    def let_go(self, key: int) -> None:
+        """Nobody has this cache any more: nothing keeps what the host searched for it."""
+        row = self.rows.pop(key, None)
+        if row is not None and row.place >= 0 and self._bucket is not None:
+            self._bucket.forget(row.place)
+            self._changed.update(self._bucket.planned_with(row.place))
+
+    def close(self) -> None:
+        """Let all go."""
+        for key in list(self.rows):
+            self.leave(key)
+        for bucket in self.buckets.values():
+            bucket.forget()
+
+    def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
+        """Do something for a row; one that fails leaves."""
+        try:
+            do()
+        except Exception as error:
+            problems[number] = error
+            self.leave(key)
+
+    def _take_bucket(self, rows: int, like: RetrievalCache) -> Bucket:
+        """The bucket of the next step. Rows beyond the end of one that is smaller than the last move."""
+        needed, size = 1 << max(0, rows - 1).bit_length(), 0 if self._bucket is None else self._bucket.size
+        self._smaller = self._smaller + 1 if needed < size else 0
+        if size < needed or self._smaller > SHRINK_AFTER:
+            size, self._smaller = needed, 0
+            if self._bucket is not None:
+                self._bucket.add_tail()
+                self._bucket.forget()
+            for row in self.rows.values():
+                if row.place >= size:
+                    row.move_in(self.buffers, self._free_place(size))
+            if size not in self.buckets:
+                buffers = [(key[:size], value[:size]) for key, value in self.buffers]
+                self.buckets[size] = Bucket(self._model, like, self._runtime, buffers, self._resources)
+            self._bucket = self.buckets[size]
+            self._changed = set(range(size))
+        assert self._bucket is not None
+        return self._bucket
+
+    def _free_place(self, size: int) -> int:
+        """A place of a bucket that nobody has, in the half with fewer rows: host and device work on one each."""
+        taken = {row.place for row in self.rows.values()}
+        halves = range(size // 2), range(size // 2, size)
+        free = [[place for place in half if place not in taken] for half in halves]
+        return max(free, key=len)[0]
+
+    def _plan(self, bucket: Bucket) -> None:
+        """Tell the bucket of its rows, if something changed."""
+        rows = list(self.rows.values())
+        if not self._changed or not rows:
+            return
+        # never less than before: what a search is recorded for may decide which keys a few more are
+        self._retrieves |= any(row.retrieves for row in rows)
+        coded = max(row.coded_keys for row in rows)
+        self._max_coded_keys = max(self._max_coded_keys, size_class(coded) if coded else 0)
+        kind = StepKind(self._retrieves, False, self._max_coded_keys)
+        changed, self._changed = {place for place in self._changed if place < bucket.size}, set(range(bucket.size))
+        bucket.take(rows, kind, changed)
+        self._changed = set()

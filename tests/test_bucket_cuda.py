@@ -1,0 +1,116 @@
+"""Rows of a batch in real CUDA graphs: as alone, no graph for who joins or leaves, no bit changed by the others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from retrieval_attn.batch import bucket
+from retrieval_attn.batch.bucket import BucketRunner
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.request import Request
+from tests.graph_cases import DEVICE
+from tests.test_bucket import KINDS, Rows
+from tests.test_engine import CONFIG, alone, ids, llm_of
+from tests.test_rows import Pair, read
+from tests.tiny_models import build_model
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiled", "fresh_decoders")]
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 64), (8, 1, 128)], ids=["groups of 4", "groups of 8"])
+@pytest.mark.parametrize("kind", ["flat", "device", "device, no estimates", "by heads"])
+def test_rows_join_leave_and_lose_tokens(kind: str, heads: tuple[int, int, int], host_callback: str) -> None:
+    """Forty steps with random members."""
+    q_heads, kv_heads, head_dim = heads
+    options = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    rows = Rows(build_model("llama", max_position_embeddings=8192, **options).cuda(), [50, 900, 6000], **KINDS[kind])
+    chance = random.Random(kind)
+    for step in range(40):
+        if step in (5, 20):
+            rows.pairs.append(Pair(rows.model, rows.pairs[1].row.fork()))
+            rows.pairs[-1].token = 7 + step
+        present = [pair for pair in rows.pairs if chance.random() < 0.8] or rows.pairs
+        chance.shuffle(present)
+        rows.steps(present, 1)
+        if chance.random() < 0.1:
+            chance.choice(rows.pairs).crop(chance.randint(1, 5))
+    assert (rows.runner.replays, rows.runner.reason) == (40, "") and rows.runner.captures <= 4
+    rows.check_books()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3", "mistral_sliding"])
+def test_rows_of_other_models_are_as_alone(name: str) -> None:
+    rows = Rows(build_model(name).cuda(), [20, 60, 150, 700])
+    rows.steps(rows.pairs, 24)
+    if name != "gpt_oss":  # whose experts may look at values on the CPU
+        assert rows.runner.replays == 24
+    rows.check_books()
+
+
+@pytest.mark.parametrize("kind", ["flat", "device"])
+def test_the_others_change_no_bit(kind: str) -> None:
+    """In a bucket of four, bfloat16: whoever has the other rows, long or short, or nobody."""
+    model = build_model("llama", head_dim=64, num_attention_heads=8, max_position_embeddings=8192).cuda().bfloat16()
+    caches = [read(model, tokens, seed, **KINDS[kind]) for seed, tokens in enumerate([90, 700, 3000, 40, 3900])]
+    seen: list[list[torch.Tensor]] = []
+    for company in ((0, 1, 3), (1, 2, 4), (0, 2), (3, 4)):
+        runner, row, found = BucketRunner(model, 4), caches[2].fork(), []
+        present = [caches[company[0]].fork(), row, *(caches[other].fork() for other in company[1:])]
+        for token in range(10):
+            places = [cache.get_seq_length() for cache in present]
+            found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
+        seen.append(found)
+        assert runner.reason == "" and runner.replays == 10
+        runner.close()
+    for found in seen[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(found, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("index", ["auto", "device"])
+def test_an_engine_decodes_by_graphs(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is the one that its request gets alone."""
+    llm = llm_of(CONFIG.replace(**(DEVICE if index == "device" else {})))
+    llm.model = build_model("llama", head_dim=64).cuda()
+    document = ids(600, 1)
+    requests = [Request((document, ids(5 + number, number)), 6 + 5 * number) for number in range(6)]
+    eager: list[int] = []
+    real = bucket.eager_step
+
+    def watched(model: Any, caches: Any, *given: Any) -> torch.Tensor:
+        eager.append(len(caches))
+        return real(model, caches, *given)
+
+    monkeypatch.setattr(bucket, "eager_step", watched)
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
+        engine.check()
+    assert eager == []
+    for request, one in zip(requests, found, strict=True):
+        assert one.error is None and one.tokens == alone(llm, request).tokens
+
+
+def test_memory_stays_as_rows_come_and_go() -> None:
+    """Three hundred rows, one after the other, beside one that stays."""
+    model = build_model("llama", head_dim=64).cuda()
+    rows = Rows(model, [300], index="flat")
+    base = read(model, 400, 5, index="flat")
+    held = []
+    for number in range(300):
+        other = base.fork()
+        for _ in range(2):
+            places = [rows.pairs[0].row.get_seq_length(), other.get_seq_length()]
+            rows.runner.step([rows.pairs[0].row, other], [5, 6], places)
+        del other
+        if number in (20, 299):
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+    assert held[1] <= held[0] + (1 << 16) and rows.runner.captures == 1

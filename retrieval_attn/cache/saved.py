@@ -31,6 +31,7 @@ from retrieval_attn.errors import InputDataError, StoreMismatchError
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.placement import execution_device, input_device
 from retrieval_attn.offload.codes import DeviceCoder, SentCodes, beside
+from retrieval_attn.offload.staging import brought
 from retrieval_attn.offload.staging import sent as sent_array
 
 Array = npt.NDArray[Any]
@@ -205,8 +206,7 @@ def _array(tensor: Tensor) -> Array:
     """A copy on the host that no later step changes."""
     integers = _AS_INTEGERS.get(tensor.dtype)
     plain = tensor.detach() if integers is None else tensor.detach().view(integers)
-    copied: Array = plain.cpu().numpy().copy() if plain.device.type == "cpu" else plain.contiguous().cpu().numpy()
-    return copied
+    return brought(plain)
 
 
 def _tensor(array: Array, dtype: str, device: torch.device) -> Tensor:

@@ -120,6 +120,31 @@ def sent(array: np.ndarray, device: torch.device) -> Tensor:
     return room.to(device, non_blocking=True)
 
 
+def brought(tensor: Tensor) -> np.ndarray:
+    """A copy on the host of what a tensor, of a dtype that NumPy knows, has when the current stream's work is done.
+
+    The calling thread waits beside the driver: within it, in a copy to ordinary memory, it would hold up threads that
+    launch, until all that they launched is done.
+    """
+    if tensor.device.type != "cuda" or not tensor.nbytes:
+        return np.array(tensor.detach().cpu().numpy(), copy=True)
+    here, stream = torch.cuda.current_stream(tensor.device), _bringing_stream(tensor.device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream), torch.no_grad():
+        held = pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        held.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(stream)
+        done = torch.cuda.Event(blocking=True)
+        done.record(stream)
+    done.synchronize()
+    return held.numpy().copy()
+
+
+@functools.cache
+def _bringing_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def pinned(size: int) -> Tensor:
     """uint8 (size,), any contents; ordinary memory where pinned memory is refused, which is said once."""
     try:

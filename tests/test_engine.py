@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,8 @@ from retrieval_attn.errors import (
 )
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
-from tools.engine_schedules import CONFIG, run, schedule_of, wrong
+from tools.engine_actions import watched
+from tools.engine_schedules import CONFIG, Library, run, schedule_of, wrong
 
 
 def llm_of(config: ra.Config = CONFIG) -> Any:
@@ -82,13 +84,16 @@ def test_every_answer_is_the_one_it_gets_alone(index: str, shared_bytes: int) ->
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_schedules(seed: int) -> None:
+def test_random_schedules(seed: int, tmp_path: Path) -> None:
     """Requests that come and go at any time, from several threads; `tools/engine_schedules.py` runs more."""
     model = llm_of().model
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    schedule = schedule_of(seed, 8, vocabulary)
+    schedule = schedule_of(seed, 8, vocabulary, contexts=True)
     llm = llm_of(CONFIG.replace(index=schedule.index))
-    assert wrong(llm, schedule, run(llm, schedule)) == []
+    with watched() as actions:
+        found = run(llm, schedule, Library(tmp_path, vocabulary), actions)
+    assert wrong(llm, found) == []
+    assert actions["open"], actions
 
 
 def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 python -m tools.engine_schedules --schedules 500
 
-Of each schedule, arrivals, lengths, shared documents, sampling, cancels, the number of slots, the memory for shared
-prefixes and the kind of index are random; a tiny model in float32 with seeded weights. Exit status 1 and the seed for
-the first answer that differs.
+Of each schedule, arrivals, lengths, documents that begin alike, saved contexts, saves, sampling, cancels, slots, pages,
+the memory for requests and for shared prefixes and the kind of index are random; a tiny model in float32 with seeded
+weights. What is alone reads everything itself: nothing shared, no store. Prints how often rows were parked, windows
+spilled, spans split, nodes evicted, contexts opened and saved, and requests cancelled in each state. Exit status 1 and
+the seed for the first answer that differs.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -23,47 +27,92 @@ import retrieval_attn as ra
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.store import ContextStore
+from tools.engine_actions import Actions, watched
 
 CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)
 STOP = frozenset({3})
+SAVED_TOKENS = (150, 600)
+"""Of the saved contexts that requests name."""
+MOST_TOKENS = 800
+"""Of a request, its saved context and its answer: what memory must have room for, or it is refused."""
+
+
+class Coming(NamedTuple):
+    """A request and when it comes; when it is cancelled, None: never; whether its document is saved and asked again."""
+
+    request: Request
+    seconds: float
+    cancel: float | None = None
+    save: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """requests, and for each when it comes and when it is cancelled: seconds, None for never."""
+    """What comes, and what the engine has for it. host_tokens: that its memory has room for; None: as much as it is."""
 
-    requests: list[Request]
-    arrivals: list[float]
-    cancels: list[float | None]
+    seed: int
+    coming: list[Coming]
     rows: int
+    pages: int
+    host_tokens: int | None
     shared_bytes: int
     index: str
 
+    @property
+    def requests(self) -> list[Request]:
+        """All that come."""
+        return [one.request for one in self.coming]
 
-def schedule_of(seed: int, count: int, vocabulary: int) -> Schedule:
-    """The schedule of a seed."""
+
+class Answered(NamedTuple):
+    """What came of a request. alone: the request that must have the same answer, or one that begins so if cancelled."""
+
+    alone: Request
+    found: Finished
+    cancelled: bool
+
+
+def _ids(chance: random.Random, tokens: int, vocabulary: int) -> tuple[int, ...]:
+    return tuple(chance.randrange(4, vocabulary) for _ in range(tokens))
+
+
+def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) -> Schedule:
+    """The schedule of a seed. contexts: requests name saved ones, too."""
     chance = random.Random(seed)
-
-    def ids(tokens: int) -> tuple[int, ...]:
-        return tuple(chance.randrange(4, vocabulary) for _ in range(tokens))
-
-    documents = [ids(chance.randrange(70, 500)) for _ in range(3)]
-    turns = [ids(chance.randrange(5, 90)) for _ in range(3)]
-    requests = []
+    documents = [_ids(chance, chance.randrange(70, 500), vocabulary) for _ in range(2)]
+    same = chance.randrange(64, len(documents[0]) + 1)
+    documents.append(documents[0][:same] + _ids(chance, chance.randrange(5, 90), vocabulary))
+    turns = [_ids(chance, chance.randrange(5, 90), vocabulary) for _ in range(3)]
+    coming = []
     for _ in range(count):
-        tail = ids(chance.randrange(1, 40))
-        shared = (chance.choice(documents), chance.choice(turns))[: chance.choice((0, 0, 1, 1, 2))]
+        tail = _ids(chance, chance.randrange(1, 40), vocabulary)
+        context = f"saved-{chance.randrange(len(SAVED_TOKENS))}" if contexts and chance.random() < 0.3 else None
+        documented = () if context is not None else (chance.choice(documents),)
+        shared = (*documented, chance.choice(turns))[: chance.choice((0, 1, 1, 2, 2))]
         draw = RowDraw(0.8, top_k=9, top_p=0.95, seed=chance.randrange(99)) if chance.random() < 0.3 else RowDraw()
-        priority: Any = chance.choice(("interactive", "interactive", "batch"))
-        owner = chance.choice("ab")
-        length = chance.randrange(1, 14)
-        requests.append(Request((*shared, tail), length, draw, stop_ids=STOP, owner=owner, priority=priority))
+        request = Request(
+            (*shared, tail),
+            chance.choice((1, chance.randrange(1, 14), chance.randrange(10, 40))),
+            draw,
+            stop_ids=STOP if chance.random() < 0.5 else frozenset(),
+            namespace=chance.choice((None, "", "", "x")),
+            owner=chance.choice("ab"),
+            priority=chance.choice(("interactive", "interactive", "batch")),
+            context=context,
+        )
+        cancel = chance.random() * chance.choice((0.01, 0.1, 0.4)) if chance.random() < 0.25 else None
+        save = contexts and len(shared) > 0 and context is None and chance.random() < 0.3
+        coming.append(Coming(request, chance.random() * chance.choice((0.02, 0.2)), cancel, save))
+    rows = chance.choice((1, 2, 3, 8))
     return Schedule(
-        requests,
-        [chance.random() * 0.02 for _ in requests],
-        [chance.random() * 0.05 if chance.random() < 0.25 else None for _ in requests],
-        chance.choice((1, 2, 3, 8)),
-        chance.choice((0, 40_000, 1 << 26)),
+        seed,
+        coming,
+        rows,
+        rows + chance.choice((0, 1, 2)),
+        chance.choice((None, None, MOST_TOKENS, 2 * MOST_TOKENS)),
+        chance.choice((0, 40_000, 300_000, 1 << 26)),
         chance.choice(("auto", "flat", "device")),
     )
 
@@ -73,45 +122,90 @@ def llm_of(model: Any, tokenizer: Any, index: str) -> Any:
     return SimpleNamespace(model=model, tokenizer=tokenizer, config=CONFIG.replace(index=index))
 
 
-def run(llm: Any, schedule: Schedule) -> list[Finished]:
+class Library:
+    """Saved contexts for schedules, the same texts for each kind of index, in folders of their own."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        chance = random.Random(99)
+        self.texts = {f"saved-{number}": _ids(chance, n, vocabulary) for number, n in enumerate(SAVED_TOKENS)}
+        self._folder = folder
+
+    def store(self, llm: Any) -> ContextStore:
+        """With all texts, as this model reads them."""
+        folder = self._folder / llm.config.index
+        store = ContextStore(folder)
+        if not folder.exists():
+            for name, text in self.texts.items():
+                context = ra.Context(llm.model, llm.tokenizer, llm.config)
+                context.read(text, progress=False, save=name, store=store)
+        return store
+
+    def alone(self, request: Request) -> Request:
+        """The request with its context as a part that is read."""
+        if request.context is None:
+            return request
+        return replace(request, parts=(self.texts[request.context], *request.parts), context=None)
+
+
+def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: Actions | None = None) -> list[Answered]:
     """All requests of a schedule by one engine, whose books are checked after each."""
     limits = replace(
-        default_limits(llm.model, llm.config), rows=schedule.rows, pages=schedule.rows + 1, inter_token_seconds=0.01
+        default_limits(llm.model, llm.config), rows=schedule.rows, pages=schedule.pages, inter_token_seconds=0.01
     )
-    found: dict[int, Finished] = {}
+    if schedule.host_tokens is not None:
+        limits = replace(limits, host_bytes=schedule.host_tokens * limits.token_bytes)
+    store = None if library is None else library.store(llm)
+    found: dict[int, list[Answered]] = {}
     errors: list[BaseException] = []
-    with Engine(llm, limits=limits, shared_bytes=schedule.shared_bytes) as engine:
+    with Engine(llm, limits=limits, shared_bytes=schedule.shared_bytes, store=store) as engine:
 
         def ask(number: int) -> None:
             try:
+                request, seconds, cancel, save = schedule.coming[number]
                 pause = threading.Event()
-                pause.wait(schedule.arrivals[number])
-                ticket = engine.submit(schedule.requests[number])
-                if (seconds := schedule.cancels[number]) is not None:
-                    pause.wait(seconds)
+                pause.wait(seconds)
+                ticket = engine.submit(request)
+                if cancel is not None:
+                    pause.wait(cancel)
                     ticket.cancel()
-                found[number] = ticket.result()
+                alone = request if library is None else library.alone(request)
+                found[number] = [Answered(alone, ticket.result(), cancel is not None)]
                 engine.check()
+                if save:
+                    found[number] += asked_again(engine, f"made-{schedule.seed}-{number}", request, actions)
+                    engine.check()
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(schedule.requests))]
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(schedule.coming))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     if errors:
         raise errors[0]
-    return [found[number] for number in range(len(schedule.requests))]
+    return [one for number in range(len(schedule.coming)) for one in found[number]]
 
 
-def wrong(llm: Any, schedule: Schedule, found: list[Finished]) -> list[int]:
+def asked_again(engine: Engine, name: str, request: Request, actions: Actions | None) -> list[Answered]:
+    """Save the document of a request, if the engine still has it, and ask about what was saved."""
+    try:
+        engine.save(name, request.parts[0], namespace=request.namespace)
+    except InputDataError:
+        return []
+    if actions is not None:
+        actions.note("save")
+    again = engine.submit(replace(request, parts=request.parts[1:], context=name))
+    return [Answered(request, again.result(), False)]
+
+
+def wrong(llm: Any, answers: list[Answered]) -> list[int]:
     """Numbers of answers that are not those of the request alone; a cancelled one must be a beginning of it."""
     differ = []
-    for number, (request, one) in enumerate(zip(schedule.requests, found, strict=True)):
+    for number, (request, one, cancelled) in enumerate(answers):
         with Engine(llm, shared_bytes=0) as engine:
             expected = engine.submit(request).result()
-        if one.reason == "cancelled" and schedule.cancels[number] is not None:
+        if one.reason == "cancelled" and cancelled:
             right = one.tokens == expected.tokens[: len(one.tokens)]
         else:
             right = (one.tokens, one.text, one.reason) == (expected.tokens, expected.text, expected.reason)
@@ -133,16 +227,19 @@ def main() -> int:
     model = tiny_model("llama")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokenizer, answers, cached = number_tokenizer(vocabulary), 0, 0
-    for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule"):
-        schedule = schedule_of(seed, args.requests, vocabulary)
-        llm = llm_of(model, tokenizer, schedule.index)
-        found = run(llm, schedule)
-        if differ := wrong(llm, schedule, found):
-            print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
-            return 1
-        answers += len(found)
-        cached += sum(one.cached_tokens > 0 for one in found)
+    with tempfile.TemporaryDirectory() as folder, watched() as actions:
+        library = Library(Path(folder), vocabulary)
+        for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule", mininterval=10):
+            schedule = schedule_of(seed, args.requests, vocabulary, contexts=True)
+            llm = llm_of(model, tokenizer, schedule.index)
+            found = run(llm, schedule, library, actions)
+            if differ := wrong(llm, found):
+                print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
+                return 1
+            answers += len(found)
+            cached += sum(one.found.cached_tokens > 0 for one in found)
     print(f"{args.schedules:,} schedules, {answers:,} answers, {cached:,} with a shared beginning: all as alone")
+    print(actions)
     return 0
 
 

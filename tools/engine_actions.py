@@ -1,0 +1,89 @@
+"""What an engine did while it was watched, counted: proof that a random run went where it should."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from retrieval_attn.batch import saved_text
+from retrieval_attn.batch.scheduler import Scheduler, StepPlan
+from retrieval_attn.batch.tree import Tree
+from retrieval_attn.cache.held import HeldTokens
+
+__all__ = ["Actions", "watched"]
+
+
+class Actions:
+    """Counts by name. Any thread."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> int:
+        """How often it happened."""
+        return self._counts[name]
+
+    def note(self, name: str, more: int = 1) -> None:
+        """It happened."""
+        if more:
+            with self._lock:
+                self._counts[name] += more
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {count:,}" for name, count in sorted(self._counts.items()))
+
+
+@contextmanager
+def watched() -> Iterator[Actions]:
+    """Counts of all engines of this process meanwhile.
+
+    park, resume: of rows. spill: of a layer's window to the host. split: nodes of a tree that begin inside another's
+    span. evict: nodes. open: of saved contexts. cancelled while STATE: by who asked. joint step: of several rows.
+    """
+    actions = Actions()
+
+    def planned(plan: StepPlan, *_: Any) -> None:
+        actions.note("park", len(plan.park))
+        actions.note("resume", len(plan.resume))
+        actions.note("joint step", len(plan.decode) > 1)
+
+    def cancelled(_: Any, scheduler: Scheduler, job: str) -> None:
+        actions.note(f"cancelled while {scheduler.state(job).value}")
+
+    def inserted(node: Any, *_: Any, **__: Any) -> None:
+        actions.note("split", node.parent.parent is not None and node.at < len(node.parent))
+
+    def evicted(after: int, tree: Tree, *_: Any, **__: Any) -> None:
+        actions.note("evict", after > 0)
+
+    watch: list[tuple[Any, str, Callable[..., None] | None, Callable[..., None] | None]] = [
+        (Scheduler, "tick", None, planned),
+        (Scheduler, "abort", cancelled, None),
+        (Tree, "insert", None, inserted),
+        (Tree, "evict", None, evicted),
+        (HeldTokens, "spill", None, lambda *_: actions.note("spill")),
+        (saved_text, "open_chain", None, lambda *_, **__: actions.note("open")),
+    ]
+    with ExitStack() as stack:
+        for owner, name, before, after in watch:
+            stack.enter_context(patch.object(owner, name, _beside(getattr(owner, name), before, after)))
+        yield actions
+
+
+def _beside(
+    work: Callable[..., Any], before: Callable[..., None] | None, after: Callable[..., None] | None
+) -> Callable[..., Any]:
+    def watching(*given: Any, **options: Any) -> Any:
+        if before is not None:
+            before(None, *given, **options)
+        found = work(*given, **options)
+        if after is not None:
+            after(found, *given, **options)
+        return found
+
+    return watching

@@ -135,6 +135,22 @@ def test_who_waits_for_a_read_gives_it_its_own_time() -> None:
         assert slow.result().reason == "length"
 
 
+@pytest.mark.parametrize("index", ["flat", "sketch", "roargraph", "device"])
+@pytest.mark.parametrize("before", [((60,), 40), ((700, 5), 20)], ids=["a question", "a turn longer than the document"])
+def test_what_others_asked_changes_nothing(index: str, before: tuple[tuple[int, ...], int]) -> None:
+    """To the bit: others do not insert into the indexes of a shared text, nor build them anew."""
+    llm, document = llm_of(CONFIG.replace(index=index)), ids(400, 1)
+    parts, tokens = before
+    first = Request((document, *(ids(count, count) for count in parts)), tokens, stop_ids=frozenset())
+    request = Request((document, ids(8, 3)), 30, RowDraw(logprobs=4), stop_ids=frozenset())
+    with Engine(llm, shared_bytes=0) as engine:
+        expected = list(engine.submit(request))
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        engine.submit(first).result()
+        ticket = engine.submit(request)
+        assert list(ticket) == expected and ticket.result().cached_tokens == 400
+
+
 def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:
     llm = llm_of()
     with Engine(llm, shared_bytes=300_000) as engine:

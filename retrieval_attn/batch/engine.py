@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -139,16 +140,14 @@ class Engine:
         tokens = 0 if saved is None else saved.tokens
         forgotten = 0 if saved is None else saved.forgotten_tokens
         self._empty.require_room(tokens - forgotten + request.prompt_tokens + request.max_tokens)
+        number = str(next(self._numbers))
+        ticket = Ticket(number, lambda: self._abort(number))
+        row = Row(request, ticket, self._loop, saved)
+        # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
+        job = Job(number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, request.owner, request.priority)
         with self._changed:
             if self._closing or self._died is not None:
                 raise EngineFullError("The engine is closed; make another.") from self._died
-            number = str(next(self._numbers))
-            ticket = Ticket(number, lambda: self._abort(number))
-            # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
-            row = Row(request, ticket, self._loop, saved)
-            job = Job(
-                number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, request.owner, request.priority
-            )  # fmt: skip
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
             self._changed.notify_all()
@@ -289,6 +288,9 @@ class Engine:
                 names = list(fed)
                 for place, cause in error.errors.items():
                     self._fail(names[place], cause, failed)
+            except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
+                for name in fed:
+                    self._fail(name, error, failed)
         alive = [(number, row) for number, row in rows.items() if number not in failed]
         if not alive:
             return [], [], time.perf_counter() - began

@@ -183,6 +183,7 @@ class Row:
 
     def _go_on(self, whole: RetrievalCache, tree: Tree | None) -> None:
         """A fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such."""
+        whole.seal()
         self.cache = whole.fork()
         if tree is not None:
             self._share(tree, whole, time.perf_counter() - self._part_began)

@@ -110,6 +110,17 @@ class RetrievalCache(LayeredCache):
         other.on_layer = other.on_chunk = None
         return other
 
+    def seal(self) -> None:
+        """From now on forks are continued, this cache is not, and no fork changes what others find in what they share.
+
+        (Forks otherwise insert into shared indexes what has left their windows, which changes what a search finds a
+        little.)
+        """
+        for layer in self.layers:
+            if isinstance(layer, RetrievalLayer) and layer.held is not None:
+                for host in layer.held.hosts:
+                    host.seal()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many.
 

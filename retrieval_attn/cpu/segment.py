@@ -62,7 +62,8 @@ class Segment:
 
     Tokens [0, length) are written. Only the owner appends, and only until `freeze`. The index may be
     extended by any path that shares the segment: it covers tokens that no longer change, and each search is
-    limited to the part that its path sees.
+    limited to the part that its path sees. But what an index finds among old keys depends on what was inserted since:
+    where no path may see anything of the others, `seal` ends that.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Segment:
         to."""
         self.fmt = fmt
         self.length = 0
-        self.frozen = False
+        self.frozen = self.sealed = False
         self.is_hole = False
         """Whether it stands for tokens that nothing reads any more: their numbers are gone, and it has no memory."""
         self.grown: tuple[int, ...] = ()
@@ -145,7 +146,7 @@ class Segment:
 
     def extend_index(self, stop: int) -> None:
         """Insert the tokens between the end of the index and `stop`, if there is an index."""
-        if self._index is not None:
+        if self._index is not None and not self.sealed:
             self._extended(self._index.first, stop)
 
     def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any], each: Each = map) -> None:
@@ -166,6 +167,10 @@ class Segment:
     def freeze(self) -> None:
         """No more appends: from now on several paths may use the segment."""
         self.frozen = True
+
+    def seal(self) -> None:
+        """Freeze, and the index stays as it is: tokens behind its end are scanned, at most a window of them."""
+        self.frozen = self.sealed = True
 
     def truncate(self, length: int) -> None:
         """Drop tokens from `length` on, to be overwritten; freezes if the index cannot forget them."""
@@ -221,13 +226,14 @@ class Segment:
     def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
         """Tokens [low, high) as a step takes them, with ids from `first` + low on.
 
-        Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first.
+        Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first, unless it is
+        sealed.
         """
         whole = SearchRange(self.keys, self.values, low, high, first)
         index = self._index
         if index is None or all(head.exact for head in index.heads) or index.first >= high:
             return [whole]
-        if high - index.stop > most_tail and low < index.stop:
+        if high - index.stop > most_tail and low < index.stop and not self.sealed:
             index = self._extended(low, high)
         if low >= index.stop:
             return [whole]
@@ -252,19 +258,24 @@ class Segment:
         return tails[2] if len(tails[2]) == len(index.heads) else None
 
     def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
-        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one or two disjoint results.
+        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one to three disjoint results.
 
         The index answers for what it covers, after the tokens between its end and `stop` were inserted.
-        Tokens before its first, or a range that begins inside it, are scanned exactly.
+        Tokens before its first, or a range that begins inside it, are scanned exactly; of a sealed segment also those
+        behind the index.
         """
-        index = self._extended(start, stop)
+        sealed = self._index if self.sealed else None
+        index = self._extended(start, stop) if sealed is None else sealed
         hits = []
+        if index.stop < stop:
+            hits.append(self._scan(queries, k, max(start, index.stop), stop))
+            stop = max(start, index.stop)
         if start < index.first:
             hits.append(self._scan(queries, k, start, min(stop, index.first)))
         if stop <= index.first:
             return hits
         if start > index.first:
-            return [self._scan(queries, k, start, stop)]
+            return [*hits, self._scan(queries, k, start, stop)] if start < stop else hits
         kind = type(index.heads[0])
         # heads may have got different kinds, each the one that answers it best
         together = kind if all(type(head) is kind for head in index.heads) else base.KeyIndex

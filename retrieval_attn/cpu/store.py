@@ -223,6 +223,11 @@ class SequenceKV:
         other._length = self._length
         return other
 
+    def seal(self) -> None:
+        """Nothing that forks do changes what this path, or another fork of it, finds: its indexes stay as they are."""
+        for span in self._spans:
+            span.segment.seal()
+
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Keys (kv_heads, n, head_dim), values (kv_heads, n, value_dim) of tokens [start, stop), as stored.
 
@@ -264,7 +269,7 @@ class SequenceKV:
         the best tokens of each, counted from `start`, best first, for kinds that take them; used where the range lies
         in one segment. each: does what `map` does, in threads say, for the heads of a segment; it then looks after
         Numba's threads. coder: makes codes on a device, for kinds that keep some there. Replaces earlier indexes of the
-        segments touched, for their forks too (answers stay right). Adds to `index_seconds`.
+        segments touched, for their forks too (answers stay right), but for sealed ones. Adds to `index_seconds`.
         """
         began = time.perf_counter()
         parts = self.parts(start, stop)
@@ -273,7 +278,7 @@ class SequenceKV:
         )
         by_head = None if lists is None or len(parts) > 1 else _by_kv_head(lists, self.num_kv_heads)
         with kernel_threads(self.threads) if each is None else contextlib.nullcontext():
-            for segment, low, high, _ in parts:
+            for segment, low, high, _ in (part for part in parts if not part.segment.sealed):
                 segment.build_index(self.spec, low, high, grouped, by_head, each or map, coder)
         self.index_seconds += time.perf_counter() - began
 

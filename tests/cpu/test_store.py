@@ -330,6 +330,33 @@ def test_forks_in_two_threads_extend_one_index() -> None:
         in_threads(*[functools.partial(attend_often, one, model, queries) for one in (path, fork)])
 
 
+@pytest.mark.parametrize("kind", ["test-copying", "flat"])
+def test_nobody_changes_the_index_of_a_sealed_segment(kind: str) -> None:
+    """Everything is found all the same, from any start to any stop; forks that go on index what is theirs alone."""
+    rng = np.random.default_rng(15)
+    path, model = SequenceKV(HEADS, DIM, VALUE_DIM, F32, index=IndexSpec.of(kind)), Model()
+    path.tail_tokens = 50
+    new = tokens(rng, 300)
+    path.append(*new)
+    model.append(*new)
+    path.build_index(10, 150)
+    path.seal()
+    fork = path.fork()
+    more = tokens(rng, 280)
+    fork.append(*more)
+    model.append(*more)
+    (sealed,), heads = path.segments, path.segments[0].indexes
+    fork.extend_index(580)
+    fork.build_index(0, 570)
+    queries = whole_numbers(rng, (2, 1, DIM))
+    for start in (0, 10, 90, 149, 150, 200, 299, 320):
+        for stop in (start + 1, 140, 150, 151, 299, 300, 500, 580):
+            if start < stop:
+                assert_attend(fork, model.keys, model.values, queries, start, stop, 9)
+    assert sealed.indexes is heads and sealed.indexed == (10, 150) and fork.segments[0] is sealed
+    assert fork.segments[1].indexed[1] > 0
+
+
 def test_thread_count_is_used_and_restored() -> None:
     """The same answer, and the caller's count afterwards, also when the call fails."""
     rng = np.random.default_rng(6)

@@ -22,7 +22,7 @@ from retrieval_attn.batch.saved_text import OpenedText, SavedText
 from retrieval_attn.batch.text import TextStream
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
 from retrieval_attn.errors import StoreDamagedError
 
@@ -183,7 +183,7 @@ class Row:
 
     def _go_on(self, whole: RetrievalCache, tree: Tree | None) -> None:
         """A fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such."""
-        whole.seal()
+        seal(whole)
         self.cache = whole.fork()
         if tree is not None:
             self._share(tree, whole, time.perf_counter() - self._part_began)

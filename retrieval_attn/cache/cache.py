@@ -110,17 +110,6 @@ class RetrievalCache(LayeredCache):
         other.on_layer = other.on_chunk = None
         return other
 
-    def seal(self) -> None:
-        """From now on forks are continued, this cache is not, and no fork changes what others find in what they share.
-
-        (Forks otherwise insert into shared indexes what has left their windows, which changes what a search finds a
-        little.)
-        """
-        for layer in self.layers:
-            if isinstance(layer, RetrievalLayer) and layer.held is not None:
-                for host in layer.held.hosts:
-                    host.seal()
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many.
 
@@ -276,3 +265,15 @@ def _make_layers(
 def is_empty(cache: object) -> bool:
     """Whether a transformers cache holds no tokens (None counts as empty)."""
     return cache is None or (isinstance(cache, Cache) and int(torch.as_tensor(cache.get_seq_length())) == 0)
+
+
+def seal(cache: RetrievalCache) -> None:
+    """From now on forks of it are continued, and no fork changes what others find in what they share.
+
+    (Forks otherwise insert into shared indexes what has left their windows, which changes a little what is found.)
+    """
+    for layer in cache.layers:
+        if isinstance(layer, RetrievalLayer) and layer.held is not None:
+            for segment in (one for host in layer.held.hosts for one in host.segments):
+                segment.freeze()
+                segment.sealed = True

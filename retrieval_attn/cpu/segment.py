@@ -62,8 +62,7 @@ class Segment:
 
     Tokens [0, length) are written. Only the owner appends, and only until `freeze`. The index may be
     extended by any path that shares the segment: it covers tokens that no longer change, and each search is
-    limited to the part that its path sees. But what an index finds among old keys depends on what was inserted since:
-    where no path may see anything of the others, `seal` ends that.
+    limited to the part that its path sees. What it finds depends on what was inserted: nothing is once `sealed`.
     """
 
     def __init__(
@@ -168,10 +167,6 @@ class Segment:
         """No more appends: from now on several paths may use the segment."""
         self.frozen = True
 
-    def seal(self) -> None:
-        """Freeze, and the index stays as it is: tokens behind its end are scanned, at most a window of them."""
-        self.frozen = self.sealed = True
-
     def truncate(self, length: int) -> None:
         """Drop tokens from `length` on, to be overwritten; freezes if the index cannot forget them."""
         assert not self.frozen and length <= self.length, (self.frozen, length, self.length)
@@ -226,8 +221,7 @@ class Segment:
     def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
         """Tokens [low, high) as a step takes them, with ids from `first` + low on.
 
-        Tokens after the index's end are scanned, up to most_tail of them; more are inserted into it first, unless it is
-        sealed.
+        Tokens after the index's end are scanned, if sealed or up to most_tail of them; more are inserted into it first.
         """
         whole = SearchRange(self.keys, self.values, low, high, first)
         index = self._index
@@ -260,13 +254,10 @@ class Segment:
     def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
         """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one to three disjoint results.
 
-        The index answers for what it covers, after the tokens between its end and `stop` were inserted.
-        Tokens before its first, or a range that begins inside it, are scanned exactly; of a sealed segment also those
-        behind the index.
+        The index answers for what it covers, after tokens between its end and `stop` were inserted; if sealed, these
+        are scanned exactly, as are tokens before its first, or a range that begins inside it.
         """
-        sealed = self._index if self.sealed else None
-        index = self._extended(start, stop) if sealed is None else sealed
-        hits = []
+        index, hits = (self._index if self.sealed else None) or self._extended(start, stop), []
         if index.stop < stop:
             hits.append(self._scan(queries, k, max(start, index.stop), stop))
             stop = max(start, index.stop)
@@ -280,9 +271,8 @@ class Segment:
         # heads may have got different kinds, each the one that answers it best
         together = kind if all(type(head) is kind for head in index.heads) else base.KeyIndex
         found = together.search_heads(index.heads, queries, k, limit=stop - index.first)
-        ids = _shifted(found.ids, index.first)
         bytes_read = found.keys_scanned // max(1, queries.shape[1]) * self._key_bytes
-        return [*hits, Hits(ids, found.scores, found.keys_scanned, bytes_read)]
+        return [*hits, Hits(_shifted(found.ids, index.first), found.scores, found.keys_scanned, bytes_read)]
 
     @property
     def _key_bytes(self) -> int:

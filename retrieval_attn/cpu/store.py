@@ -223,11 +223,6 @@ class SequenceKV:
         other._length = self._length
         return other
 
-    def seal(self) -> None:
-        """Nothing that forks do changes what this path, or another fork of it, finds: its indexes stay as they are."""
-        for span in self._spans:
-            span.segment.seal()
-
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Keys (kv_heads, n, head_dim), values (kv_heads, n, value_dim) of tokens [start, stop), as stored.
 

@@ -340,7 +340,7 @@ def test_nobody_changes_the_index_of_a_sealed_segment(kind: str) -> None:
     path.append(*new)
     model.append(*new)
     path.build_index(10, 150)
-    path.seal()
+    path.segments[0].sealed = True
     fork = path.fork()
     more = tokens(rng, 280)
     fork.append(*more)

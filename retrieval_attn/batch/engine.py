@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.bucket import BucketRunner
 from retrieval_attn.batch.chooser import Chooser
+from retrieval_attn.batch.expected import Expected
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.limits import Limits
@@ -119,6 +120,7 @@ class Engine:
         self._shared_bytes = shared_bytes
         self._chooser = Chooser(self._limits.rows, self._loop.model.device)
         self._runner = BucketRunner(self._loop.model, self._limits.decoding_rows)
+        self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, Row] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -150,6 +152,8 @@ class Engine:
                 raise EngineFullError("The engine is closed; make another.") from self._died
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
+            if saved is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
+                self._expected.add(number, saved.name)
             self._changed.notify_all()
             return ticket
 
@@ -246,14 +250,18 @@ class Engine:
                 self._rows.clear()
         finally:
             self._runner.close()
+            self._expected.close()
 
     def _do(self, plan: StepPlan) -> Results:
         failed: list[str] = []
         for number in plan.leave:
             row = self._rows.pop(number)
+            self._expected.remove(number)
             reason: Reason = "length" if len(row.tokens) >= row.request.max_tokens else "cancelled"
             row.finish(reason)
             row.leave()
+        for number in plan.start:
+            self._expected.remove(number)
         ended, tokens, seconds = self._decode(plan.decode, failed)
         read, done, cell_seconds = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
         self._give_up()

@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     141: nobody reads the output any more.
     """
+    # torch's OpenMP reads it when it is loaded: threads that spin while they wait take the processor from each other,
+    # and from searches, wherever anything else runs
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in _TALKS_AT_IMPORT:
         logging.getLogger(name).setLevel(logging.ERROR)
     args = build_parser().parse_args(argv)

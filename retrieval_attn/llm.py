@@ -19,7 +19,7 @@ from retrieval_attn.engine.ready import compiling_early
 from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
-from retrieval_attn.index.threads import check_threads
+from retrieval_attn.index.threads import check_threads, say_if_threads_spin
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import Weights, plan
@@ -72,6 +72,8 @@ class LLM:
         self.config = resolve(config, overrides)
         check_threads(self.config.threads)
         self.device = choose_device(device)
+        if self.device.type == "cpu":
+            say_if_threads_spin()
         if tensor_parallel and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         model_config = load(AutoConfig, name_or_path)

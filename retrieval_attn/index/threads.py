@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +21,8 @@ import threadpoolctl
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.cores import local_ranks, usable_cores
 from retrieval_attn.index.forked import use_threads
+
+log = logging.getLogger(__name__)
 
 _one_at_a_time = threading.RLock()
 
@@ -41,6 +45,27 @@ def check_threads(threads: int | None) -> None:
             f"threads={threads!r} must be None or a whole number from 1 to {most}, the threads Numba has; "
             "set NUMBA_NUM_THREADS before the first import for more"
         )
+
+
+@functools.cache
+def say_if_threads_spin() -> bool:
+    """Log once, where other programs use the processor, that threads of torch's OpenMP spin; whether that was said.
+
+    The policy is read when torch is loaded, so that only who starts Python can choose it. Steps of a small model on two
+    busy cores take 170 to 210 ms in place of 8 to 10.
+    """
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ or not hasattr(os, "getloadavg"):
+        return False
+    load, cores = os.getloadavg()[0], len(usable_cores())
+    if load < cores / 2:
+        return False
+    log.warning(
+        "other programs use this processor (load %.1f on %d cores), and OpenMP's threads, which torch uses, spin while "
+        "they wait: steps may take ten times as long. Set OMP_WAIT_POLICY=passive before Python starts.",
+        load,
+        cores,
+    )
+    return True
 
 
 @contextlib.contextmanager

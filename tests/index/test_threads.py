@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from retrieval_attn.index.threads import single_blas
+from retrieval_attn.index.threads import say_if_threads_spin, single_blas
 from tests.cpu.reference import in_threads
 
 
@@ -119,3 +119,32 @@ def test_builders_work_side_by_side_where_kernels_take_turns() -> None:
         [sys.executable, "-c", BUILDERS], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0 and done.stdout.strip() == "done", done.stderr[-2000:] + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("policy", "load", "said"), [(None, 64.0 * 64, True), (None, 0.0, False), ("active", 64.0 * 64, False)]
+)
+def test_threads_that_spin_beside_others_are_told_of(
+    policy: str | None, load: float, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    say_if_threads_spin.cache_clear()
+    assert [say_if_threads_spin(), say_if_threads_spin()] == [said, said]
+    assert caplog.text.count("OMP_WAIT_POLICY=passive") == said
+    say_if_threads_spin.cache_clear()
+
+
+def test_the_command_line_lets_threads_sleep() -> None:
+    """Before torch is loaded; what the user chose stays."""
+    code = (
+        "import os; from retrieval_attn.cli import main; main(['contexts', 'ls']); print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    for given, expected in (({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")):
+        own = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment = {**own, **given, "RETRIEVAL_ATTN_STORE": "/nowhere/at/all"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout.split()[-1] == expected, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,19 +28,15 @@ BATCH_TOKENS = 1024
 
 
 def peer_row(settings: Settings, calls: Sequence[Call], bounds: Bounds, most_tokens: int) -> Row:
-    """The row of `generate_batch` (full attention), or why there is none. most_tokens: of a prompt."""
+    """The row of its manager (full attention), or why there is none. most_tokens: of a prompt."""
     way = "transformers"
     longest = max(call.request.prompt_tokens for call in calls)
     if longest > most_tokens:
         return Row(way, "not run", f"prompts have up to {longest:,} tokens, --peer-tokens allows {most_tokens:,}")
-    if any(call.arrival for call in calls):
-        return Row(way, "not run", "generate_batch takes all requests at once, and these come one by one")
-    if len({call.request.max_tokens for call in calls}) > 1:
-        return Row(way, "not run", "generate_batch takes one number of tokens for all answers")
     try:
         model = _model(settings)
-        _generate(model, calls[:2], 2)  # what it compiles and allocates
-        found = _generate(model, calls, calls[0].request.max_tokens)
+        _generate(model, [call._replace(arrival=0.0) for call in calls[:2]])  # what it compiles and allocates
+        found = _generate(model, calls)
         answers = [_answered(call, one) for call, one in zip(calls, found, strict=True)]
     except Exception as error:  # it is another one's, and what else was measured is to be reported
         said = str(error).splitlines()
@@ -61,23 +58,30 @@ def _model(settings: Settings) -> Any:
     return model
 
 
-def _generate(model: Any, calls: Sequence[Call], tokens: int) -> list[Any]:
-    """Outputs in the order of the calls. Raises RuntimeError where some are missing."""
+def _generate(model: Any, calls: Sequence[Call]) -> list[Any]:
+    """Outputs in the order of the calls, each of which comes at its time. Raises RuntimeError where one is missing."""
     from transformers import ContinuousBatchingConfig
 
     blocks = sum(-(-(call.request.prompt_tokens + call.request.max_tokens) // BLOCK_TOKENS) for call in calls)
     options = ContinuousBatchingConfig(block_size=BLOCK_TOKENS, num_blocks=ROOM * blocks, max_batch_tokens=BATCH_TOKENS)
-    greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts = [call.request.ids for call in calls]
-    found = list(
-        model.generate_batch(
-            prompts, generation_config=greedy, continuous_batching_config=options, record_timestamps=True
-        ).values()
-    )
-    wrong = next((one.error for one in found if one.error), None)
+    longest = max(call.request.max_tokens for call in calls)
+    greedy = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found: dict[str, Any] = {}
+    with model.continuous_batching_context_manager(greedy, continuous_batching_config=options) as manager:
+        began = time.perf_counter()
+        for number, call in sorted(enumerate(calls), key=lambda one: one[1].arrival):
+            time.sleep(max(0.0, began + call.arrival - time.perf_counter()))
+            manager.add_request(
+                call.request.ids, str(number), call.request.max_tokens, record_timestamps=True, eos_token_id=-1
+            )
+        while len(found) < len(calls) and manager.is_running():
+            one = manager.get_result(timeout=1)
+            if one is not None and one.is_finished():
+                found[one.request_id] = one
+    wrong = next((one.error for one in found.values() if one.error), None)
     if wrong is not None or len(found) != len(calls):
-        raise RuntimeError(f"generate_batch answered {len(found)} of {len(calls)} requests: {wrong}")
-    return found
+        raise RuntimeError(f"its manager answered {len(found)} of {len(calls)} requests: {wrong}")
+    return [found[str(number)] for number in range(len(calls))]
 
 
 def _answered(call: Call, one: Any) -> Answered:
@@ -87,7 +91,7 @@ def _answered(call: Call, one: Any) -> Answered:
     """
     if len(one.generated_tokens) != call.request.max_tokens or len(one.timestamps) != len(one.generated_tokens):
         raise RuntimeError(
-            f"generate_batch gave {len(one.generated_tokens)} tokens at {len(one.timestamps)} times, "
+            f"its manager gave {len(one.generated_tokens)} tokens at {len(one.timestamps)} times, "
             f"{call.request.max_tokens} were asked for"
         )
     return Answered(one.created_time, tuple(one.timestamps), tuple(one.generated_tokens), call.request.prompt_tokens, 0)

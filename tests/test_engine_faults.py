@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import EngineFullError, MemoryPlanError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import random_ids, tiny_model
+from tools.engine_load import Look, grown
 from tools.engine_schedules import CONFIG
 
 NEVER: frozenset[int] = frozenset()
@@ -195,3 +198,20 @@ def test_a_crowd_with_one_question() -> None:
         assert {one.tokens for one in found} == {alone(llm, request).tokens}
         assert sorted({one.cached_tokens for one in found}) == [0, 1_500]
         assert engine.stats["shared"].nodes == 1
+
+
+def test_mixed_load_leaves_nothing() -> None:
+    """A share of what `tools/engine_load.py` does for hours: memory, threads, files and the tree do not grow."""
+    command = [sys.executable, "-m", "tools.engine_load", "--minutes", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "ended: length" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", Look._fields)
+def test_what_grows_is_told(name: str) -> None:
+    look = Look(10**9, 5, 6, 500_000, 10**6)
+    steady = [look] * 20
+    assert grown(steady) == []
+    room = {"rss": 33 << 20, "objects": 3_001, "shared": 10**7}.get(name, 1)
+    (told,) = grown([*steady[:12], *[look._replace(**{name: getattr(look, name) + room})] * 8])
+    assert told.startswith(f"{name}:")

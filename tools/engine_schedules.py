@@ -3,10 +3,10 @@
 python -m tools.engine_schedules --schedules 500
 
 Of each schedule, arrivals, lengths, documents that begin alike, saved contexts, saves, sampling, cancels, slots, pages,
-the memory for requests and for shared prefixes and the kind of index are random; a tiny model in float32 with seeded
-weights. What is alone reads everything itself: nothing shared, no store. Prints how often rows were parked, windows
-spilled, spans split, nodes evicted, contexts opened and saved, and requests cancelled in each state. Exit status 1 and
-the seed for the first answer that differs.
+the memory for requests and for shared prefixes, which of these are attended to exactly, where no context is named, and
+the kind of index are random; a tiny model in float32 with seeded weights. What is alone reads everything itself:
+nothing shared, no store. Prints how often rows were parked, windows spilled, spans split, nodes evicted, contexts
+opened and saved, and requests cancelled in each state. Exit status 1 and the seed for the first answer that differs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Coming(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What comes, and what the engine has for it. host_tokens: that its memory has room for; None: as much as it is."""
+    """What comes, and what the engine has for it. host_tokens: that its memory has room for; None: as much as it is.
+
+    exact_pages: with exact_tokens, all that there are: some requests must wait for others'.
+    """
 
     seed: int
     coming: list[Coming]
@@ -59,6 +62,8 @@ class Schedule:
     host_tokens: int | None
     shared_bytes: int
     index: str
+    exact_tokens: int
+    exact_pages: int
 
     @property
     def requests(self) -> list[Request]:
@@ -114,6 +119,8 @@ def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) 
         chance.choice((None, None, MOST_TOKENS, 2 * MOST_TOKENS)),
         chance.choice((0, 40_000, 300_000, 1 << 26)),
         chance.choice(("auto", "flat", "device")),
+        0 if contexts else chance.choice((0, 250, 700)),  # what was saved lies elsewhere than what was read
+        chance.choice((12, 25)),
     )
 
 
@@ -157,7 +164,8 @@ def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: A
     store = None if library is None else library.store(llm)
     found: dict[int, list[Answered]] = {}
     errors: list[BaseException] = []
-    with Engine(llm, limits=limits, shared_bytes=schedule.shared_bytes, store=store) as engine:
+    exact: dict[str, int] = {"exact_tokens": schedule.exact_tokens, "exact_pages": schedule.exact_pages}
+    with Engine(llm, limits=limits, shared_bytes=schedule.shared_bytes, store=store, **exact) as engine:
 
         def ask(number: int) -> None:
             try:
@@ -199,11 +207,14 @@ def asked_again(engine: Engine, name: str, request: Request, actions: Actions | 
     return [Answered(request, again.result(), False)]
 
 
-def wrong(llm: Any, answers: list[Answered]) -> list[int]:
-    """Numbers of answers that are not those of the request alone; a cancelled one must be a beginning of it."""
+def wrong(llm: Any, answers: list[Answered], exact_tokens: int = 0) -> list[int]:
+    """Numbers of answers that are not those of the request alone; a cancelled one must be a beginning of it.
+
+    exact_tokens: of the engine that answered.
+    """
     differ = []
     for number, (request, one, cancelled) in enumerate(answers):
-        with Engine(llm, shared_bytes=0) as engine:
+        with Engine(llm, shared_bytes=0, exact_tokens=exact_tokens) as engine:
             expected = engine.submit(request).result()
         if one.reason == "cancelled" and cancelled:
             right = one.tokens == expected.tokens[: len(one.tokens)]
@@ -230,10 +241,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         library = Library(Path(folder), vocabulary)
         for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule", mininterval=10):
-            schedule = schedule_of(seed, args.requests, vocabulary, contexts=True)
+            schedule = schedule_of(seed, args.requests, vocabulary, contexts=seed % 3 > 0)
             llm = llm_of(model, tokenizer, schedule.index)
             found = run(llm, schedule, library, actions)
-            if differ := wrong(llm, found):
+            if differ := wrong(llm, found, schedule.exact_tokens):
                 print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
                 return 1
             answers += len(found)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.bucket import BucketRunner
 from retrieval_attn.batch.chooser import Chooser
+from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.expected import Expected
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.job import Job
@@ -96,15 +97,14 @@ class Engine:
     """
 
     def __init__(
-        self,
-        llm: Loaded,
-        *,
-        limits: Limits | None = None,
-        shared_bytes: int | None = None,
-        store: ContextStore | str | Path | None = None,
-    ) -> None:
+        self, llm: Loaded, *, limits: Limits | None = None, shared_bytes: int | None = None,
+        store: ContextStore | str | Path | None = None, exact_tokens: int = 0, exact_pages: int | None = None,
+    ) -> None:  # fmt: skip
         """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
-        memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. Raises ConfigError.
+        memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. exact_tokens: prefixes
+        of prompts that end there or before have their keys beside the model, in pages of 64 tokens, and no index: all
+        of them are attended to, by the requests over one prefix together. exact_pages: of all such prefixes; None: as
+        many as all rows can need, in at most a quarter of the requests' memory. Raises ConfigError.
         """
         self._config = llm.config
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
@@ -118,6 +118,7 @@ class Engine:
             shared_bytes = self._limits.host_bytes // 4
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits)
         self._chooser = Chooser(self._limits.rows, self._loop.model.device)
         self._runner = BucketRunner(self._loop.model, self._limits.decoding_rows)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
@@ -144,7 +145,8 @@ class Engine:
         self._empty.require_room(tokens - forgotten + request.prompt_tokens + request.max_tokens)
         number = str(next(self._numbers))
         ticket = Ticket(number, lambda: self._abort(number))
-        row = Row(request, ticket, self._loop, saved)
+        pages = None if self._exact is None or saved is not None else RowPages(self._exact, request.parts)
+        row = Row(request, ticket, self._loop, saved, pages)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         job = Job(number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, request.owner, request.priority)
         with self._changed:
@@ -202,6 +204,8 @@ class Engine:
             self._scheduler.check()
             if self._tree is not None:
                 self._tree.check()
+            if self._exact is not None:
+                self._exact.check()
 
     def close(self, *, drain: bool = True) -> None:
         """End: once all are answered, or at once, and those that are there end as "cancelled"."""

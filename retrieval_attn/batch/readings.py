@@ -89,7 +89,7 @@ class Readings:
     def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
         """Cells of requests that wait for another's read go to that one, whatever its priority.
 
-        Those of one whose saved context is being opened go to the next reading.
+        Those of one whose saved context is being opened, or that waits for pages, go to the next reading.
         """
         readers = {id(row.claim): number for number in reading if (row := self._rows[number]).claim is not None}
         read = [number for number in reading if self._rows[number].read is not None]
@@ -98,7 +98,7 @@ class Readings:
             claim = self._rows[number].claim if number in self._rows else None
             reader = None if claim is None else claim.reader
             to = number if reader is None else readers.get(id(reader), number)
-            if read and to in self._rows and self._rows[to].opening:
+            if read and to in self._rows and self._rows[to].has_to_wait:
                 to = read[0]
             found[to] = found.get(to, 0) + cells
         return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.exact import RowPages
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.ids import int32_row
 from retrieval_attn.batch.lease import Lease
@@ -37,8 +38,13 @@ class Row:
     the tree to hold. prompt_tokens: with those of the saved context that the request names.
     """
 
-    def __init__(self, request: Request, ticket: Ticket, loop: AnswerLoop, saved: SavedText | None = None) -> None:
-        """loop: of the model that answers. saved: what the prompt begins with."""
+    def __init__(
+        self, request: Request, ticket: Ticket, loop: AnswerLoop, saved: SavedText | None = None,
+        pages: RowPages | None = None,
+    ) -> None:  # fmt: skip
+        """loop: of the model that answers. saved: what the prompt begins with. pages: for parts of it that are attended
+        to exactly; None: none are.
+        """
         self.request, self.ticket = request, ticket
         self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
         self.cache: RetrievalCache | None = None
@@ -56,6 +62,7 @@ class Row:
         parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
         self._ids, self._ends = np.concatenate(parts), list(accumulate(map(len, parts)))
         self._done = 0  # parts
+        self._pages = pages
         self._lease: Lease | None = None
         self._claim: Claim | None = None
         self._began = self._first = time.perf_counter()
@@ -72,9 +79,9 @@ class Row:
         return 0 if self._lease is None else self._lease.node.end - self._marks
 
     @property
-    def opening(self) -> bool:
-        """Whether its saved context is being opened: it has no use for cells meanwhile."""
-        return self._opening is not None
+    def has_to_wait(self) -> bool:
+        """For its saved context, which is being opened, or for pages: it has no use for cells meanwhile."""
+        return self._opening is not None or (self._pages is not None and self._pages.waiting)
 
     @property
     def claim(self) -> Claim | None:
@@ -101,6 +108,11 @@ class Row:
         if self.is_read or self._waits():
             return
         self._look_up(tree)
+        if self._pages is not None and not self._pages.take(self._done, tree):
+            if self._lease is not None:  # what was found may be given up for others, and is looked up anew
+                self._lease.release()
+            self._lease, self.cache, self._done, self.cached_tokens = None, None, 0, 0
+            return
         if tree is not None and self._done < len(self._ends) - 1 and self._must_wait(tree):
             return
         self._part_began = time.perf_counter()
@@ -109,6 +121,8 @@ class Row:
             return
         if self.cache is None:
             self.cache = RetrievalCache(self._loop.model, config)
+        if self._pages is not None:
+            self._pages.open(self._done, self.cache)
         self.read = PausedRead(self._loop, self.cache, self.request.parts[self._done - self._marks])
 
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
@@ -152,7 +166,7 @@ class Row:
             self._claim.release()
         if self._lease is not None:
             self._lease.release()
-        self.read = self._claim = self._lease = self.cache = self.logits = self._opening = None
+        self.read = self._claim = self._lease = self.cache = self.logits = self._opening = self._pages = None
 
     @property
     def _marks(self) -> int:
@@ -166,6 +180,8 @@ class Row:
     def _take_part(self, tree: Tree | None) -> None:
         assert self.read is not None and self.cache is not None
         state, self.read = self.read.result(), None
+        if self.cache.batch.exact is not None:
+            self.cache.batch.exact = self.cache.batch.exact.closed()
         self.cache.batch.note_ids(state.sequences)
         self._done += 1
         if self.is_read:

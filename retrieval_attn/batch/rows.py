@@ -26,6 +26,7 @@ from retrieval_attn.cache.together import StepPlans, decode_together
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
+from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.index.forked import use_threads
 from retrieval_attn.model.adapters import unwrapped
@@ -217,6 +218,10 @@ class RowsCache(Cache):
             own = self._specs[row, spec.window] = replace(spec, q_offset=columns, padding=None)
         return own
 
+    def attend_exact(self, number: int, query: Tensor, scoring: Scoring) -> Partial | None:
+        """query (rows, q_heads, 1, head_dim) over what rows have in pages, for all at once; None without any."""
+        return self.plans.exact.attend(number, [cache.batch.exact for cache in self.caches], query, scoring)
+
     def fail(self, row: int, error: Exception) -> None:
         """This row goes no further; the others do."""
         self.errors[row] = error
@@ -227,6 +232,7 @@ class RowsCache(Cache):
         for layer in self.layers:
             if isinstance(layer, RowsState):
                 layer.give_back()
+        self.layers = []  # they refer back: what a row holds would stay until the garbage collector comes
 
 
 class RowsLayer(CacheLayerMixin, AttendingLayer):
@@ -271,6 +277,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         (key, value), self._pending = self._pending, None
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
         together: list[tuple[int, RetrievalLayer, MaskSpec]] = []
+        exact = self._rows.attend_exact(self._number, query, Scoring(scale, softcap)) if not self.is_sliding else None
         for row, layer in enumerate(self._layers):
             if row in self._rows.errors:
                 continue
@@ -280,6 +287,8 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
                 if query.device.type == "cpu" and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
                     together.append((row, layer, self._rows.spec_of(row, layer.columns, spec)))
                     continue
+                if exact is not None and isinstance(layer, RetrievalLayer):
+                    layer.exact_part = Partial(exact.out[own], exact.lse[own])
                 place = self._rows.spec_of(row, layer.columns, spec)
                 out[own] = layer.attend(
                     module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
@@ -288,7 +297,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
                 self._rows.fail(row, error)
         if together:
             found, errors = decode_together(
-                self._rows.plans, together, module, query, Scoring(scale, softcap), sink_logits, value.shape[3]
+                self._rows.plans, together, module, query, Scoring(scale, softcap), sink_logits, value.shape[3], exact
             )
             for row, problem in errors.items():
                 self._rows.fail(row, problem)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from retrieval_attn.cache.coded_clusters import device_cluster_bytes
 from retrieval_attn.cache.layer import CacheLayer, LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.sequence import Batch, distinct
+from retrieval_attn.cache.sequence import Batch, distinct, own_start
 from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.config import Config, resolve
@@ -121,10 +121,11 @@ class RetrievalCache(LayeredCache):
         count = columns - min(given, columns) if given > 0 else -given
         if count > columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
-        if count != columns and columns - count <= self.batch.forgotten.stop:
+        if count != columns and columns - count <= own_start(self.batch):
+            why = "forgotten" if self.batch.exact is None else "in pages that others may attend to"
             raise CacheMismatchError(
-                f"cannot remove {count} of {columns} tokens: those before token {self.batch.forgotten.stop} are "
-                "forgotten. Fork a context before it forgets if it may go back that far."
+                f"cannot remove {count} of {columns} tokens: those before token {own_start(self.batch)} are "
+                f"{why}. Fork a context before that if it may go back that far."
             )
         self.quiet()
         layers: list[Any] = self.layers
@@ -215,13 +216,14 @@ class RetrievalCache(LayeredCache):
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of device memory held by sinks and windows, which does not grow with the context, and by codes of keys
-        and their clusters, which an index of kind "device" keeps there.
+        """Bytes of device memory held by sinks and windows, which does not grow with the context, by codes of keys and
+        their clusters, which an index of kind "device" keeps there, and by pages of an exact prefix.
         """
         windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
         states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
         codes = sum(index.device_nbytes for index in self.coded_indexes)
-        return windows + states + codes + device_cluster_bytes(self._paths())
+        pages = 0 if self.batch.exact is None else self.batch.exact.nbytes
+        return windows + states + codes + pages + device_cluster_bytes(self._paths())
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""

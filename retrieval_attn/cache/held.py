@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
-from retrieval_attn.cache.sequence import Batch, Forgotten
+from retrieval_attn.cache.sequence import Batch, Forgotten, own_start
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
@@ -70,8 +70,8 @@ class HeldTokens:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Per row, the tokens of its host path that retrieval covers: those between sinks and tail, not forgotten."""
-        forgotten = self._batch.forgotten
-        starts = [forgotten.stop] * len(self._sinks) if forgotten.tokens else self._sinks
+        start = own_start(self._batch)
+        starts = [start] * len(self._sinks) if start else self._sinks
         return list(zip(starts, self._retrieve_stops, strict=True))
 
     @property
@@ -143,6 +143,8 @@ class HeldTokens:
         self._retrieve_stops = [self._batch.real(row, self.tail_start) for row in rows]
         forgotten = self._batch.forgotten
         most = forgotten.start if forgotten.tokens else self._config.sink
+        if self._batch.exact is not None:  # the first tokens are attended to there
+            most = 0
         counts = [min(most, middle) for middle in self._retrieve_stops]
         if counts == self._sinks and max(counts) == self.window.sink_len:
             return
@@ -230,7 +232,7 @@ class HeldTokens:
     def _reload_tail(self, columns: int) -> None:
         """The crop to so many columns went past the window: read a new tail back from the host."""
         forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
-        start = max(forgotten.stop, columns - self._config.window)
+        start = max(own_start(self._batch), columns - self._config.window)
         padding = self._batch.padding(start, columns)
         keys, values = [], []
         for row, host in enumerate(self.hosts):
@@ -252,6 +254,14 @@ class HeldTokens:
 
 def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
     return WindowCache(key, value, config.window + config.spill, config.sink)
+
+
+def take_paged(held: HeldTokens, total: int) -> None:
+    """The next `total` columns lie in pages, behind others that do: neither window nor host has them."""
+    held.tail_start = held.host_columns = held.tail_start + total
+    held._retrieve_stops = [held.tail_start] * held.window.batch
+    for host in held._batch.writable(held._number):
+        keep_no_memory(host, held.tail_start)
 
 
 def edge_of(held: HeldTokens) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
-from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.sequence import Batch, own_start
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.offload.transfer import to_device
 from retrieval_attn.offload.upload import Stretch
 
@@ -25,7 +26,8 @@ QUERIES_AT_ONCE = 8192
 class Past:
     """The paths of layer `number` as they are now; what is appended to them later is not part of it.
 
-    Where tokens are forgotten, the sinks before them come from the window, which has them turned.
+    Where tokens are forgotten, the sinks before them come from the window, which has them turned. The first tokens may
+    lie in pages (`cache/prefix.py`): queries of a chunk attend to them in one call.
     """
 
     def __init__(self, batch: Batch, number: int, like: Tensor, sinks: tuple[Tensor, Tensor]) -> None:
@@ -33,25 +35,32 @@ class Past:
         of the window.
         """
         self._batch, self._number, self._like = batch, number, like
-        self._cut = functools.partial(Stretch.of, start=batch.forgotten.stop)
-        self._paths = [(self._cut(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
+        start = own_start(batch)
+        self._cut = functools.partial(Stretch.of, start=start)
+        self._held = [(self._cut(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
+        self._paths = [(one, rows) for one, rows in self._held if one.stop > start]
+        self._exact = batch.exact if batch.exact is not None and batch.exact.tokens else None
         turned = batch.forgotten.tokens > 0 and sinks[0].shape[2] > 0
         self._sinks = (sinks[0].clone(), sinks[1].clone()) if turned else None
 
     @property
     def empty(self) -> bool:
         """Whether no row held anything."""
-        return not self._paths
+        return not self._paths and self._exact is None
 
     def attend(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
         """query (batch, q_heads, new, head_dim) over all past keys of its row: the partial, empty for rows without any.
 
         last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
         """
-        found = self._attend_paths(query, value_dim, scale, softcap, last)
-        if self._sinks is None:
-            return found
-        return merge([attend(query, *self._sinks, scale=scale, softcap=softcap), found])
+        parts = []
+        if self._sinks is not None:
+            parts.append(attend(query, *self._sinks, scale=scale, softcap=softcap))
+        if self._exact is not None:
+            parts.append(self._exact.attend(self._number, query, Scoring(scale, softcap)))
+        if self._paths:
+            parts.append(self._attend_paths(query, value_dim, scale, softcap, last))
+        return merge(parts)
 
     def _attend_paths(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
         """What lies on the host, behind what is forgotten."""
@@ -78,9 +87,10 @@ class Past:
     def rows_of(self, row: int, which: int) -> Tensor | None:
         """All past keys (which 0) or values (1) of a row (kv_heads, tokens, dim), on the device; None without any.
 
-        Those of tokens that are forgotten, and of sinks before them, are as they are stored.
+        Those of tokens that are forgotten, and of sinks before them, are as they are stored; those of tokens in pages
+        are any.
         """
-        for one, rows in self._paths:
+        for one, rows in self._held:
             if row in rows:
                 return to_device(one.host.read(0, one.stop)[which], one.host.fmt, self._like)
         return None

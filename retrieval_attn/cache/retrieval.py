@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from retrieval_attn.cache.audit import HeadAudit
-from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.held import HeldTokens, take_paged
 from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layer_uploads import LayerUploads
@@ -36,7 +36,8 @@ from retrieval_attn.offload.work import HostWork
 class RetrievalLayer(CacheLayer):
     """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
 
-    mass_heads: query heads for which every eager decode step also computes exact attention's denominator.
+    mass_heads: query heads for which every eager decode step also computes exact attention's denominator. exact_part:
+    for the next token, what it attends to in pages, where who steps several rows has it already.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RetrievalLayer(CacheLayer):
         super().__init__(config, batch)
         self.number = number
         self.mass_heads = 0
+        self.exact_part: Partial | None = None
         self.held: HeldTokens | None = None
         self._model = None if model is None else weakref.ref(model)
         self.index = index
@@ -127,6 +129,9 @@ class RetrievalLayer(CacheLayer):
         host = HostPart(held, query, scoring, self.index.spec, uploads)
         host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
         static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
+        exact = _paged_part(self, query, scoring)
+        if exact is not None:
+            static = merge([static, exact])
         parts = [static]
         if held.retrieves:
             retrieved = host.attend(self.config, value.shape[3], self.stats)
@@ -149,7 +154,13 @@ class RetrievalLayer(CacheLayer):
 
     def end_pass(self) -> None:
         reading, self._reading = self._reading, None
-        if reading is not None:
+        exact = self.batch.exact
+        if reading is not None and exact is not None and exact.reading is not None:
+            exact.write(self.number, *reading.done.new)
+            assert self.held is not None
+            take_paged(self.held, reading.done.total)
+            self._note_stored(reading.done.total)
+        elif reading is not None:
             self._work = work = reading.host_work()
             reading.finish(work, alive(self._model), alive(self._owner))
             self._note_stored(reading.done.total)
@@ -157,6 +168,9 @@ class RetrievalLayer(CacheLayer):
 
     def _appends_exactly(self, total: int) -> bool:
         """Whether so many tokens after others attend to all of them exactly."""
+        exact = self.batch.exact
+        if exact is not None and exact.reading is not None:  # its keys go to pages, however few
+            return True
         return self.config.exact_append and total > self.config.decode_tokens
 
     def mark(self) -> object:
@@ -252,6 +266,15 @@ def begin_token(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: M
     held.append(key, value, layer.batch.note_padding(spec.padding, layer.columns, 1))
     layer._note_stored(1)
     return held
+
+
+def _paged_part(layer: RetrievalLayer, query: Tensor, scoring: Scoring) -> Partial | None:
+    """Over tokens in pages: as who steps several rows has it already, or made here; None without any."""
+    given, layer.exact_part = layer.exact_part, None
+    exact = layer.batch.exact
+    if given is not None or exact is None or not exact.tokens:
+        return given
+    return exact.attend(layer.number, query, scoring)
 
 
 class _Mark(NamedTuple):

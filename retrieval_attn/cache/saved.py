@@ -76,11 +76,16 @@ def marks_of_layer(cache: RetrievalCache, number: int) -> dict[int, PathMark]:
 
 
 def saving_fork(cache: RetrievalCache) -> RetrievalCache:
-    """A fork to be saved while `cache` goes on. Raises InputDataError for several rows or padding, or no tokens."""
+    """A fork to be saved while `cache` goes on. Raises InputDataError for several rows, padding, pages or no tokens."""
     if len(cache.batch.sequences) != 1 or cache.batch.valid is not None or not cache.batch.columns:
         raise InputDataError(
             f"one sequence of tokens without padding can be saved, this cache has {len(cache.batch.sequences)}; save "
             "each in a context of its own"
+        )
+    if cache.batch.exact is not None:
+        raise InputDataError(
+            f"{cache.batch.exact.tokens:,} tokens of this cache lie in an engine's pages (exact_tokens), without an "
+            "index, and cannot be saved; read the text with LLM.read(text, save=name)"
         )
     return cache.fork()
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
@@ -71,7 +72,8 @@ class Batch:
     """The rows of one cache. columns: how many columns every layer has stored. epoch: changes with them.
 
     valid: (batch, some first columns) CPU bool, True for a real token; None: no padding. Columns behind it are real.
-    forgotten: what no token attends to from now on; columns count them still.
+    forgotten: what no token attends to from now on; columns count them still. exact: the first columns, where they lie
+    in pages and not in the layers; None: they do not.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
     broken: why nothing can follow, a forward failed half-way; "" else.
     """
@@ -82,6 +84,7 @@ class Batch:
         self.valid: Tensor | None = None
         self.epoch = 0
         self.forgotten = Forgotten()
+        self.exact: ExactPrefix | None = None
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
         self.broken = ""
@@ -147,7 +150,7 @@ class Batch:
     def reset(self) -> None:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
-        self.uploads, self.forgotten, self.broken = {}, Forgotten(), ""
+        self.uploads, self.forgotten, self.exact, self.broken = {}, Forgotten(), None, ""
 
     def snapshot(self) -> dict[str, Any]:
         """The batch as it is, for `restore`."""
@@ -170,6 +173,7 @@ class Batch:
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
+        other.exact = self.exact
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:
@@ -233,6 +237,11 @@ class Batch:
             return tokens
         real = padding[row]
         return self.columns if tokens >= int(real.sum()) else int((real.cumsum(0) > tokens).nonzero()[0])
+
+
+def own_start(batch: Batch) -> int:
+    """The first column that layers attend to by themselves, but for sinks: behind what is forgotten or in pages."""
+    return batch.forgotten.stop if batch.exact is None else batch.exact.tokens
 
 
 def ids_tensor(ids: Items[int]) -> Tensor:

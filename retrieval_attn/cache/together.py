@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.host_part import retrieved_keys
+from retrieval_attn.cache.prefix import PrefixPlans
 from retrieval_attn.cache.retrieval import RetrievalLayer, begin_token
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, plan_paths
@@ -60,11 +61,15 @@ class RowAsks(NamedTuple):
 
 
 class StepPlans:
-    """Steps over the paths of several caches, kept from token to token. A path that is gone is let go of."""
+    """Steps over the paths of several caches, kept from token to token. A path that is gone is let go of.
+
+    exact: the same of prefixes in pages.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[Hashable, _KeptStep] = {}
+        self.exact = PrefixPlans()
 
     def ask(
         self, key: Hashable, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring
@@ -162,11 +167,13 @@ def decode_together(
     scoring: Scoring,
     sink_logits: Tensor | None,
     value_dim: int,
+    exact: Partial | None = None,
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Each layer, with the row of `query` that it is for, and its mask: what its token attends to.
 
-    query (rows, q_heads, 1, head_dim) on the CPU. The layers have their new keys and values (`update`). Returns
-    (rows, q_heads, 1, value_dim) float32, 0 in rows that are not asked for, and what went wrong with a row.
+    query (rows, q_heads, 1, head_dim) on the CPU. exact: of all rows, what they attend to in pages. The layers have
+    their new keys and values (`update`). Returns (rows, q_heads, 1, value_dim) float32, 0 in rows that are not asked
+    for, and what went wrong with a row.
     """
     errors: dict[int, Exception] = {}
     asks: list[RowAsks] = []
@@ -185,6 +192,8 @@ def decode_together(
     static = _windows(asks, own, scoring, value_dim)
     retrieved, rests = _retrieved(plans, asks, own, scoring, value_dim, errors)
     parts = [static, retrieved] if any(stop > start for start, stop in (one.span for one in asks)) else [static]
+    if exact is not None:
+        parts.append(exact if len(rows) == len(query) else Partial(exact.out[rows], exact.lse[rows]))
     found = merge(parts)
     for i, one in enumerate(asks):
         rest = rests.get(i)

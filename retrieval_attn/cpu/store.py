@@ -329,6 +329,13 @@ def release_before(path: SequenceKV, stop: int) -> None:
         path.steps.clear()
 
 
+def keep_no_memory(path: SequenceKV, tokens: int) -> None:
+    """A path that counts so many tokens, which lie elsewhere: nobody reads them of it. What it held, it lets go of."""
+    hole = hole_for(tokens, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
+    take_spans(path, [Span(hole, tokens)])
+    path.steps.clear()
+
+
 def indexed_from(path: SequenceKV, start: int) -> int:
     """Tokens of a path from `start` on that indexes cover. Raises ConfigError outside the path."""
     covered = 0

@@ -7,6 +7,7 @@ memory of fixed size and are written when the batch changes, so one captured gra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,6 +98,14 @@ class PlanShape:
         return self.levels * self.splits * self.kv_heads * tiles
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _splits(programs: int, processors: int) -> int:
     """Into how many parts a node is cut, so that the last round of programs leaves few multiprocessors without one."""
     best, best_share = 1, 0.0
@@ -134,6 +143,14 @@ class SharedPlan:
     @property
     def device(self) -> torch.device:
         return self._buffer.device
+
+    def serves(self, query: torch.Tensor, kv_heads: int) -> bool:
+        """Whether it is for queries (rows, q_heads, ...) like these."""
+        shape = self.shape
+        return (shape.rows, shape.q_heads, shape.kv_heads) == (
+            *query.shape[:2],
+            kv_heads,
+        ) and query.device == self.device
 
     def write(self, nodes: Sequence[SharedNode]) -> None:
         """Be the plan of these nodes, those nearer to the beginning of a row's text first. Nodes without rows or tokens

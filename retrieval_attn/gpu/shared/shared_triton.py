@@ -8,7 +8,6 @@ the values in two 16-bit terms, elsewhere in one, as flash attention has it.
 # (kernels get their types from Triton)
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.shared.plan import ITEM, PAGE_TOKENS, SharedPlan
+from retrieval_attn.gpu.shared.plan import ITEM, PAGE_TOKENS, SharedPlan, processors
 
 LOG2_E = 1.4426950408889634
 TWO_TERMS = 256
@@ -218,11 +217,3 @@ def shared_partials(
         VALUE_DIM=value_dim, N=together, S=wide, V=widths[1], num_warps=4,
     )  # fmt: skip
     return out, lse
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 4 where Triton's interpreter runs the kernels."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

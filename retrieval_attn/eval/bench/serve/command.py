@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=int, default=8, metavar="N", help="rows of a step, and of a static batch (%(default)s)")
     add("--ways", default=",".join(ALL), metavar="NAME,NAME", help="rows of the table (default: %(default)s)")
     add("--read-first", action="store_true", help="prompts but for their last parts are read before the clock starts")
+    exact = "prefixes of at most N tokens lie in pages, and all of them is attended to: Engine(exact_tokens=N) (off)"
+    add("--exact", type=as_tokens, default=0, metavar="N", help=exact)
     add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
     add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
     add(
@@ -96,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         },
         "slots": args.slots,
         "read_first": args.read_first,
+        "exact_tokens": args.exact,
         "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
         "facts": subject.about(),
         "simplifications": subject.simplifications,
@@ -120,7 +123,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
     if args.length is None:
         args.length = LENGTHS[args.workload]
     check_at_least(1, args, "requests", "question", "tokens", "block", "slots")
-    check_at_least(0, args, "rate", "peer_tokens", "threads")
+    check_at_least(0, args, "rate", "peer_tokens", "threads", "exact")
     for name in ("scale", "speed", "ttft", "itl", "row_seconds"):
         if not 0 < getattr(args, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
@@ -170,7 +173,9 @@ def _rows(
     from retrieval_attn.eval.bench.serve.row import Row, row_of
 
     llm = Served(subject.model, subject.tokenizer, settings.config)
-    drive = Drive(llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds)
+    drive = Drive(
+        llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds, exact_tokens=args.exact
+    )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None
     for way in ways:

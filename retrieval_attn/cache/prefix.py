@@ -1,0 +1,146 @@
+"""ExactPrefix: the beginning of a sequence whose keys stay in device pages, where every later token attends to all.
+
+Such tokens are on no host, in no index and in no window; a layer's own tokens begin behind them. Caches that continue
+the same prefix have the same pages, and when they step together, each span is attended to once for all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.shared.partials import PagedKeys, empty_pages, path_partial, shared_partials, write_pages
+from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedNode, SharedPlan, processors
+
+__all__ = ["ExactPrefix", "PagedLayers", "PagedSpan", "PrefixPlans"]
+
+
+class PagedLayers:
+    """Pages of all layers of a model: a page has the same number in each. Memory is taken when a layer's tokens come.
+
+    nbytes_per_page: of all layers that have tokens so far.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.nbytes_per_page = 0
+        self._layers: dict[int, PagedKeys] = {}
+        self._lock = threading.Lock()
+
+    def layer(self, number: int) -> PagedKeys:
+        """Of a layer whose tokens have come."""
+        return self._layers[number]
+
+    def write(self, number: int, span: PagedSpan, key: Tensor, value: Tensor) -> None:
+        """The span's keys and values (1, kv_heads, tokens, dim) in one layer."""
+        with self._lock:
+            pool = self._layers.get(number)
+            if pool is None:
+                pool = self._layers[number] = empty_pages(self.pages, key, value)
+                self.nbytes_per_page += sum(part.nbytes for part in pool) // max(1, self.pages)
+        write_pages(pool, span.pages, key[0], value[0])
+
+
+class PagedSpan:
+    """Tokens in pages, the same pages in every layer. They are given back when nobody has the span any more."""
+
+    def __init__(self, pages: NDArray[np.int32], tokens: int, give_back: Callable[[NDArray[np.int32]], object]) -> None:
+        self.pages, self.tokens = pages, tokens
+        weakref.finalize(self, give_back, pages).atexit = False
+
+
+class ExactPrefix:
+    """Spans of tokens from a sequence's first on. It never changes.
+
+    reading: the span that is being read, behind the others; it counts from `closed` on.
+    """
+
+    def __init__(
+        self, layers: PagedLayers, spans: tuple[PagedSpan, ...] = (), reading: PagedSpan | None = None
+    ) -> None:
+        self.layers, self.spans, self.reading = layers, spans, reading
+        self.tokens = sum(one.tokens for one in spans)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the spans' pages in all layers, shared with others or not."""
+        spans = self.spans if self.reading is None else (*self.spans, self.reading)
+        return self.layers.nbytes_per_page * sum(len(one.pages) for one in spans)
+
+    def opened(self, span: PagedSpan) -> ExactPrefix:
+        """The same, with a span to be read."""
+        return ExactPrefix(self.layers, self.spans, span)
+
+    def closed(self) -> ExactPrefix:
+        """With the span that has been read."""
+        return self if self.reading is None else ExactPrefix(self.layers, (*self.spans, self.reading))
+
+    def write(self, number: int, key: Tensor, value: Tensor) -> None:
+        """Keys and values (1, kv_heads, tokens, dim) of the span that is being read, in layer `number`."""
+        assert self.reading is not None
+        self.layers.write(number, self.reading, key, value)
+
+    def attend(self, number: int, query: Tensor, scoring: Scoring) -> Partial:
+        """query (batch, q_heads, new, head_dim) of tokens behind the prefix, over all of it; `tokens` is not 0."""
+        nodes = [SharedNode(one.pages, one.tokens, ()) for one in self.spans]
+        return path_partial(query, self.layers.layer(number), nodes, **scoring._asdict())
+
+
+class PrefixPlans:
+    """The plan of the rows of the step before: mostly the same rows come again. It keeps no prefix."""
+
+    def __init__(self) -> None:
+        self._rows: list[weakref.ref[ExactPrefix] | None] = []
+        self._plan: SharedPlan | None = None
+
+    def attend(
+        self, number: int, prefixes: Items[ExactPrefix | None], query: Tensor, scoring: Scoring
+    ) -> Partial | None:
+        """query (rows, q_heads, 1, head_dim) of rows with these prefixes, each over its own; rows without one get the
+        empty partial. None where no row has one, or they lie in pages of several engines.
+        """
+        owners = {id(one.layers): one.layers for one in prefixes if one is not None and one.tokens}
+        if len(owners) != 1:
+            return None
+        (layers,) = owners.values()
+        pool = layers.layer(number)
+        plan = self._plan_of(prefixes, query, pool)
+        return shared_partials(query, pool, plan, **scoring._asdict())
+
+    def _plan_of(self, prefixes: Items[ExactPrefix | None], query: Tensor, pool: PagedKeys) -> SharedPlan:
+        rows, q_heads, _, _ = query.shape
+        kept, heads, plan = [None if one is None else one() for one in self._rows], pool.key.shape[0], self._plan
+        same = len(kept) == rows and all(mine is other for mine, other in zip(kept, prefixes, strict=True))
+        gone = any(one is not None and one() is None for one in self._rows)
+        if plan is not None and same and not gone and plan.serves(query, heads):
+            return plan
+        nodes = nodes_of(prefixes)
+        deepest = max((len(one.spans) for one in prefixes if one is not None), default=0)
+        shape = PlanShape.of(
+            rows, q_heads, heads, pool.key.shape[1], levels=max(LEVELS, deepest), processors=processors(query.device),
+            exact=query.element_size() > 2,
+        )  # fmt: skip
+        if plan is None or plan.device != query.device or plan.shape != shape:
+            plan = SharedPlan(shape, query.device)
+        plan.write(nodes)
+        self._rows, self._plan = [None if one is None else weakref.ref(one) for one in prefixes], plan
+        return plan
+
+
+def nodes_of(prefixes: Items[ExactPrefix | None]) -> list[SharedNode]:
+    """Every span once, with its rows; those nearer to the beginning of a sequence first."""
+    every = ((row, one.spans) for row, one in enumerate(prefixes) if one is not None)
+    deep = [(depth, row, span) for row, spans in every for depth, span in enumerate(spans)]
+    deep.sort(key=lambda one: one[0])
+    rows: dict[int, tuple[PagedSpan, list[int]]] = {}
+    for _, row, span in deep:
+        rows.setdefault(id(span), (span, []))[1].append(row)
+    return [SharedNode(span.pages, span.tokens, own) for span, own in rows.values()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -232,6 +234,24 @@ def test_a_forward_that_fails_breaks_all_rows() -> None:
     handle.remove()
     with pytest.raises(CacheMismatchError, match="Row 0 failed before"):
         step(model, caches, [5, 5], [100, 100])
+
+
+def test_rows_that_are_left_at_the_end_of_python_say_nothing() -> None:
+    """Paths that go when modules are torn down already tell the kept steps of it."""
+    code = (
+        "from tests.tiny_models import random_ids, tiny_model\n"
+        "import torch, retrieval_attn as ra\n"
+        "from retrieval_attn.batch.rows import step\n"
+        "model = tiny_model('llama')\n"
+        "ra.enable(model)\n"
+        "caches = [ra.RetrievalCache(model, ra.Config(sink=4, window=24, spill=8, retrieve=6)) for _ in range(2)]\n"
+        "torch.set_grad_enabled(False)\n"
+        "for cache in caches:\n"
+        "    model(random_ids(1, 100), past_key_values=cache)\n"
+        "print(len(step(model, caches, [5, 6], [100, 100])))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "2" and "Exception" not in done.stderr, done.stderr
 
 
 def test_a_row_that_is_gone_leaves_no_memory() -> None:

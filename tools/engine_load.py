@@ -5,7 +5,8 @@ python -m tools.engine_load --minutes 120
 Requests come from several clients: documents that are shared, and new ones; saved contexts; turns; rows that are parked
 by others; aborts at any time; stop tokens and strings; prompts that are refused; saves under names that come again. A
 known question comes again and again, and its answer must stay. Memory of the process, threads, open files and what the
-tree holds are looked at up to a hundred times; before each the engine drains. Exit status 1 where one of them grows.
+tree holds are looked at every quarter of a minute or so, when the engine has drained. Exit status 1 where one of them
+grows.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from tools.engine_actions import Actions, watched
 from tools.engine_schedules import Library, llm_of
 
 CLIENTS = 10
-LOOKS = (10, 100)
-"""Least and most in all. The first fifth is not compared: memory pools fill, kernels are loaded."""
-LOOK_SECONDS = 12
-"""Between two of them, at least."""
+LOOKS = 10
+"""At least. Of those before the first fifth nothing is compared: memory pools fill, kernels are loaded."""
+LOOK_SECONDS = 12.0
+"""Between two of them, and what the last requests take."""
 SHARED_BYTES = 2_000_000
 MAY_GROW = 32 << 20
 """Bytes of the process: what a heap of small pieces may come to keep. A leak of a cache per request is far beyond."""
@@ -166,25 +167,26 @@ def main() -> int:
     model = tiny_model("llama")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     llm: Any = llm_of(model, number_tokenizer(vocabulary), args.index)
-    count = int(min(max(args.minutes * 60 / LOOK_SECONDS, LOOKS[0]), LOOKS[1]))
+    seconds = min(LOOK_SECONDS, args.minutes * 60 / LOOKS)
+    began = time.monotonic()
     limits = replace(default_limits(model, llm.config), rows=2, pages=4, inter_token_seconds=0.01, waiting=64)
     known, looks, answers = Request((tuple(range(4, 90)) * 3, (5, 6, 7)), 20), list[Look](), set[tuple[int, ...]]()
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         store = Library(Path(folder), vocabulary).store(llm)
         with Engine(llm, limits=limits, shared_bytes=SHARED_BYTES, store=store) as engine:
             clients = [Client(engine, args.seed + number, vocabulary, actions) for number in range(CLIENTS)]
-            for number in range(count):
-                if errors := turn(clients, args.minutes * 60 / count):
+            while len(looks) < LOOKS or time.monotonic() < began + args.minutes * 60:
+                if errors := turn(clients, seconds):
                     print(f"{type(errors[0]).__name__}: {errors[0]}", file=sys.stderr)
                     return 1
                 answers.add(engine.submit(known).result().tokens)
                 engine.check()
                 store.gc()
                 looks.append(looked(engine))
-                if number % (count // 10) == 0:
+                if len(looks) % LOOKS == 1:
                     print(looks[-1], flush=True)
-    print(f"{args.minutes:g} minutes: {actions}")
-    print(f"first {looks[count // 5]}\nlast  {looks[-1]}")
+    print(f"{(time.monotonic() - began) / 60:.1f} minutes, {len(looks)} looks: {actions}")
+    print(f"first {looks[len(looks) // 5]}\nlast  {looks[-1]}")
     problems = grown(looks) + ([] if len(answers) == 1 else [f"the known question has {len(answers)} answers"])
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -7,10 +7,11 @@ failed, are searched alone, so that an error is told of the row that it belongs 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -155,8 +156,9 @@ class _KeptStep:
         self._gone, self._paths = False, []
         self.step.forget()
 
-    def _path_gone(self, path: object) -> None:
-        self.forget()
+    def _path_gone(self, path: object, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends():  # when Python ends, modules are gone before paths are
+            self.forget()
 
 
 def decode_together(

@@ -27,6 +27,21 @@ class ReadCancelled(Exception):
     """The read was cancelled; nobody waits for it any more."""
 
 
+def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> PromptRows:
+    """What a read of `ids` after what a cache holds gives to a forward. Raises as `PausedRead`."""
+    if not len(ids):
+        raise InputDataError("A read needs at least one token; give a non-empty list of token ids.")
+    cache.require_room(len(ids))
+    sequences = cache.batch.sequences
+    before = sequences[0].token_ids if sequences else ()
+    if len(sequences) > 1 or len(before) != cache.batch.columns:
+        raise InputDataError(
+            f"A read continues one sequence whose ids are known, the cache has {len(sequences)} sequences of "
+            f"{cache.batch.columns} tokens and {len(before)} ids; say them with cache.batch.note_ids."
+        )
+    return loop.batch([list(ids)], before=before)
+
+
 class PausedRead:
     """Reads token ids into a cache, as many cells as it is granted. Use the cache when `done` without `error`.
 
@@ -39,17 +54,7 @@ class PausedRead:
         Raises InputDataError for no ids or those of images, ContextLengthError, CacheMismatchError; here, before there
         is a thread.
         """
-        if not len(ids):
-            raise InputDataError("A read needs at least one token; give a non-empty list of token ids.")
-        cache.require_room(len(ids))
-        sequences = cache.batch.sequences
-        before = sequences[0].token_ids if sequences else ()
-        if len(sequences) > 1 or len(before) != cache.batch.columns:
-            raise InputDataError(
-                f"A read continues one sequence whose ids are known, the cache has {len(sequences)} sequences of "
-                f"{cache.batch.columns} tokens and {len(before)} ids; say them with cache.batch.note_ids."
-            )
-        batch = loop.batch([list(ids)], before=before)
+        batch = read_batch(loop, cache, ids)
         chunks = -(-len(ids) // cache.config.prefill_chunk)
         self._gate = _Gate(chunks * len(cache.layers))
         self.cache = cache
@@ -181,14 +186,14 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: _Gate
             cache.on_chunk = None
         cache.batch.note_ids(batch.ids)
     except BaseException as error:  # raised to who waits
-        _undo(cache, before)
+        undo(cache, before)
         _let_go(error)
         gate.end(None, error)
     else:
         gate.end(state, None)
 
 
-def _undo(cache: RetrievalCache, before: Rollback | None) -> None:
+def undo(cache: RetrievalCache, before: Rollback | None) -> None:
     """The cache is as before the read; threads that copy or index for it have ended."""
     if before is not None:
         if not before.undo():

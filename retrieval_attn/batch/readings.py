@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from retrieval_attn.batch.job import State
+from retrieval_attn.batch.packed import ShortRead, read_together
 from retrieval_attn.batch.row import Row
 from retrieval_attn.batch.scheduler import Scheduler
 from retrieval_attn.batch.tree import Tree
@@ -17,6 +18,10 @@ __all__ = ["Readings"]
 
 CLAIM_SECONDS = 0.002
 """Between two looks, where all that is left to do is read by requests that wait for another, or opened in a thread."""
+
+
+ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
+"""Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
 
 
 class Fail(Protocol):
@@ -41,6 +46,7 @@ class Readings:
         """
         self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
         self._config, self._tree = caches
+        self._packs = False  # the first read makes ready what any may need, which takes a while
 
     def go_on(
         self, granted: Mapping[str, int], failed: list[str], *, alone: bool
@@ -61,23 +67,50 @@ class Readings:
                 continue
             row = self._rows[number]
             try:
-                row.advance(self._config, self._tree)
+                self._advance(row)
                 if row.read is not None and number in granted:
                     busy, before = True, row.read.cells_done
                     row.read.go(granted[number])
-                    row.read.wait()
-                    cells[number] = row.read.cells_done - before
-                    row.advance(self._config, self._tree)
+                    if not _waits(row):
+                        row.read.wait()
+                        cells[number] = row.read.cells_done - before
+                        self._packs = True
+                        self._advance(row)
             except Exception as error:
                 self._fail(number, error, failed)
-                continue
-            self._note_shared(number, row)
-            if row.is_read:
-                done.append(number)
+        cells |= self._read_together([number for number in reading if number not in failed], failed, alone=alone)
+        for number in reading:
+            if number not in failed:
+                self._note_shared(number, self._rows[number])
+                if self._rows[number].is_read:
+                    done.append(number)
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())
         return cells, done, (time.perf_counter() - began) / total if total else 0.0
+
+    def _advance(self, row: Row) -> None:
+        row.advance(self._config, self._tree, packs=self._packs)
+
+    def _read_together(self, reading: Sequence[str], failed: list[str], *, alone: bool) -> dict[str, int]:
+        """If a short read has all its time, do it, and others that wait with it: they cost little more. Their cells."""
+        waiting = [number for number in reading if _waits(self._rows[number])]
+        reads = {number: read for number in waiting if isinstance(read := self._rows[number].read, ShortRead)}
+        if not any(read.ready for read in reads.values()):
+            return {}
+        room = min(ALONE_TOKENS if alone else BESIDE_TOKENS, self._config.prefill_chunk)
+        chosen: list[str] = []
+        for number in sorted(reads, key=lambda number: not reads[number].ready):
+            if not chosen or len(reads[number].ids) <= room:
+                chosen.append(number)
+                room -= len(reads[number].ids)
+        read_together([reads[number] for number in chosen])
+        for number in chosen:
+            try:
+                self._advance(self._rows[number])
+            except Exception as error:
+                self._fail(number, error, failed)
+        return {number: reads[number].cells_done for number in chosen}
 
     def _note_shared(self, number: str, row: Row) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""
@@ -102,3 +135,8 @@ class Readings:
                 to = read[0]
             found[to] = found.get(to, 0) + cells
         return found
+
+
+def _waits(row: Row) -> bool:
+    """Whether its part is to be read with those of others."""
+    return isinstance(row.read, ShortRead) and row.read.waits

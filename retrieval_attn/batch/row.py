@@ -16,6 +16,7 @@ from retrieval_attn.batch.ids import int32_row
 from retrieval_attn.batch.lease import Lease
 from retrieval_attn.batch.node import Namespace, Node
 from retrieval_attn.batch.opening import Opening
+from retrieval_attn.batch.packed import SHORT_TOKENS, ShortRead, packable
 from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.request import Event, Finished, Reason, Request
@@ -49,7 +50,7 @@ class Row:
         self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
         self.cache: RetrievalCache | None = None
         self.logits: Tensor | None = None
-        self.read: PausedRead | None = None
+        self.read: PausedRead | ShortRead | None = None
         self.tokens: list[int] = []
         self.cached_tokens = self.noted_tokens = 0
         self.ended = False
@@ -93,9 +94,9 @@ class Row:
         """Whether the whole prompt was."""
         return self._done == len(self._ends)
 
-    def advance(self, config: Config, tree: Tree | None) -> None:
+    def advance(self, config: Config, tree: Tree | None, *, packs: bool = False) -> None:
         """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
-        read. Raises what went wrong with the reading.
+        read. packs: short ones may be read with those of others. Raises what went wrong with the reading.
         """
         if self.read is not None:
             if not self.read.done:
@@ -123,7 +124,11 @@ class Row:
             self.cache = RetrievalCache(self._loop.model, config)
         if self._pages is not None:
             self._pages.open(self._done, self.cache)
-        self.read = PausedRead(self._loop, self.cache, self.request.parts[self._done - self._marks])
+        part = self.request.parts[self._done - self._marks]
+        short = len(part) <= min(SHORT_TOKENS, self.cache.config.prefill_chunk)
+        self.read = (ShortRead if packs and short and packable(self.cache) else PausedRead)(
+            self._loop, self.cache, part
+        )
 
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""

@@ -61,7 +61,7 @@ def step(
     errors: dict[int, Exception] = {}
     try:
         with using_retrieval(model, caches[0].config.prefill_chunk):
-            for rows in _groups(model, places):
+            for rows in position_groups(model, places):
                 together = RowsCache([caches[row] for row in rows], _plans.setdefault(model, StepPlans()))
                 own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
                 found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def _require_usable(row: int, cache: RetrievalCache, caches: Items[RetrievalCach
         raise CacheMismatchError(f"Row {row} {problem}.")
 
 
-def _groups(model: PreTrainedModel, positions: Tensor) -> list[list[int]]:
+def position_groups(model: PreTrainedModel, positions: Tensor) -> list[list[int]]:
     """Rows that may share a forward: all, unless the model turns keys by its longest position.
 
     Long RoPE takes other factors for the whole forward when one position lies beyond the original length; a row alone
@@ -269,12 +269,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         sink_logits: Tensor | None,
     ) -> Tensor:
         """Each row's new token to its own tokens: query (rows, q_heads, 1, head_dim), float32 of value_dim out."""
-        if self._pending is None:
-            raise UnsupportedModelError(
-                f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "
-                "own; models that share keys and values between layers are not served."
-            )
-        (key, value), self._pending = self._pending, None
+        key, value = self._take_pending(module)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
         together: list[tuple[int, RetrievalLayer, MaskSpec]] = []
         exact = self._rows.attend_exact(self._number, query, Scoring(scale, softcap)) if not self.is_sliding else None
@@ -306,6 +301,16 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
             rows = [row for row, _, _ in together]
             out[rows] = found[rows]
         return out
+
+    def _take_pending(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """What `update` noted. Raises UnsupportedModelError."""
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "
+                "own; models that share keys and values between layers are not served."
+            )
+        pending, self._pending = self._pending, None
+        return pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._rows.get_seq_length() + query_length, 0

@@ -56,7 +56,9 @@ class MaskSpec:
 
 
 class AttendingLayer(Protocol):
-    """A cache layer, as the handles know it."""
+    """A cache layer, as the handles know it. packs: a row of a forward may be several texts, which it tells apart."""
+
+    packs: bool = False
 
     def attend(
         self,
@@ -153,7 +155,8 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if isinstance(key, KVView):
         spec = _checked_spec(module, attention_mask)
-        spec.positions.require_one_text(spec.padding, spec.q_length, kwargs)
+        if not key.layer.packs:
+            spec.positions.require_one_text(spec.padding, spec.q_length, kwargs)
         sinks = kwargs.get("s_aux")
         out = key.layer.attend(module, query, spec, scale=scale, softcap=kwargs.get("softcap"), sink_logits=sinks)
         return out.transpose(1, 2).to(query.dtype), None

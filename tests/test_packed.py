@@ -1,0 +1,156 @@
+"""Short prompts of several rows in one forward: every row is as it would be alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch import packed
+from retrieval_attn.batch.packed import ShortRead, packable, read_together
+from retrieval_attn.batch.reading import PausedRead, ReadCancelled
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from tests.test_hybrid import new_model
+from tests.test_rows import BASE, Pair, steps
+from tests.tiny_models import CONFIGS, build_model, random_ids
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@pytest.fixture(params=list(CONFIGS))
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield build_model(request.param)
+
+
+def loop_of(model: Any) -> AnswerLoop:
+    return AnswerLoop(model, number_tokenizer(model.get_input_embeddings().weight.shape[0]))
+
+
+def ids(count: int, seed: int) -> list[int]:
+    found: list[int] = random_ids(1, count, seed)[0].tolist()
+    return found
+
+
+def alone(loop: AnswerLoop, cache: RetrievalCache, new: list[int]) -> torch.Tensor:
+    read = PausedRead(loop, cache, new)
+    read.go(1000)
+    return read.result().logits[0]
+
+
+def begun(loop: AnswerLoop, tokens: int, seed: int, **options: Any) -> RetrievalCache:
+    """A cache of so many tokens; 0: empty."""
+    cache = RetrievalCache(loop.model, ra.Config(**{**BASE, **options}))
+    if tokens:
+        alone(loop, cache, ids(tokens, seed))
+    return cache
+
+
+def together(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]) -> list[torch.Tensor]:
+    reads = [ShortRead(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
+    for read in reads:
+        assert not read.ready and not read.done
+        read.go(len(read.cache.layers))
+        assert read.ready
+    read_together(reads)
+    assert all(read.done and read.cells_done == len(read.cache.layers) for read in reads)
+    return [read.result().logits[0] for read in reads]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "retrieval"])
+def test_rows_are_read_as_alone(model: Any, exact: bool) -> None:
+    """First tokens and questions, of one token and of more than a window, after contexts of any length."""
+    loop = loop_of(model)
+    befores = [0, 0, 60, 700, 150, 700]
+    news = [ids(count, 50 + number) for number, count in enumerate([1, 40, 3, 20, 60, 1])]
+    caches = [begun(loop, tokens, seed, exact_append=exact) for seed, tokens in enumerate(befores)]
+    others = [begun(loop, tokens, seed, exact_append=exact) for seed, tokens in enumerate(befores)]
+    found = together(loop, caches, news)
+    pairs = []
+    for logits, cache, other, new in zip(found, caches, others, news, strict=True):
+        wanted = alone(loop, other, new)
+        assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
+        assert list(cache.batch.sequences[0].token_ids) == list(other.batch.sequences[0].token_ids)
+        pair = Pair(model, cache)
+        pair.alone = other
+        pairs.append(pair)
+    steps(model, pairs, 6)
+    for pair in pairs:
+        pair.same_books()
+
+
+def test_a_row_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama")
+    loop = loop_of(model)
+    caches = [begun(loop, 60, seed) for seed in range(3)]
+    others = [begun(loop, 60, seed) for seed in range(3)]
+    layer: Any = caches[1].layers[1]
+
+    def broken(*given: Any, **options: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(layer, "_attend", broken)
+    reads = [ShortRead(loop, cache, ids(20, seed)) for seed, cache in enumerate(caches)]
+    read_together(reads)
+    with pytest.raises(MemoryError, match="no room"):
+        reads[1].result()
+    for number in (0, 2):
+        assert torch.allclose(reads[number].result().logits[0], alone(loop, others[number], ids(20, number)), atol=1e-5)
+
+
+def test_what_fails_as_a_whole_is_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a layer: the caches are as before, and the answers those of rows alone."""
+    model = build_model("llama")
+    loop = loop_of(model)
+    caches, others = ([begun(loop, tokens, 1) for tokens in (0, 300)] for _ in range(2))
+    layer = model.model.layers[1].mlp
+    plain = layer.forward
+
+    def full(hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[1] == 40:
+            raise torch.OutOfMemoryError("too many at once")
+        return plain(hidden)
+
+    monkeypatch.setattr(layer, "forward", full)
+    reads = [ShortRead(loop, cache, ids(20, seed)) for seed, cache in enumerate(caches)]
+    for read in reads:
+        read.go(len(read.cache.layers))
+    read_together(reads)
+    for number, read in enumerate(reads):
+        assert not read.ready
+        assert torch.equal(read.result(20).logits[0], alone(loop, others[number], ids(20, number)))
+
+
+def test_what_is_refused() -> None:
+    model = build_model("llama")
+    loop = loop_of(model)
+    cache = begun(loop, 60, 1)
+    with pytest.raises(InputDataError, match="at least one"):
+        ShortRead(loop, cache, [])
+    read = ShortRead(loop, cache, ids(3, 1))
+    with pytest.raises(TimeoutError):
+        read.result()
+    read.cancel()
+    assert read.done and not read.ready
+    with pytest.raises(ReadCancelled):
+        read.result()
+    assert packable(cache) and not packable(RetrievalCache(new_model("qwen3_next"), ra.Config()))
+
+
+def test_one_forward_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama")
+    loop = loop_of(model)
+    caches = [begun(loop, tokens, 1) for tokens in (0, 100, 300)]
+    forwards: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, given, options: forwards.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    together(loop, caches, [ids(count, 3) for count in (7, 11, 13)])
+    hook.remove()
+    assert forwards == [31]
+    assert ra.Config().prefill_chunk > packed.SHORT_TOKENS

@@ -64,6 +64,11 @@ class Bucket:
         """See `Recordable`: all layers are one."""
         return (self,)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph of the kind that is needed now."""
+        return self.kind in self.decoder.graphs
+
     def take(self, rows: Sequence[BucketRow], kind: StepKind, changed: Collection[int]) -> None:
         """Be for these rows from now on. changed: places whose row, or what that retrieves, is another than before.
 
@@ -89,7 +94,7 @@ class Bucket:
         decoder = self.decoder
         if not self._uploaded:
             self.upload_spans()
-        if self.kind not in decoder.graphs:
+        if not self.is_captured:
             captured = capture(self, tokens, positions)
             decoder.captures += 1
             decoder.graphs[self.kind] = captured
@@ -115,19 +120,11 @@ class Bucket:
         return self.decoder.memory.host_meters()
 
     def forget(self, place: int | None = None) -> None:
-        """Drop what host parts hold of the row at a place, and of those that are planned with it; None: of all."""
+        """Drop what host parts hold of the row at a place, None: of all; the next step is planned before it comes."""
         for slot in self.decoder.slots:
             for host in slot.hosts:
                 if place is None or host.rows.start <= place < host.rows.stop:
-                    host.forget()
-
-    def planned_with(self, place: int) -> range:
-        """The places whose host parts are one step with that of `place`."""
-        for slot in self.decoder.slots:
-            for host in slot.hosts:
-                if host.rows.start <= place < host.rows.stop:
-                    return range(host.rows.start, host.rows.stop)
-        return range(place, place + 1)
+                    host.forget(place)
 
     def attend(
         self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
@@ -180,7 +177,8 @@ class Bucket:
         for host in self.decoder.slots[number].hosts:
             if any(host.rows.start <= place < host.rows.stop for place in places):
                 asks = [_ask(row, number) for row in self.rows[host.rows]]
-                host.plan([None if ask is None else ask[0] for ask in asks], _together(asks))
+                changed = {place - host.rows.start for place in places}
+                host.plan([None if ask is None else ask[0] for ask in asks], _together(asks), changed)
 
 
 def _ask(row: BucketRow | None, number: int) -> tuple[HostRow, int | HeadBudgets | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ class BucketGroup:
 
     def __init__(self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int) -> None:
         """like: a cache of the shape. most: rows at most, a power of 2. Raises torch.OutOfMemoryError."""
-        self._model, self._like_options, self._runtime = model, like.config, runtime
+        self._model, self._prefill_chunk, self._runtime = model, like.config.prefill_chunk, runtime
         layers = attending(like)
         self.buffers = [slot_buffers(layer, most) for _, layer in layers]
         self.buckets: dict[int, Bucket] = {}
@@ -92,7 +93,9 @@ class BucketGroup:
         places = [self.rows[id(cache)].place for cache in caches]
         inputs = torch.zeros(2, bucket.size, dtype=torch.int64)
         inputs[:, places] = torch.tensor([list(tokens), list(positions)], dtype=torch.int64)
-        with using_retrieval(self._model, self._like_options.prefill_chunk):
+        with contextlib.ExitStack() as stack:
+            if not bucket.is_captured:  # the model itself runs
+                stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
             logits = bucket.step(*inputs)
         retrieving = sum(row.retrieves for row in self.rows.values())
         work = bucket.commit()
@@ -118,7 +121,7 @@ class BucketGroup:
         row = self.rows.pop(key, None)
         if row is not None and row.place >= 0 and self._bucket is not None:
             self._bucket.forget(row.place)
-            self._changed.update(self._bucket.planned_with(row.place))
+            self._changed.add(row.place)
 
     def close(self) -> None:
         """Let all go."""

@@ -15,6 +15,7 @@ import pytest
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as plan_module
+from retrieval_attn.cpu.step import tables as tables_module
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
@@ -164,3 +165,51 @@ def test_a_moved_plan_lets_go_of_the_keys(pool: Pool) -> None:
         del path
     gc.collect()
     assert not any(one() is not None for one in held)
+
+
+def test_a_plan_keeps_what_rows_that_did_not_change_have(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come, grow, go and are forgotten between others: the bits of a plan made anew, whose tables it has."""
+    made: list[int] = []
+    make = tables_module._row_tables
+
+    def noted(row: int, *given: Any) -> Any:
+        made.append(row)
+        return make(row, *given)
+
+    monkeypatch.setattr(tables_module, "_row_tables", noted)
+    paths, rng = [path_of(pool, 600 + 70 * seed, seed) for seed in range(5)], np.random.default_rng(7)
+    candidates = rng.integers(0, 600, (3 * Q_HEADS, 40)).astype(np.int32)
+    paths += [coded_path(700, 7, 800), coded_path(720, 8, 800)]
+    buffers = buffers_for(pool, 3)._replace(candidates=candidates)
+    step = LayerStep(pool, Format.FLOAT32, buffers=buffers)
+    buffers.queries[:] = rng.standard_normal(len(buffers.queries), dtype=np.float32)
+    cases: list[tuple[list[tuple[int, int]], list[int]]] = [
+        ([(0, 500), (1, 600), (2, 700)], [0, 1, 2]),
+        ([(0, 500), (3, 600), (2, 700)], [1]),
+        ([(0, 500), (3, 650), (4, 700)], [1, 2]),
+        ([(0, 500), (5, 690), (4, 700)], [1]),
+        ([(6, 690), (5, 690), (4, 640)], [0, 2]),
+        ([(6, 690), (6, 690), (4, 640)], [1]),
+    ]
+    for number, (rows, expected) in enumerate(cases):
+        own, spans = [paths[path] for path, _ in rows], [(4, stop) for _, stop in rows]
+        made.clear()
+        assert plan_paths(step, own, spans, (Q_HEADS, 1), 20, scale=0.3)
+        assert made == expected, number
+        step.run()
+        got = step.out.copy(), step.lse.copy()
+        other = LayerStep(pool, Format.FLOAT32, buffers=buffers._replace(descriptor=np.zeros_like(buffers.descriptor)))
+        assert plan_paths(other, own, spans, (Q_HEADS, 1), 20, scale=0.3)
+        buffers.out[:], buffers.lse[:] = np.nan, np.nan
+        other.run()
+        np.testing.assert_array_equal(got[0], other.out)
+        np.testing.assert_array_equal(got[1], other.lse)
+    made.clear()
+    step.forget(1)
+    assert plan_paths(step, own, spans, (Q_HEADS, 1), 20, scale=0.3) and made == [1]
+    keys = weakref.ref(paths[6].segments[0].keys)
+    step.forget(0)
+    step.forget(1)
+    del own, paths, other
+    gc.collect()
+    assert keys() is None

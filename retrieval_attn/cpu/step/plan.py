@@ -24,7 +24,15 @@ from retrieval_attn.cpu.samples import columns_for
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.step.tables import StepRequest, Tables, likeness_of, make_tables, place_budgets, place_clusters
+from retrieval_attn.cpu.step.tables import (
+    MadeRows,
+    StepRequest,
+    Tables,
+    likeness_of,
+    make_tables,
+    place_budgets,
+    place_clusters,
+)
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
@@ -122,6 +130,7 @@ class LayerStep:
         self._set(task=run_task_address(), attend=attend_task(fmt), pool=pool.address, width=pool.threads)
         self._plan: tuple[Any, ...] = ()
         self._likeness: tuple[Any, ...] | None = None  # of the plan that was made last, see `likeness_of`
+        self._made = MadeRows()
         self._room = (0, 0)
         self._kept: list[Any] = []
         self.rows: list[list[SearchRange]] = []
@@ -178,7 +187,8 @@ class LayerStep:
         counts = _budget_counts(budgets, q_heads, positions) if budgets else None
         plan = request, pieces, tuple(map(id, tables)), budgets
         if plan != self._plan:
-            likeness, self._plan = likeness_of(rows, request), ()
+            known = self._made.know_some(rows, request)  # then tables are made for the others only
+            likeness, self._plan = None if known else likeness_of(rows, request), ()
             if likeness is not None and likeness == self._likeness:
                 self._move(rows)
             else:
@@ -196,18 +206,13 @@ class LayerStep:
         return True
 
     def _build(self, rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> bool:
-        first = next((piece for row in rows for piece in row), None)
-        if first is None:
-            raise ShapeError("a step needs at least one piece of one row")
-        heads, dim, value_dim = len(first.keys), self._fmt.dim_of(first.keys), self._fmt.dim_of(first.values)
-        for piece in (piece for row in rows for piece in row):
-            piece.check(self._fmt, (heads, dim, value_dim))
+        heads, dim, value_dim = _dims_of(rows, self._fmt)
         if request.q_heads < 1 or request.q_heads % heads:
             raise ShapeError(f"q_heads={request.q_heads} must be a multiple of the {heads} key-value heads")
         entries, queries = len(rows) * heads, request.q_heads // heads * request.positions
         padded = -(-queries // TILE_QUERIES) * TILE_QUERIES
         candidates = None if self._buffers is None else self._buffers.candidates
-        tables = make_tables(rows, request, self._fmt, (heads, queries, padded), candidates)
+        tables = make_tables(rows, request, self._fmt, (heads, queries, padded), candidates, self._made)
         if tables is None:
             return False
         list_words = LIST_HEAD + max(request.top_k, tables.most("kept"))
@@ -267,6 +272,7 @@ class LayerStep:
 
     def _move(self, rows: Sequence[Sequence[SearchRange]]) -> None:
         """Make the plan that was made last one for these pieces, which differ from its own in where they lie alone."""
+        self._made.forget()
         ranges, first = self._tables.ranges, 0
         for row in rows:
             for number, piece in enumerate(row):
@@ -287,12 +293,14 @@ class LayerStep:
         self._set(scratch_at=scratch, lists_at=lists, entries=entries, tasks=tasks)
         self._kept = [(scratch, lists), [list(row) for row in rows]]
 
-    def forget(self) -> None:
+    def forget(self, row: int | None = None) -> None:
         """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address.
+        row: let go of this row's alone; the next plan of the others takes less.
 
         Until then a run through `callback` does nothing: `out` and `lse` stay as they are. Tables that hold nothing of
         what was searched stay: the next plan may be like this one.
         """
+        self._made.forget(row)
         self._plan, self._kept, self.rows = (), [], []
         self._set(entries=0, tasks=0)
 
@@ -335,6 +343,16 @@ class LayerStep:
         raise_if_unusable(status)
         if status:
             raise BackendError(f"layer {self.layer}, {_failure(self._step, self._tables, self._heads)}")
+
+
+def _dims_of(rows: Sequence[Sequence[SearchRange]], fmt: Format) -> tuple[int, int, int]:
+    """Key-value heads, head_dim and value_dim of all pieces. Raises ShapeError."""
+    if not (pieces := [piece for row in rows for piece in row]):
+        raise ShapeError("a step needs at least one piece of one row")
+    dims = len(pieces[0].keys), fmt.dim_of(pieces[0].keys), fmt.dim_of(pieces[0].values)
+    for piece in pieces:
+        piece.check(fmt, dims)
+    return dims
 
 
 def row_costs(step: LayerStep, cost: StepCost) -> list[StepCost]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,69 +94,149 @@ class Tables:
         return max((getattr(search, name) for search in self.searches), default=0)
 
 
+class RowTables(NamedTuple):
+    """Tables of one row of a step. pieces: what they name by address. Ranges are counted from 0, entries not."""
+
+    pieces: list[SearchRange]
+    entries: npt.NDArray[Any]
+    ranges: npt.NDArray[Any]
+    tasks: npt.NDArray[np.int64]
+    searches: list[CompiledSearch]
+
+
+class MadeRows:
+    """Tables of a step's rows as they were made last: of a row that has not changed since, they are taken again."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[object, RowTables]] = {}
+
+    def know_some(self, rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> bool:
+        """Whether the tables of some row are known."""
+        return any(len(own) and self._find(row, _key(own, request)) is not None for row, own in enumerate(rows))
+
+    def of(
+        self, rows: Sequence[Sequence[SearchRange]], request: StepRequest, make: Callable[[int], RowTables | None]
+    ) -> list[RowTables] | None:
+        """The tables of all rows; make: those of a row that are not known. None: there are none for some row."""
+        found: dict[int, tuple[object, RowTables]] = {}
+        for row, own in enumerate(rows):
+            key = _key(own, request)
+            tables = self._find(row, key)
+            tables = make(row) if tables is None else tables
+            if tables is None:
+                return None
+            found[row] = key, tables
+        self._rows = found
+        return [tables for _, tables in found.values()]
+
+    def forget(self, row: int | None = None) -> None:
+        """Drop the tables of a row, None: of all, and what they keep alive."""
+        if row is None:
+            self._rows.clear()
+        else:
+            self._rows.pop(row, None)
+
+    def _find(self, row: int, key: object) -> RowTables | None:
+        known = self._rows.get(row)
+        return known[1] if known is not None and known[0] == key else None
+
+
+def _key(row: Sequence[SearchRange], request: StepRequest) -> object:
+    """What the tables of a row depend on."""
+    return request._replace(clusters=()), tuple(request.signature(piece, False) for piece in row)
+
+
 def make_tables(
     rows: Sequence[Sequence[SearchRange]],
     request: StepRequest,
     fmt: Format,
     sizes: tuple[int, int, int],
     candidates: npt.NDArray[np.int32] | None,
+    made: MadeRows,
 ) -> Tables | None:
     """Tables for the pieces of each row; None if one of their indexes has no compiled search.
 
     sizes: key-value heads, queries of an entry, and queries padded. candidates: (entries * queries, room), see
-    `StepBuffers`.
+    `StepBuffers`. made: by the same step before, with the same of all these.
     """
+    found = made.of(rows, request, lambda row: _row_tables(row, rows[row], request, fmt, sizes, candidates))
+    if found is None:
+        return None
+    entries, ranges, tasks, count = [], [], [np.empty((0, 1 + len(TASK.names or ())), np.int64)], 0
+    for one in found:
+        own, own_tasks = one.entries.copy(), one.tasks.copy()
+        own["first_range"] += count
+        own_tasks[:, _RANGE_COLUMN] += count
+        count += len(one.ranges)
+        entries.append(own)
+        ranges.append(one.ranges)
+        tasks.append(own_tasks)
+    searches = [search for one in found for search in one.searches]
+    return Tables(np.concatenate(entries), _aligned(np.concatenate(ranges)), _ordered(tasks), searches)
+
+
+_RANGE_COLUMN = 2  # of the rows of tasks: their turn comes first
+
+
+def _row_tables(
+    row: int,
+    own: Sequence[SearchRange],
+    request: StepRequest,
+    fmt: Format,
+    sizes: tuple[int, int, int],
+    candidates: npt.NDArray[np.int32] | None,
+) -> RowTables | None:
+    """Those of row `row`; see `make_tables`."""
     heads, queries, padded = sizes
-    entries = np.zeros(len(rows) * heads, ENTRY)
+    entries = np.zeros(heads, ENTRY)
     ranges: list[tuple[int, ...]] = []
     searches: list[CompiledSearch] = []
-    tasks: list[npt.NDArray[np.int64]] = []
-    for row, own in enumerate(rows):
-        for head in range(heads):
-            entry = row * heads + head
-            lists = count = 0
-            first_range = len(ranges)
-            own_candidates = None if candidates is None else candidates[entry * queries : (entry + 1) * queries]
-            for piece in own:
-                search: CompiledSearch | None = exact_search(fmt)
-                visible, hidden = piece.high - piece.low, piece.low - piece.index_first
-                if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
-                    wanted = SearchRequest(
-                        fmt,
-                        queries,
-                        padded,
-                        request.keep,
-                        piece.index_first,
-                        visible,
-                        own_candidates,
-                        request.named,
-                        hidden,
-                    )
-                    search = piece.indexes[head].compiled_search(wanted)
-                if search is None:
-                    return None
-                number = len(ranges)
-                if search.by_query:
-                    parts = max(1, min(request.parts // queries, search.max_parts))
-                    place = np.arange(parts * queries)
-                    tasks.append(_task_rows(place, -1, entry, number, place, parts, lists + place // queries))
-                else:
-                    if search.first_task:
-                        tasks.append(_task_rows(np.zeros(1), -1, entry, number, -1, 1, 0))
-                        count += 1
-                    parts = request.parts_of(piece, search.part_tokens)
-                    place = np.arange(parts)
-                    # all heads' first parts first: what they find lets later parts drop most of their keys
-                    tasks.append(_task_rows(place, place, entry, number, place, parts, lists + place))
-                count += len(place)
-                lists += parts
-                keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
-                tokens = piece.low, piece.high, piece.first
-                members = 0 if piece.members is None else address_of(piece.members) + head * piece.members.strides[0]
-                ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept, members))
-                searches.append(search)
-            entries[entry] = lists, first_range, len(own), count, *[0] * (len(ENTRY.names or ()) - 4)
-    return Tables(entries, _records(ranges, RANGE), _ordered(tasks), searches)
+    tasks: list[npt.NDArray[np.int64]] = [np.empty((0, 1 + len(TASK.names or ())), np.int64)]
+    for head in range(heads):
+        entry = row * heads + head
+        lists = count = 0
+        first_range = len(ranges)
+        own_candidates = None if candidates is None else candidates[entry * queries : (entry + 1) * queries]
+        for piece in own:
+            search: CompiledSearch | None = exact_search(fmt)
+            visible, hidden = piece.high - piece.low, piece.low - piece.index_first
+            if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
+                wanted = SearchRequest(
+                    fmt,
+                    queries,
+                    padded,
+                    request.keep,
+                    piece.index_first,
+                    visible,
+                    own_candidates,
+                    request.named,
+                    hidden,
+                )
+                search = piece.indexes[head].compiled_search(wanted)
+            if search is None:
+                return None
+            number = len(ranges)
+            if search.by_query:
+                parts = max(1, min(request.parts // queries, search.max_parts))
+                place = np.arange(parts * queries)
+                tasks.append(_task_rows(place, -1, entry, number, place, parts, lists + place // queries))
+            else:
+                if search.first_task:
+                    tasks.append(_task_rows(np.zeros(1), -1, entry, number, -1, 1, 0))
+                    count += 1
+                parts = request.parts_of(piece, search.part_tokens)
+                place = np.arange(parts)
+                # all heads' first parts first: what they find lets later parts drop most of their keys
+                tasks.append(_task_rows(place, place, entry, number, place, parts, lists + place))
+            count += len(place)
+            lists += parts
+            keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
+            tokens = piece.low, piece.high, piece.first
+            members = 0 if piece.members is None else address_of(piece.members) + head * piece.members.strides[0]
+            ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept, members))
+            searches.append(search)
+        entries[head] = lists, first_range, len(own), count, *[0] * (len(ENTRY.names or ()) - 4)
+    return RowTables(list(own), entries, np.array(ranges, RANGE), np.concatenate(tasks), searches)
 
 
 def place_clusters(entries: npt.NDArray[Any], heads: int, tables: Sequence[ClusterTable | None]) -> None:
@@ -196,14 +276,14 @@ def _task_rows(like: npt.NDArray[Any], *columns: Any) -> npt.NDArray[np.int64]:
 def _ordered(tasks: list[npt.NDArray[np.int64]]) -> npt.NDArray[Any]:
     """Tasks of all heads by their turns, those of a head together."""
     fields = len(TASK.names or ())
-    rows = np.concatenate([np.empty((0, 1 + fields), np.int64), *tasks])
+    rows = np.concatenate(tasks)
     order = np.lexsort((rows[:, 1], rows[:, 0]))  # stable
     array = aligned_empty((len(rows),), TASK)
     array.view(np.int64).reshape(len(rows), fields)[:] = rows[order, 1:]
     return array
 
 
-def _records(rows: list[tuple[int, ...]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    array = aligned_empty((len(rows),), dtype)
-    array[:] = rows
+def _aligned(records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array = aligned_empty((len(records),), records.dtype)
+    array[:] = records
     return array

@@ -7,7 +7,7 @@ device searches the codes of the others. Nothing here is bound to a cache but by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, head_codes, new_mass, take_apart
+from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, new_mass, take_apart
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
@@ -110,6 +110,7 @@ class HostRows:
         own = results.device
         self._tally = torch.zeros(count, 2, device=device)
         self._placed = [[row] for row in range(batch)]  # what `places` was written for
+        self._apart: dict[int, tuple[HostRow, int, CodedPieces]] = {}  # as planned last, of rows and keys per query
         self.part = HostPart(
             own[: count * value_dim].view(count, value_dim),
             own[lse_at : lse_at + count],
@@ -141,8 +142,11 @@ class HostRows:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return size_class(self._search.max_keys) if self._search is not None and self._search.max_keys else 0
 
-    def plan(self, rows: Sequence[HostRow | None], retrieve: Retrieve) -> None:
-        """Plan for what its rows retrieve now, which may be nothing; None: nobody has this row. Raises CaptureError."""
+    def plan(self, rows: Sequence[HostRow | None], retrieve: Retrieve, changed: Collection[int] | None = None) -> None:
+        """Plan for what its rows retrieve now, which may be nothing; None: nobody has this row. Raises CaptureError.
+
+        changed: those that are not as they were planned last, as far as the caller knows; None: all.
+        """
         scale, softcap = self.scoring.scale, self.scoring.softcap
         if not any(row is not None and row.span[1] > row.span[0] for row in rows):
             self._answer_nothing()
@@ -152,7 +156,12 @@ class HostRows:
         for rows_of in _layouts(rows):
             own, n = [rows[members[0]] for members in rows_of], len(rows_of[0])
             paths = [row.path for row in own if row is not None]
-            apart = [_NOTHING if row is None else take_apart(row.path, *row.span, most) for row in own]
+            known = self._apart if changed is not None and n == 1 else {}
+            apart = [
+                self._take_apart(row, most, None if number in (changed or ()) else known.get(number))
+                for number, row in enumerate(own)
+            ]
+            self._apart = {i: (row, most, apart[i]) for i, row in enumerate(own) if row is not None and n == 1}
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if plan_named(self._step, paths, named, (self._q_heads, n), retrieve, **options):
@@ -160,7 +169,7 @@ class HostRows:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                     self._placed = rows_of
                 if self._search is not None and isinstance(retrieve, int):
-                    self._search.bind(_code_ranges(self._step, rows_of, retrieve))
+                    self._search.bind(_code_ranges(apart, rows_of, len(self._search.entries) // len(rows)))
                 if self._mass is not None:
                     self._mass.bind(_cluster_entries(apart, rows_of, len(self._mass.entries) // len(rows)))
                 return
@@ -168,8 +177,17 @@ class HostRows:
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
         )
 
+    @staticmethod
+    def _take_apart(row: HostRow | None, most: int, known: tuple[HostRow, int, CodedPieces] | None) -> CodedPieces:
+        if row is None:
+            return _NOTHING
+        if known is not None and known[0].path is row.path and (known[0].span, known[1]) == (row.span, most):
+            return known[2]
+        return take_apart(row.path, *row.span, most)
+
     def _answer_nothing(self) -> None:
         self._step.forget()
+        self._apart = {}
         self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
         self._rest[:] = 0
         if self._search is not None:
@@ -213,9 +231,11 @@ class HostRows:
         first = (row - self.rows.start) * self._q_heads
         return self._tally[first : first + self._q_heads]
 
-    def forget(self) -> None:
-        """Drop what the step and the search hold of a cache."""
-        self._step.forget()
+    def forget(self, row: int | None = None) -> None:
+        """Drop what the step and the search hold of a cache, or of what one of these rows has, until the next plan."""
+        place = None if row is None else row - self.rows.start
+        self._step.forget(place)
+        self._apart = {number: one for number, one in self._apart.items() if place not in (None, number)}
         if self._search is not None:
             self._search.forget()
         if self._mass is not None:
@@ -239,17 +259,14 @@ def _layouts(rows: Sequence[HostRow | None]) -> list[list[list[int]]]:
     return [together, apart] if equal and len(together) < len(rows) else [apart]
 
 
-def _code_ranges(step: LayerStep, rows_of: list[list[int]], retrieve: int) -> list[CodeRange | None]:
+def _code_ranges(apart: list[CodedPieces], rows_of: list[list[int]], heads: int) -> list[CodeRange | None]:
     """The codes behind a planned step, for each key-value head of each row of the batch. Raises CaptureError."""
-    heads = next(len(piece.keys) for pieces in step.rows for piece in pieces)
     ranges: list[CodeRange | None] = [None] * (heads * sum(map(len, rows_of)))
-    for members, pieces in zip(rows_of, step.rows, strict=True):
-        coded = coded_pieces(pieces)
-        if len(coded) > 1:
+    for members, one in zip(rows_of, apart, strict=True):
+        if len(coded_pieces(one.pieces)) > 1:
             raise CaptureError("a sequence has codes of several segments on the device")
-        for piece in coded:
-            for row in members:
-                ranges[row * heads : (row + 1) * heads] = head_codes(piece, retrieve)
+        for row in members if one.codes else ():
+            ranges[row * heads : (row + 1) * heads] = one.codes
     return ranges
 
 

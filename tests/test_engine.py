@@ -168,11 +168,11 @@ def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def failing(model: Any, caches: Any, tokens: Any, positions: Any) -> torch.Tensor:
         nonlocal calls
-        calls += 1
+        calls += calls > 0 or len(caches) > 1  # from the first step with two rows on
         logits = step(model, caches, tokens, positions)
-        if calls == 3:
+        if calls == 1:
             raise RowsFailedError({1: RuntimeError("the search failed")}, logits)
-        if calls == 5:
+        if calls == 3:
             logits[0] = torch.nan
         return logits
 

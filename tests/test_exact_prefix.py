@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigErro
 from retrieval_attn.gpu.shared import partials
 from tests.test_engine import CONFIG, ids, llm_of, same
 from tests.test_hybrid import new_model
-from tests.test_rows import BASE, TOLERANCE, feed
+from tests.test_rows import BASE, GPU_TOLERANCE, TOLERANCE, feed
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 from tools.engine_schedules import run, schedule_of, wrong
 
@@ -42,7 +43,7 @@ class Text:
 
     def read(self, part: torch.Tensor, *, paged: bool) -> torch.Tensor:
         """Logits after ids (1, n), as those of full attention."""
-        batch = self.cache.batch
+        batch, part = self.cache.batch, part.to(self.model.device)
         if paged:
             spans = self.pool.take([part.shape[1]], None)
             assert spans is not None
@@ -55,7 +56,8 @@ class Text:
         return found
 
     def expect(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert float((found - wanted).abs().max() / wanted.abs().max()) < TOLERANCE
+        tolerance = TOLERANCE if found.device.type == "cpu" else GPU_TOLERANCE
+        assert float((found - wanted).abs().max() / wanted.abs().max()) < tolerance
         assert int(found.argmax()) == int(wanted.argmax())
         self.token = int(wanted.argmax())
 
@@ -71,7 +73,7 @@ def steps(model: Any, texts: list[Text], count: int) -> None:
         fed = [text.token for text in texts]
         found = step(model, [text.cache for text in texts], fed, [text.cache.get_seq_length() for text in texts])
         for text, token, logits in zip(texts, fed, found, strict=True):
-            text.expect(logits, feed(model, text.full, torch.tensor([[token]])))
+            text.expect(logits, feed(model, text.full, torch.tensor([[token]]).to(model.device)))
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -193,9 +195,27 @@ def test_a_graph_does_not_serve_it() -> None:
         fed = [one.token for one in texts]
         found = runner.step([one.cache for one in texts], fed, [one.cache.get_seq_length() for one in texts])
         for one, token, logits in zip(texts, fed, found, strict=True):
-            one.expect(logits, feed(model, one.full, torch.tensor([[token]])))
+            one.expect(logits, feed(model, one.full, torch.tensor([[token]]).to(model.device)))
     assert runner.replays == 3
     runner.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_rows_on_a_gpu(name: str) -> None:
+    """Each row's layer gets its part of what one kernel computed for all."""
+    model = build_model(name).to("cuda")
+    pool = ExactPool(1000, 40)
+    root = Text(model, pool, retrieve="all")
+    root.read(random_ids(1, 150, 1), paged=True)
+    deep = root.fork()
+    deep.read(random_ids(1, 70, 2), paged=True)
+    plain = Text(model, pool, retrieve="all")
+    plain.read(random_ids(1, 90, 4), paged=False)
+    texts = [root, root.fork(), deep, deep.fork(), plain]
+    for seed, text in enumerate(texts[1:4]):
+        text.read(random_ids(1, 3 + 8 * seed, 10 + seed), paged=False)
+    steps(model, texts, 10)
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------
@@ -291,12 +311,15 @@ def test_pages_are_given_back_and_waited_for() -> None:
 
 
 def test_who_waits_for_pages_lets_others_read() -> None:
-    """Time that is granted to who waits goes to who will give pages back; else both would wait forever."""
+    """An interactive request comes before one of less priority, whose pages it needs: else both would wait forever."""
     llm = llm_of()
-    limits = replace(default_limits(llm.model, llm.config), rows=3, pages=4, inter_token_seconds=0.001)
-    requests = [Request((ids(300, n), ids(90, 20 + n), ids(5, 40 + n)), 3, owner=str(n)) for n in range(8)]
-    found = with_engine(llm, requests, limits=limits, exact_tokens=400, exact_pages=8, shared_bytes=1 << 26)
-    assert {one.reason for one in found} == {"length"}
+    limits = replace(default_limits(llm.model, llm.config), inter_token_seconds=0.001, promote_seconds=1000.0)
+    with Engine(llm, limits=limits, exact_tokens=3_000, exact_pages=47, shared_bytes=1 << 26) as engine:
+        slow = engine.submit(Request((ids(3_000, 1), ids(5, 2)), 2, priority="batch"))
+        while not engine.stats["shared"].reading:
+            threading.Event().wait(0.001)
+        fast = engine.submit(Request((ids(3_000, 3), ids(5, 4)), 2))
+        assert [one.result().reason for one in (slow, fast)] == ["length"] * 2
 
 
 def test_what_can_never_be_is_refused() -> None:

@@ -120,6 +120,22 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same(one, alone(llm, request))
 
 
+def test_a_text_that_another_goes_on_with() -> None:
+    """Each is read once, in either order, though one's ids are the other's first; what is held is counted."""
+    llm, long = llm_of(), ids(600, 1)
+    short = long[:200]
+    for first, second in ((long, short), (short, long)):
+        with Engine(llm, shared_bytes=1 << 26) as engine:
+            sizes = []
+            for document, known in ((first, 0), (second, 0), (first, 600), (second, 200)):
+                request = Request((document, (*long[200:204], *ids(5, 2))), 6, stop_ids=frozenset())
+                found = engine.submit(request).result()
+                assert same(found, alone(llm, request)) and found.cached_tokens == (len(document) if known else 0)
+                engine.check()
+                sizes.append(engine.stats["shared"].nbytes)
+            assert engine.stats["shared"].nodes == 2 and sizes[1] > sizes[0] and sizes[1:] == sizes[1:2] * 3
+
+
 def test_who_waits_for_a_read_gives_it_its_own_time() -> None:
     """An interactive request needs what one of less priority reads: without that, it would wait until that one ages."""
     llm, document = llm_of(), ids(3_000, 2)

@@ -37,22 +37,23 @@ class Match(NamedTuple):
 
 
 def longest(root: Node, ids: Ids, namespace: Namespace, *, in_memory: bool = False) -> Match:
-    """The longest match of all ids; of equally long ones the one with more in memory, then the one found first.
+    """The longest match of all ids; of equally long ones the one with more in memory, then the one whose span ends
+    there, then the one found first.
 
     in_memory: pass over what is not. Every id is compared. Each node is visited once at most, and only those whose
     first tokens agree: O(tokens + nodes on the way), and once more for each node that doubles another's span.
     """
-    best, most = (root, 0), (0, 0)
+    best, most = (root, 0), (0, 0, True)
 
     def visit(node: Node, tokens: int, ready: int) -> bool:
         nonlocal best, most
-        found = node.start + tokens, ready
+        found = node.start + tokens, ready, tokens == len(node)
         if found > most:
             best, most = (node, tokens), found
-        return ready == len(ids)
+        return ready == len(ids) and tokens == len(node)
 
     _walk(root, ids, namespace, in_memory, visit)
-    return Match(*best, *most)
+    return Match(*best, *most[:2])
 
 
 def ending(root: Node, ids: Ids, namespace: Namespace, serves: Callable[[Node], bool]) -> Node | None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.exact import RowPages
 from retrieval_attn.batch.held import HeldCache
-from retrieval_attn.batch.ids import int32_row
+from retrieval_attn.batch.ids import Ids, int32_row
 from retrieval_attn.batch.lease import Lease
-from retrieval_attn.batch.node import Namespace, Node
+from retrieval_attn.batch.node import Namespace, Node, Place
 from retrieval_attn.batch.opening import Opening
 from retrieval_attn.batch.packed import SHORT_TOKENS, ShortRead, packable
 from retrieval_attn.batch.pending import Claim
@@ -214,11 +214,14 @@ class Row:
         end = self._ends[self._done - 1]
         match = tree.match(self._ids[: end + 1], self.request.namespace, in_memory=True, leased=True, again=True)
         assert match.lease is not None
-        rest = self._ids[match.length : end]
-        node = match.node
+        node, place = match.node, match.place
+        if match.length == end and match.tokens < len(node) and node.parent is not None:
+            place = Place(node.parent, node.at)  # another text goes on where this one ends: they stand side by side
+        rest = self._ids[place.length : end]
         if len(rest):
-            held, namespace = HeldCache.beyond(whole, node.held, self._opened), self._namespace(self._done - 1)
-            node = tree.insert(match, rest, held, namespace, rebuild_seconds=seconds)
+            before = None if self._lease is None else self._lease.node.held  # what it goes on with, wherever it stands
+            held, namespace = HeldCache.beyond(whole, before, self._opened), self._namespace(self._done - 1)
+            node = tree.insert(place, rest, held, namespace, rebuild_seconds=seconds)
         lease = tree.lease(node)
         match.lease.release()
         if self._claim is not None:
@@ -234,16 +237,12 @@ class Row:
         """
         if tree is None:
             return
-        request = self.request
-        match = tree.match(self._ids, request.namespace, in_memory=True, leased=True, again=self._done > 0)
-        assert match.lease is not None
-        with match.lease:
-            node, tokens = match.node, match.tokens
-            while node.parent is not None and not (tokens == len(node) and node.end in self._ends[:-1]):
-                node, tokens = node.parent, node.at
-            known = self._ends[self._done - 1] if self._done else 0
-            if node.end > known and isinstance(node.held, HeldCache):
-                self._continue(tree, node, node.held)
+        known = self._ends[self._done - 1] if self._done else 0
+        lease = longest_held(tree, self._ids, self._ends[:-1], self.request.namespace, known)
+        if lease is not None:
+            with lease:
+                assert isinstance(lease.node.held, HeldCache)
+                self._continue(tree, lease.node, lease.node.held)
 
     def _continue(self, tree: Tree, node: Node, held: HeldCache) -> None:
         if held.opened is not None:
@@ -278,6 +277,26 @@ class Row:
             self._claim = tree.pending(match, ids[start:], self._namespace(self._done))
             match.lease.release()
         return self._waits()
+
+
+def longest_held(tree: Tree, ids: Ids, ends: list[int], namespace: Namespace, known: int) -> Lease | None:
+    """A lease on the longest node of a text that ends where one of its parts does, behind `known` tokens; None: none is
+    in memory. ids: of the whole text. A match is counted once for a text, where nothing of it is known.
+    """
+    stop, again = len(ids), known > 0
+    while stop > known:
+        match = tree.match(ids[:stop], namespace, in_memory=True, leased=True, again=again)
+        assert match.lease is not None
+        with match.lease:
+            node, tokens = match.node, match.tokens
+            while node.parent is not None and not (tokens == len(node) and node.end in ends):
+                node, tokens = node.parent, node.at
+            # a longer text that goes on otherwise hides one that ends within it
+            hidden = max((end for end in ends if max(known, node.end) < end <= match.length), default=0)
+            if not hidden:
+                return tree.lease(node) if node.end > known and isinstance(node.held, HeldCache) else None
+        stop, again = min(hidden + 1, stop - 1), True
+    return None
 
 
 def stacked(rows: list[Row], stepped: Tensor | None, fed: list[Row]) -> Tensor:

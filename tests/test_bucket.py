@@ -14,6 +14,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.batch.bucket import BucketRunner
 from retrieval_attn.batch.bucket_graph import Bucket
+from retrieval_attn.batch.bucket_group import BucketGroup
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
 from retrieval_attn.cache.cache import RetrievalCache
@@ -234,6 +235,24 @@ def test_replays_that_always_fail_are_given_up(
         rows.steps(rows.pairs, 5)
     assert "3 replays failed" in rows.runner.reason and caplog.text.count("decoding eagerly") == 1
     rows.steps(rows.pairs, 2)
+
+
+@pytest.mark.parametrize("where", ["_plan", "_take_bucket", "replay"])
+def test_whatever_goes_wrong_leaves_eager_steps(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At any time; one line says what it was."""
+    rows = Rows(build_model("llama"), [100, 200, 300])
+    rows.steps(rows.pairs[:2], 2)
+
+    def failing(*given: Any) -> None:
+        raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr(BucketGroup, where, failing)
+    rows.steps(rows.pairs, 12)
+    assert rows.runner.reason == "RuntimeError: what nobody thought of"
+    assert caplog.text.count("decoding eagerly, without a CUDA graph: RuntimeError") == 1
+    rows.check_books()
 
 
 def test_who_is_gone_leaves_no_memory() -> None:

@@ -127,6 +127,9 @@ class BucketRunner:
                 if self._failures == FAILURES:
                     self._end(f"{FAILURES} replays failed, the last because {error}", caches)
                 return None
+            except Exception as error:
+                self._end(f"{type(error).__name__}: {error}", caches)
+                return None
             except BaseException:
                 self._drop_group()  # somewhere between two layers
                 raise

@@ -97,11 +97,12 @@ class BucketGroup:
             if not bucket.is_captured:  # the model itself runs
                 stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
             logits = bucket.step(*inputs)
+        found = logits[torch.tensor(places, device=logits.device)]
         retrieving = sum(row.retrieves for row in self.rows.values())
-        work = bucket.commit()
+        work = bucket.commit()  # at last: what raises before did not happen
         if retrieving:
             self._costs.add(*work, retrieving)
-        return logits[torch.tensor(places, device=logits.device)]
+        return found
 
     def leave_absent(self, caches: Sequence[RetrievalCache]) -> None:
         """Let all others go."""

@@ -64,6 +64,7 @@ class Rows:
             for left, right in layers:
                 assert left.graph is None
                 if isinstance(left, RetrievalLayer):  # others keep what no query sees a while longer
+                    assert left.window is not None and right.window is not None
                     assert left.window.tail_len == right.window.tail_len
                 assert left.tail.count == right.tail.count
                 assert left.tail.means() == pytest.approx(right.tail.means(), abs=1e-5)

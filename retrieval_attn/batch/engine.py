@@ -118,7 +118,7 @@ class Engine:
             shared_bytes = self._limits.host_bytes // 4
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
-        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits)
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device)
         self._chooser = Chooser(self._limits.rows, self._loop.model.device)
         self._runner = BucketRunner(self._loop.model, self._limits.decoding_rows)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)

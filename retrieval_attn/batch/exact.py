@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrieval_attn.batch.limits import Limits
@@ -20,6 +21,7 @@ from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix, PagedLayers, PagedSpan
 from retrieval_attn.errors import AdmissionError, ConfigError, OutOfPagesError
+from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
 
 __all__ = ["ExactPool", "RowPages"]
@@ -47,10 +49,11 @@ class ExactPool:
             )
 
     @classmethod
-    def of(cls, tokens: Any, pages: Any, limits: Limits) -> Self | None:
+    def of(cls, tokens: Any, pages: Any, limits: Limits, device: torch.device) -> Self | None:
         """For an engine's options `exact_tokens` and `exact_pages`; None where no prefix lies in pages.
 
-        Raises ConfigError.
+        device: where the pages are; without a number they get a part of the memory that is free there. Raises
+        ConfigError.
         """
         for name, value in (("exact_tokens", tokens), ("exact_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -58,8 +61,9 @@ class ExactPool:
         if not tokens:
             return None
         if pages is None:
-            each, most = -(-tokens // PAGE_TOKENS) + PARTS, limits.host_bytes // 4 // (limits.token_bytes * PAGE_TOKENS)
-            pages = max(each, min(each * limits.rows, most))
+            room = spare_bytes(device) // 2 if device.type == "cuda" else limits.host_bytes // 4
+            each = -(-tokens // PAGE_TOKENS) + PARTS
+            pages = max(each, min(each * limits.rows, room // (limits.token_bytes * PAGE_TOKENS)))
         return cls(tokens, pages)
 
     def pages_for(self, tokens: int) -> int:

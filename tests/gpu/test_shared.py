@@ -125,11 +125,11 @@ class Forest:
         for path, rows in seen.items():
             key, value = (
                 torch.cat(
-                    [one[which].cpu() for one in (self.spans[i] for i in path)]
+                    [one[1:][which].cpu() for one in (self.spans[i] for i in path)]
                     + [torch.empty(self.heads[1], 0, self.dim)],
                     1,
                 )
-                for which in (1, 2)
+                for which in (0, 1)
             )
             query = self.query[rows].cpu().transpose(0, 2)
             right = reference_attention(query, key[None].double(), value[None].double(), scale=SCALE, softcap=softcap)
@@ -276,7 +276,9 @@ def test_prompts_of_several_rows_in_one_call() -> None:
     forest.add([0, 1, 2], 90)
     query = forest.random(3, 6, 11, 64)
     found = path_partial(query, forest.pool, forest.nodes, scale=SCALE, softcap=None)
-    key, value = (torch.cat([one[which] for one in forest.spans], 1)[None].expand(3, -1, -1, -1) for which in (1, 2))
+    key, value = (
+        torch.cat([one[1:][which] for one in forest.spans], 1)[None].expand(3, -1, -1, -1) for which in (0, 1)
+    )
     right = reference_attention(query, key, value, scale=SCALE)
     torch.testing.assert_close(found.out.double(), right.out, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.lse.double(), right.lse, rtol=0, atol=1e-5)

@@ -104,7 +104,8 @@ class Engine:
         memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. exact_tokens: prefixes
         of prompts that end there or before have their keys beside the model, in pages of 64 tokens, and no index: all
         of them are attended to, by the requests over one prefix together. exact_pages: of all such prefixes; None: as
-        many as all rows can need, in at most a quarter of the requests' memory. Raises ConfigError.
+        many as all rows can need, in at most half of a GPU's free memory, or a quarter of the requests'. Raises
+        ConfigError.
         """
         self._config = llm.config
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)

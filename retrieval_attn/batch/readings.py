@@ -74,7 +74,7 @@ class Readings:
                     if not _waits(row):
                         row.read.wait()
                         cells[number] = row.read.cells_done - before
-                        self._packs = True
+                        self._packs = self._packs or row.read.done
                         self._advance(row)
             except Exception as error:
                 self._fail(number, error, failed)

@@ -124,9 +124,10 @@ class ShortRead:
         self._error = error
 
     def go_alone(self) -> None:
-        """Begin anew as a PausedRead, with all that was granted; the cache is as it was."""
+        """Begin anew as a PausedRead, with what was granted; the cache is as it was."""
         self._alone = PausedRead(self.loop, self.cache, self.ids)
-        self._alone.go(self._granted)
+        if self._granted:  # who rode along may have had nothing yet
+            self._alone.go(self._granted)
 
 
 @torch.no_grad()

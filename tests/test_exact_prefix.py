@@ -335,3 +335,16 @@ def test_what_can_never_be_is_refused() -> None:
         options: Any = given
         with pytest.raises(ConfigError, match="whole number"):
             Engine(llm, **options)
+
+
+def test_pages_that_circles_keep_come_back() -> None:
+    """Where all wait, nothing else makes the garbage collector come."""
+    pool = ExactPool(64, 1)
+    circle: list[Any] = [pool.take([64], None)]
+    circle.append(circle)
+    gc.disable()
+    try:
+        del circle
+        assert pool.take([64], None) is not None
+    finally:
+        gc.enable()

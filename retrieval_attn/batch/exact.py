@@ -6,6 +6,8 @@ pages waits, and holds nothing meanwhile.
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,6 +28,8 @@ from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
 
 __all__ = ["ExactPool", "RowPages"]
 
+COLLECT_SECONDS = 1.0
+"""Between two looks for pages that nobody uses and that were not given back yet."""
 PARTS = 8
 """Of a prefix, each of which may leave a page in part."""
 
@@ -41,6 +45,7 @@ class ExactPool:
         self.tokens = tokens
         self.layers = PagedLayers(pages)
         self._pool = PagePool(pages, PAGE_TOKENS)
+        self._collected_at = 0.0
         self._returned: deque[NDArray[np.int32]] = deque()  # a finalizer may run anywhere, where a lock is held, too
         if self._pool.pages_for(tokens) > pages:
             raise ConfigError(
@@ -76,7 +81,7 @@ class ExactPool:
         """
         counts = [self._pool.pages_for(length) for length in lengths]
         while self.free_pages < sum(counts):
-            if tree is None or not tree.evict(1):
+            if (tree is None or not tree.evict(1)) and not self._collected():
                 return None
         try:
             taken = self._pool.take(sum(counts))
@@ -84,6 +89,17 @@ class ExactPool:
             return None
         tables = np.split(taken, np.cumsum(counts)[:-1])
         return [PagedSpan(table, length, self._returned.append) for table, length in zip(tables, lengths, strict=True)]
+
+    def _collected(self) -> bool:
+        """Objects that refer to each other keep pages until the collector comes, which need not be soon where all wait:
+        let it, once in a while; whether it was let.
+        """
+        now = time.monotonic()
+        if now - self._collected_at < COLLECT_SECONDS:
+            return False
+        self._collected_at = now
+        gc.collect()
+        return True
 
     @property
     def free_pages(self) -> int:

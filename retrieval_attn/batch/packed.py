@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -144,10 +143,9 @@ def read_together(reads: Items[ShortRead]) -> None:
 
 def _read(reads: Items[ShortRead]) -> None:
     before = [Rollback(read.cache) if read.cache.get_seq_length() else None for read in reads]
+    packed = PackedCache([read.cache for read in reads], [len(read.ids) for read in reads])
     try:
-        packed = PackedCache([read.cache for read in reads], [len(read.ids) for read in reads])
         logits = _forward(reads[0].loop.model, packed, reads)
-        packed.finish()
         for read in reads:
             if read.cache.batch.broken is None:
                 finish_prefill(read.cache)
@@ -157,6 +155,8 @@ def _read(reads: Items[ShortRead]) -> None:
             undo(read.cache, mark)
             read.go_alone()
         return
+    finally:
+        packed.finish()
     for row, (read, found) in enumerate(zip(reads, logits, strict=True)):
         if row in packed.errors:
             read.fail(packed.errors[row])
@@ -201,9 +201,9 @@ class PackedCache(RowsCache):
             )
         return PackedLayer(self, number, layers)
 
-    def spec_of_span(self, row: int, columns: int, spec: MaskSpec) -> MaskSpec:
-        """As `spec_of`, for all new tokens of a row."""
-        return replace(self.spec_of(row, columns, spec), q_length=len(self.places[row]))
+    def new_tokens(self, row: int) -> int:
+        """How many a row has in this forward."""
+        return len(self.places[row])
 
 
 class PackedLayer(RowsLayer):
@@ -240,7 +240,7 @@ class PackedLayer(RowsLayer):
                 continue
             try:
                 layer.update(key[:, :, span], value[:, :, span])
-                own = self._rows.spec_of_span(row, layer.columns, spec)
+                own = self._rows.spec_of(row, layer.columns, spec)
                 out[:, :, span] = layer.attend(
                     module, query[:, :, span], own, scale=scale, softcap=softcap, sink_logits=sink_logits
                 )

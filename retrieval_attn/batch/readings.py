@@ -71,7 +71,7 @@ class Readings:
                 if row.read is not None and number in granted:
                     busy, before = True, row.read.cells_done
                     row.read.go(granted[number])
-                    if not _waits(row):
+                    if not (isinstance(row.read, ShortRead) and row.read.waits):
                         row.read.wait()
                         cells[number] = row.read.cells_done - before
                         self._packs = self._packs or row.read.done
@@ -94,8 +94,9 @@ class Readings:
 
     def _read_together(self, reading: Sequence[str], failed: list[str], *, alone: bool) -> dict[str, int]:
         """If a short read has all its time, do it, and others that wait with it: they cost little more. Their cells."""
-        waiting = [number for number in reading if _waits(self._rows[number])]
-        reads = {number: read for number in waiting if isinstance(read := self._rows[number].read, ShortRead)}
+        reads = {
+            number: read for number in reading if isinstance(read := self._rows[number].read, ShortRead) and read.waits
+        }
         if not any(read.ready for read in reads.values()):
             return {}
         room = min(ALONE_TOKENS if alone else BESIDE_TOKENS, self._config.prefill_chunk)
@@ -135,8 +136,3 @@ class Readings:
                 to = read[0]
             found[to] = found.get(to, 0) + cells
         return found
-
-
-def _waits(row: Row) -> bool:
-    """Whether its part is to be read with those of others."""
-    return isinstance(row.read, ShortRead) and row.read.waits

@@ -215,8 +215,14 @@ class RowsCache(Cache):
         """The recipe `spec` of a layer for a row that holds so many columns; layers of one kind share it."""
         own = self._specs.get((row, spec.window))
         if own is None or own.q_offset != columns:
-            own = self._specs[row, spec.window] = replace(spec, q_offset=columns, padding=None)
+            own = self._specs[row, spec.window] = replace(
+                spec, q_offset=columns, q_length=self.new_tokens(row), padding=None
+            )
         return own
+
+    def new_tokens(self, row: int) -> int:
+        """How many a row has in this forward."""
+        return 1
 
     def attend_exact(self, number: int, query: Tensor, scoring: Scoring) -> Partial | None:
         """query (rows, q_heads, 1, head_dim) over what rows have in pages, for all at once; None without any."""

@@ -130,6 +130,18 @@ def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPa
     rows.check_books()
 
 
+def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
+    """Rows whose numbers of keys by heads differ are stepped beside the graphs, also where none of a graph is there."""
+    rows = Rows(build_model("llama", max_position_embeddings=8192), [50, 900], retrieve="auto", index="flat")
+    short, long = rows.pairs
+    rows.steps([long], 2)
+    rows.steps([long, short], 2)
+    rows.steps([short], 2)
+    rows.steps([long, short], 2)
+    assert (rows.runner.replays, rows.runner.reason) == (6, "")
+    rows.check_books()
+
+
 def test_the_others_change_no_bit() -> None:
     """In a bucket of four, whoever has the other rows, wherever the row is."""
     model = build_model("llama", head_dim=64)

@@ -20,6 +20,13 @@ from tests.tiny_models import build_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiled", "fresh_decoders")]
 
+SELDOM = ["device", "device, no estimates", "by heads"]
+CUDA_KINDS: dict[str, dict[str, Any]] = {
+    **KINDS,
+    "device, all keys named": {**DEVICE, "retrieve": 1 << 13},
+    "by heads, scanned": {"retrieve": "auto", "index": "flat"},
+}
+
 
 @pytest.fixture(autouse=True)
 def _float32_is_float32() -> None:
@@ -27,17 +34,23 @@ def _float32_is_float32() -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 1, 128)], ids=["groups of 4", "groups of 8"])
-@pytest.mark.parametrize("kind", ["flat", "device", "device, no estimates", "by heads"])
+@pytest.mark.parametrize("kind", [*SELDOM, "flat", "device, all keys named", "by heads, scanned"])
 def test_rows_join_leave_and_lose_tokens(kind: str, heads: tuple[int, int, int], host_callback: str) -> None:
-    """Forty steps with random members."""
+    """Forty steps with random members. What searches by rounded queries may name another key once in a while, where
+    the last two are nearly alike: see `test_rows_on_a_gpu_are_as_alone`.
+    """
     q_heads, kv_heads, head_dim = heads
     options = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    rows = Rows(build_model("llama", max_position_embeddings=8192, **options).cuda(), [50, 900, 6000], **KINDS[kind])
+    model = build_model("llama", max_position_embeddings=8192, **options).cuda()
+    # numbers by heads depend on the text, and rows of one graph agree in the largest
+    rows = Rows(model, [900, 1000, 3000] if kind.startswith("by heads") else [50, 900, 6000], **CUDA_KINDS[kind])
     chance = random.Random(kind)
     for step in range(40):
         if step in (5, 20):
             rows.pairs.append(Pair(rows.model, rows.pairs[1].row.fork()))
             rows.pairs[-1].token = 7 + step
+        for pair in rows.pairs if kind in SELDOM and step in (0, 5, 20) else ():
+            pair.tolerance, pair.seldom = 1e-2, 3
         present = [pair for pair in rows.pairs if chance.random() < 0.8] or rows.pairs
         chance.shuffle(present)
         rows.steps(present, 1)

@@ -212,7 +212,7 @@ class BucketRunner:
         if group is None:
             return []
         before = set(group.rows)
-        while True:
+        while rows:
             try:
                 problems = group.arrange([caches[row] for row in rows], self._gone_by)
             except CaptureError as error:
@@ -224,8 +224,9 @@ class BucketRunner:
                 if isinstance(problem, CaptureError):
                     self._refuse(caches[rows[number]], str(problem))
             if not problems:
-                return rows
+                break
             rows = [row for number, row in enumerate(rows) if number not in problems]
+        return rows
 
     def _misfits(self, caches: Sequence[RetrievalCache]) -> dict[int, Exception]:
         """Why some of these, by their number, cannot even be in a graph by themselves."""

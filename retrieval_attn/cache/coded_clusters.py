@@ -39,14 +39,13 @@ class CodedPieces(NamedTuple):
 
 def take_apart(path: SequenceKV, start: int, stop: int, k: int) -> CodedPieces:
     """Tokens [start, stop) of a path, searched for the best k. Raises ConfigError outside the path."""
-    pieces = step_pieces(path, start, stop)
-    coded = coded_pieces(pieces)
+    plain = step_pieces(path, start, stop, clustered=False)
+    coded = coded_pieces(plain)
     codes = head_codes(coded[0], k) if len(coded) == 1 else []
     if path.clusters is None or not codes or not all(codes):
-        return CodedPieces(pieces, codes, cluster_table(path, start, stop), None)
+        return CodedPieces(step_pieces(path, start, stop), codes, cluster_table(path, start, stop), None)
     piece = coded[0]
     late = path.clusters.late
-    plain = [one._replace(members=None) for one in pieces]
     begun, ended = piece.first + piece.low, piece.first + piece.high
     if late is None or begun != start:  # nothing tells how many keys there are before the codes
         return CodedPieces(plain, codes, None, None)
@@ -54,7 +53,7 @@ def take_apart(path: SequenceKV, start: int, stop: int, k: int) -> CodedPieces:
     if ended == stop:
         return CodedPieces(plain, codes, None, entries)
     table = late.cover(ended, stop, path.parts)
-    for number, one in enumerate(pieces):
+    for number, one in enumerate(plain):
         if one is not piece:
             members = late.shared.members(_segment_of(path, one), one.low, one.high, path.fmt)
             plain[number] = one._replace(members=members)
@@ -63,7 +62,7 @@ def take_apart(path: SequenceKV, start: int, stop: int, k: int) -> CodedPieces:
 
 def bring_clusters(path: SequenceKV, start: int, stop: int, k: int) -> None:
     """Make what `take_apart` will find on the device, and nothing else. Nothing for a path without codes there."""
-    coded = coded_pieces(step_pieces(path, start, stop))
+    coded = coded_pieces(step_pieces(path, start, stop, clustered=False))
     if path.clusters is not None and len(coded) == 1 and all(head_codes(coded[0], k) or [None]):
         _entries(path, coded[0])
 
@@ -106,6 +105,14 @@ class _SegmentClusters:
         self.mean_values[:, :clusters] = sent(mean_values, device)
         self.first, self.length = first, 0
         self.members = torch.zeros(heads, 0, dtype=torch.uint8, device=device)
+        self._entries: list[ClusterEntry] = []
+
+    @property
+    def entries(self) -> list[ClusterEntry]:
+        """Of each head: the same objects until the members lie elsewhere."""
+        if not self._entries:
+            self._entries = [ClusterEntry(*one) for one in zip(self.members, self.mean_values, strict=True)]
+        return self._entries
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +127,7 @@ class _SegmentClusters:
         if length > self.members.shape[1]:
             grown = self.members.new_zeros(len(self.members), length + SPARE_TOKENS)
             grown[:, : self.length] = self.members[:, : self.length]
-            self.members = grown
+            self.members, self._entries = grown, []
         self.members[:, self.length : length] = sent(ids[:, self.first + self.length : stop], self.members.device)
         self.length = length
 
@@ -137,7 +144,7 @@ def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
     if known is None or known.first != piece.index_first:
         known = held[device] = _SegmentClusters(shared.mean_values, piece.index_first, device)
     known.cover(shared.members(segment, piece.index_first, piece.high, path.fmt), piece.high)
-    return [ClusterEntry(*one) for one in zip(known.members, known.mean_values, strict=True)]
+    return known.entries
 
 
 def _segment_of(path: SequenceKV, piece: SearchRange) -> Segment:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 import numpy as np
 
 from retrieval_attn.compiled.jobs import Job, wait_until_compiled
+from retrieval_attn.cpu.cluster_sums import prepare_sums
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import compile_server
@@ -81,8 +82,9 @@ def load_kernels(fmt: Format, spec: IndexSpec, kinds: Collection[str] | None = N
 
 
 def step(fmt: str) -> None:
-    """One token's step: lists joined, the best attended to, threads."""
+    """One token's step: lists joined, the best attended to, threads; tokens that leave a window join clusters."""
     LayerStep(default_pool(), Format.from_name(fmt))
+    prepare_sums(Format.from_name(fmt))
 
 
 def search(fmt: str, kind: str, options: str) -> None:

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.cluster_sums import count_tokens, fill_table, nearest_clusters
 from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.segment import PathPart, Segment
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, to_float32
+from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import mapped
 
 MAX_CLUSTERS = 256
@@ -38,6 +40,8 @@ SAMPLES = 1024
 with 16 keys of each of 64 clusters the KL on code at 8K is that of all keys' scores, a third of that by mean keys."""
 TOKENS_AT_ONCE = 4096
 """Tokens whose float32 numbers are held at once while they join."""
+FEW_TOKENS = 1024
+"""Up to so many join by a compiled loop on this thread, without the threads of a matrix product."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -160,6 +164,15 @@ class KeyClusters:
         found: npt.NDArray[np.uint8] = scores.argmax(axis=2).astype(np.uint8)
         return found
 
+    def _join(self, segment: Segment, start: int, stop: int, fmt: Format, ids: npt.NDArray[np.uint8]) -> None:
+        """ids[:, start:stop] = the clusters of these tokens of a segment."""
+        if start < stop <= start + FEW_TOKENS and not self.clusters % TILE_QUERIES:
+            nearest_clusters(segment.keys, (start, stop), fmt, self.probes, self.offsets, ids)
+            return
+        for at in range(start, stop, TOKENS_AT_ONCE):
+            some = slice(at, min(at + TOKENS_AT_ONCE, stop))
+            ids[:, some] = self.assign(to_float32(segment.keys[:, some], fmt))
+
     def take(self, segment: Segment, first: int, members: npt.NDArray[np.uint8]) -> None:
         """Tokens of `segment` from `first` on belong to `members` (kv_heads, n)."""
         with self._joining:
@@ -178,9 +191,7 @@ class KeyClusters:
                 held.first = held.stop = low
             # a gap would be told from nothing: what lies between joins, too
             for start, stop in ((min(low, held.first), held.first), (held.stop, max(high, held.stop))):
-                for at in range(start, stop, TOKENS_AT_ONCE):
-                    some = slice(at, min(at + TOKENS_AT_ONCE, stop))
-                    held.ids[:, some] = self.assign(to_float32(segment.keys[:, some], fmt))
+                self._join(segment, start, stop, fmt, held.ids)
             held.first, held.stop = min(low, held.first), max(high, held.stop)
             return held.ids
 
@@ -341,24 +352,16 @@ class PathClusters:
             self._sums = _copied(self._sums)
         if anew or not self._own:
             self._table, self._own = _table_of(self._sums, self.shared.samples), True
-        sign = np.float32(1 if stop >= self.stop else -1)
+        sign, changed = 1 if stop >= self.stop else -1, None
         for segment, low, high, _ in pieces(min(stop, self.stop), max(stop, self.stop)):
-            for at in range(low, high, TOKENS_AT_ONCE):
-                self._count(segment, at, min(at + TOKENS_AT_ONCE, high), sign)
+            members = self.shared.members(segment, low, high, self._fmt)
+            tokens = segment.keys, segment.values, members, (low, high)
+            others = count_tokens(*tokens, sign, self._fmt, self._sums)
+            changed = others if changed is None else changed | others
         self.stop = stop
-        _fill(self._table, self._sums)
+        if changed is not None:
+            fill_table(changed, self._sums, self._table[:3])
         return self._table
-
-    def _count(self, segment: Segment, low: int, high: int, sign: np.float32) -> None:
-        """Tokens [low, high) of a segment are counted, or, with sign -1, no longer."""
-        members = self.shared.members(segment, low, high, self._fmt)[:, low:high]
-        keys, values = (to_float32(array, self._fmt) for array in segment.read(low, high))
-        for head, own in enumerate(members):
-            # products with a row per cluster: a fixed order, and faster than adding rows one by one
-            chosen = np.where(own[None] == np.arange(self.shared.clusters)[:, None], sign, np.float32(0))
-            self._sums.counts[head] += chosen.sum(axis=1)
-            self._sums.key_sums[head] += chosen @ keys[head]
-            self._sums.value_sums[head] += chosen @ values[head]
 
 
 def held_cluster_bytes(clusters: Iterable[PathClusters]) -> int:

@@ -204,12 +204,15 @@ def plan_named(
     return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads, rest=rest)
 
 
-def step_pieces(path: SequenceKV, start: int, stop: int) -> list[SearchRange]:
-    """Tokens [start, stop) of a path as a step takes them. Raises ConfigError if outside the path."""
+def step_pieces(path: SequenceKV, start: int, stop: int, *, clustered: bool = True) -> list[SearchRange]:
+    """Tokens [start, stop) of a path as a step takes them. Raises ConfigError if outside the path.
+
+    clustered: with the clusters that they belong to, where the path has any; tokens without one join then.
+    """
     found = []
     for segment, low, high, first in path.parts(start, stop):
         pieces = segment.pieces(low, high, first, path.tail_tokens)
-        if path.clusters is not None:
+        if clustered and path.clusters is not None:
             members = path.clusters.shared.members(segment, low, high, path.fmt)
             pieces = [piece._replace(members=members) for piece in pieces]
         found += pieces

@@ -94,8 +94,14 @@ class Tables:
         return max((getattr(search, name) for search in self.searches), default=0)
 
 
+Searches = list[CompiledSearch] | None
+"""Of a piece, one per key-value head; None: some head has no compiled search."""
+
+
 class RowTables(NamedTuple):
-    """Tables of one row of a step. pieces: what they name by address. Ranges are counted from 0, entries not."""
+    """Tables of one row of a step. pieces: what they name by address. Ranges are counted from 0, entries not.
+    searches: of each range.
+    """
 
     pieces: list[SearchRange]
     entries: npt.NDArray[Any]
@@ -105,10 +111,13 @@ class RowTables(NamedTuple):
 
 
 class MadeRows:
-    """Tables of a step's rows as they were made last: of a row that has not changed since, they are taken again."""
+    """Tables of a step's rows as they were made last: of a row that has not changed since, they are taken again, and of
+    one that has, the searches of its pieces that have not.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[object, RowTables]] = {}
+        self._searches: dict[int, dict[object, tuple[SearchRange, list[CompiledSearch]]]] = {}
 
     def know_some(self, rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> bool:
         """Whether the tables of some row are known."""
@@ -127,14 +136,32 @@ class MadeRows:
                 return None
             found[row] = key, tables
         self._rows = found
+        self._searches = {row: own for row, own in self._searches.items() if row in found}
         return [tables for _, tables in found.values()]
+
+    def searches(
+        self, row: int, request: StepRequest, make: Callable[[SearchRange], Searches]
+    ) -> Callable[[SearchRange], Searches]:
+        """What gives the searches of a row's pieces: those known, or what `make` makes. Only these are known then."""
+        known, self._searches[row] = self._searches.get(row, {}), {}
+
+        def of(piece: SearchRange) -> Searches:
+            key = request._replace(clusters=()), request.signature(piece, False)
+            found = known[key][1] if key in known else make(piece)
+            if found is not None and piece.indexes is not None:  # a scan is made at once
+                self._searches[row][key] = piece, found  # the piece lives: its arrays' ids are its own
+            return found
+
+        return of
 
     def forget(self, row: int | None = None) -> None:
         """Drop the tables of a row, None: of all, and what they keep alive."""
         if row is None:
             self._rows.clear()
+            self._searches.clear()
         else:
             self._rows.pop(row, None)
+            self._searches.pop(row, None)
 
     def _find(self, row: int, key: object) -> RowTables | None:
         known = self._rows.get(row)
@@ -142,8 +169,8 @@ class MadeRows:
 
 
 def _key(row: Sequence[SearchRange], request: StepRequest) -> object:
-    """What the tables of a row depend on."""
-    return request._replace(clusters=()), tuple(request.signature(piece, False) for piece in row)
+    """What the tables of a row depend on, but for the end of its last piece: who plans writes that anew."""
+    return request._replace(clusters=()), tuple(request.signature(piece, piece is row[-1]) for piece in row)
 
 
 def make_tables(
@@ -159,7 +186,14 @@ def make_tables(
     sizes: key-value heads, queries of an entry, and queries padded. candidates: (entries * queries, room), see
     `StepBuffers`. made: by the same step before, with the same of all these.
     """
-    found = made.of(rows, request, lambda row: _row_tables(row, rows[row], request, fmt, sizes, candidates))
+
+    def make(row: int) -> RowTables | None:
+        entry = row * sizes[0] * sizes[1]
+        own = None if candidates is None else candidates[entry : entry + sizes[0] * sizes[1]]
+        searches = made.searches(row, request, lambda piece: _piece_searches(piece, request, fmt, sizes, own))
+        return _row_tables(row, rows[row], request, sizes, searches)
+
+    found = made.of(rows, request, make)
     if found is None:
         return None
     entries, ranges, tasks, count = [], [], [np.empty((0, 1 + len(TASK.names or ())), np.int64)], 0
@@ -182,61 +216,88 @@ def _row_tables(
     row: int,
     own: Sequence[SearchRange],
     request: StepRequest,
+    sizes: tuple[int, int, int],
+    searches: Callable[[SearchRange], Searches],
+) -> RowTables | None:
+    """Those of row `row`; see `make_tables`."""
+    heads, queries, _ = sizes
+    ranges, of_pieces = np.zeros((heads, len(own)), RANGE), []
+    tasks: list[npt.NDArray[np.int64]] = [np.empty((0, 1 + len(TASK.names or ())), np.int64)]
+    lists, counts = np.zeros(heads, np.int64), np.zeros(heads, np.int64)
+    for number, piece in enumerate(own):
+        found = searches(piece)
+        if found is None:
+            return None
+        of_pieces.append(found)
+        for alike, members in _alike(found):
+            # a row for each head, a column for each task: (alike, tasks)
+            entry, at = row * heads + alike[:, None], alike[:, None] * len(own) + number
+            if members.by_query:
+                parts = max(1, min(request.parts // queries, members.max_parts))
+                place = np.arange(parts * queries)[None]
+                tasks.append(_task_rows(place, -1, entry, at, place, parts, lists[alike, None] + place // queries))
+            else:
+                if members.first_task:
+                    tasks.append(_task_rows(np.zeros((1, 1)), -1, entry, at, -1, 1, 0))
+                    counts[alike] += 1
+                parts = request.parts_of(piece, members.part_tokens)
+                place = np.arange(parts)[None]
+                # all heads' first parts first: what they find lets later parts drop most of their keys
+                tasks.append(_task_rows(place, place, entry, at, place, parts, lists[alike, None] + place))
+            counts[alike] += place.shape[1]
+            lists[alike] += parts
+        _place_range(ranges[:, number], piece, found)
+    entries = np.zeros(heads, ENTRY)
+    entries["lists"], entries["tasks"], entries["ranges"] = lists, counts, len(own)
+    entries["first_range"] = np.arange(heads) * len(own)
+    ordered = [found[head] for head in range(heads) for found in of_pieces]
+    return RowTables(list(own), entries, ranges.reshape(-1), np.concatenate(tasks), ordered)
+
+
+def _alike(searches: Sequence[CompiledSearch]) -> list[tuple[npt.NDArray[np.int64], CompiledSearch]]:
+    """Heads whose searches are cut into tasks alike, and one of their searches."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for head, one in enumerate(searches):
+        groups.setdefault((one.by_query, one.max_parts, one.part_tokens, one.first_task), []).append(head)
+    return [(np.array(heads), searches[heads[0]]) for heads in groups.values()]
+
+
+def _place_range(ranges: npt.NDArray[Any], piece: SearchRange, searches: Sequence[CompiledSearch]) -> None:
+    """Write a piece, and how each head (one of `ranges` each) searches it."""
+    heads = np.arange(len(ranges))
+    arrays = {"keys_at": piece.keys, "values_at": piece.values, "members_at": piece.members}
+    for name, array in arrays.items():
+        if array is not None:
+            ranges[name] = address_of(array) + array.strides[0] * heads
+    ranges["low"], ranges["high"], ranges["first"] = piece.low, piece.high, piece.first
+    ranges["search"] = [one.task for one in searches]
+    ranges["index_at"] = [one.index_at for one in searches]
+    ranges["kept"] = [one.kept for one in searches]
+
+
+def _piece_searches(
+    piece: SearchRange,
+    request: StepRequest,
     fmt: Format,
     sizes: tuple[int, int, int],
     candidates: npt.NDArray[np.int32] | None,
-) -> RowTables | None:
-    """Those of row `row`; see `make_tables`."""
+) -> Searches:
+    """How each head searches a piece; None: some head has no compiled search. candidates: those of the row."""
     heads, queries, padded = sizes
-    entries = np.zeros(heads, ENTRY)
-    ranges: list[tuple[int, ...]] = []
-    searches: list[CompiledSearch] = []
-    tasks: list[npt.NDArray[np.int64]] = [np.empty((0, 1 + len(TASK.names or ())), np.int64)]
+    visible, hidden = piece.high - piece.low, piece.low - piece.index_first
+    found: list[CompiledSearch] = []
     for head in range(heads):
-        entry = row * heads + head
-        lists = count = 0
-        first_range = len(ranges)
-        own_candidates = None if candidates is None else candidates[entry * queries : (entry + 1) * queries]
-        for piece in own:
-            search: CompiledSearch | None = exact_search(fmt)
-            visible, hidden = piece.high - piece.low, piece.low - piece.index_first
-            if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
-                wanted = SearchRequest(
-                    fmt,
-                    queries,
-                    padded,
-                    request.keep,
-                    piece.index_first,
-                    visible,
-                    own_candidates,
-                    request.named,
-                    hidden,
-                )
-                search = piece.indexes[head].compiled_search(wanted)
-            if search is None:
-                return None
-            number = len(ranges)
-            if search.by_query:
-                parts = max(1, min(request.parts // queries, search.max_parts))
-                place = np.arange(parts * queries)
-                tasks.append(_task_rows(place, -1, entry, number, place, parts, lists + place // queries))
-            else:
-                if search.first_task:
-                    tasks.append(_task_rows(np.zeros(1), -1, entry, number, -1, 1, 0))
-                    count += 1
-                parts = request.parts_of(piece, search.part_tokens)
-                place = np.arange(parts)
-                # all heads' first parts first: what they find lets later parts drop most of their keys
-                tasks.append(_task_rows(place, place, entry, number, place, parts, lists + place))
-            count += len(place)
-            lists += parts
-            keys, values = (array.ctypes.data + head * array.strides[0] for array in (piece.keys, piece.values))
-            tokens = piece.low, piece.high, piece.first
-            members = 0 if piece.members is None else address_of(piece.members) + head * piece.members.strides[0]
-            ranges.append((search.task, keys, values, *tokens, search.index_at, search.kept, members))
-            searches.append(search)
-        entries[head] = lists, first_range, len(own), count, *[0] * (len(ENTRY.names or ()) - 4)
-    return RowTables(list(own), entries, np.array(ranges, RANGE), np.concatenate(tasks), searches)
+        search: CompiledSearch | None = exact_search(fmt)
+        if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
+            own = None if candidates is None else candidates[head * queries : (head + 1) * queries]
+            keep, first = request.keep, piece.index_first
+            search = piece.indexes[head].compiled_search(
+                SearchRequest(fmt, queries, padded, keep, first, visible, own, request.named, hidden)
+            )
+        if search is None:
+            return None
+        found.append(search)
+    return found
 
 
 def place_clusters(entries: npt.NDArray[Any], heads: int, tables: Sequence[ClusterTable | None]) -> None:
@@ -266,11 +327,14 @@ def place_budgets(entries: npt.NDArray[Any], counts: npt.NDArray[np.int64] | Non
 
 
 def _task_rows(like: npt.NDArray[Any], *columns: Any) -> npt.NDArray[np.int64]:
-    """(len(like), 1 + fields of TASK) int64: the turn that a task takes, then the task."""
-    rows = np.empty((len(like), len(columns)), np.int64)
+    """(tasks, 1 + fields of TASK) int64: the turn that a task takes, then the task, head after head.
+
+    like: (1, tasks of a head). columns: numbers, (heads, 1), (1, tasks) or (heads, tasks); the entry is (heads, 1).
+    """
+    rows = np.empty((len(columns[1]), like.shape[1], len(columns)), np.int64)
     for column, values in enumerate(columns):
-        rows[:, column] = values
-    return rows
+        rows[:, :, column] = values
+    return rows.reshape(-1, len(columns))
 
 
 def _ordered(tasks: list[npt.NDArray[np.int64]]) -> npt.NDArray[Any]:

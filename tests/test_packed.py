@@ -13,7 +13,9 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch import packed
 from retrieval_attn.batch.packed import ShortRead, packable, read_together
 from retrieval_attn.batch.reading import PausedRead, ReadCancelled
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, seal
+from retrieval_attn.cache.past import Past
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from tests.test_hybrid import new_model
@@ -82,6 +84,38 @@ def test_rows_are_read_as_alone(model: Any, exact: bool) -> None:
     steps(model, pairs, 6)
     for pair in pairs:
         pair.same_books()
+
+
+@pytest.mark.parametrize("host_dtype", ["auto", "int8"])
+def test_questions_over_one_text_attend_to_it_together(
+    model: Any, host_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forks of one sealed text, between them one of another: two walks over keys for four rows, answers as alone."""
+    loop = loop_of(model)
+    texts = [begun(loop, tokens, seed, host_dtype=host_dtype) for seed, tokens in enumerate((700, 300))]
+    for text in texts:
+        seal(text)
+    caches, others = ([texts[number].fork() for number in (0, 1, 0, 0)] for _ in range(2))
+    news = [ids(count, 50 + count) for count in (40, 20, 9, 60)]
+    wanted = [alone(loop, other, new) for other, new in zip(others, news, strict=True)]
+    walks: list[int] = []
+    real = Past._attend_paths
+
+    def watched(past: Past, query: torch.Tensor, *given: Any, **options: Any) -> Any:
+        walks.append(query.shape[2])
+        return real(past, query, *given, **options)
+
+    monkeypatch.setattr(Past, "_attend_paths", watched)
+    found = together(loop, caches, news)
+    layers = sum(isinstance(layer, RetrievalLayer) for layer in caches[0].layers)
+    assert sorted(walks) == sorted([109, 20] * layers)
+    pairs = []
+    for logits, cache, other, want in zip(found, caches, others, wanted, strict=True):
+        assert float((logits - want).abs().max() / want.abs().max()) < 1e-5
+        pairs.append(Pair(model, cache))
+        pairs[-1].alone, pairs[-1].tolerance = other, 1e-3 if host_dtype == "int8" else pairs[-1].tolerance
+        assert all(layer.past is None for layer in cache.layers if isinstance(layer, RetrievalLayer))
+    steps(model, pairs, 4)
 
 
 def test_a_row_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ LEAST_SHARE = 1 / 8
 """Of a step's time, what readings get beside it even where the step alone takes longer than it should."""
 PATIENCE = 64
 """Ticks without a cell after which a reading gets one, whatever was measured."""
+FEW_TOKENS = 64
+"""Fewer tokens in a cell take no less time: it is what is done once for all of them."""
 LONG_TURN = 4
 """Among this many ticks with readings, a long one that short ones overtake gets one."""
 
@@ -84,7 +86,7 @@ class Grants:
 
     def _tokens(self, entry: Entry) -> int:
         """Of a prompt in one cell."""
-        return max(min(entry.job.unread_tokens, self._limits.chunk_tokens), 1)
+        return max(min(entry.job.unread_tokens, self._limits.chunk_tokens), FEW_TOKENS)
 
     def _seconds(self, entry: Entry) -> float:
         """What a cell of a reading may take: as cells took, and more if it has more tokens. 0 if none was measured."""

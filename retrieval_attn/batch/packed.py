@@ -20,6 +20,8 @@ from retrieval_attn.batch.reading import PausedRead, ReadCancelled, read_batch, 
 from retrieval_attn.batch.rows import RowsCache, RowsLayer, position_groups
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.past import Past, attend_together
+from retrieval_attn.cache.retrieval import RetrievalLayer, begin_past
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState
@@ -235,15 +237,35 @@ class PackedLayer(RowsLayer):
         """Each row's new tokens to its own: query (1, q_heads, tokens, head_dim), float32 of value_dim out."""
         key, value = self._take_pending(module)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
-        for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):
-            if row in self._rows.errors:
-                continue
-            try:
-                layer.update(key[:, :, span], value[:, :, span])
-                own = self._rows.spec_of(row, layer.columns, spec)
-                out[:, :, span] = layer.attend(
-                    module, query[:, :, span], own, scale=scale, softcap=softcap, sink_logits=sink_logits
-                )
-            except Exception as error:
-                self._rows.fail(row, error)
+        try:
+            self._attend_to_pasts(query, value.shape[3], scale, softcap)
+            for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):
+                if row in self._rows.errors:
+                    continue
+                try:
+                    layer.update(key[:, :, span], value[:, :, span])
+                    own = self._rows.spec_of(row, layer.columns, spec)
+                    out[:, :, span] = layer.attend(
+                        module, query[:, :, span], own, scale=scale, softcap=softcap, sink_logits=sink_logits
+                    )
+                except Exception as error:
+                    self._rows.fail(row, error)
+        finally:
+            for layer in self._layers:
+                if isinstance(layer, RetrievalLayer):
+                    layer.past = None  # it was for this query
         return out
+
+    def _attend_to_pasts(self, query: Tensor, value_dim: int, scale: float, softcap: float | None) -> None:
+        """Questions over one text attend to it together, before each attends to itself."""
+        asked: list[tuple[Past, Tensor]] = []
+        for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):
+            if row not in self._rows.errors and isinstance(layer, RetrievalLayer):
+                try:
+                    past = begin_past(layer, self._rows.new_tokens(row))
+                except Exception as error:
+                    self._rows.fail(row, error)
+                    continue
+                if past is not None:
+                    asked.append((past, query[:, :, span]))
+        attend_together([past for past, _ in asked], [own for _, own in asked], value_dim, scale, softcap)

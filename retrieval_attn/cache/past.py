@@ -7,7 +7,9 @@ The keys stay on the host. They visit the device block by block, for all rows th
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as Items
 
+import torch
 from torch import Tensor
 
 from retrieval_attn.cache.layer_uploads import LayerUploads
@@ -42,6 +44,7 @@ class Past:
         self._exact = batch.exact if batch.exact is not None and batch.exact.tokens else None
         turned = batch.forgotten.tokens > 0 and sinks[0].shape[2] > 0
         self._sinks = (sinks[0].clone(), sinks[1].clone()) if turned else None
+        self._answer: Partial | None = None
 
     @property
     def empty(self) -> bool:
@@ -53,6 +56,8 @@ class Past:
 
         last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
         """
+        if self._answer is not None:
+            return self._answer
         parts = []
         if self._sinks is not None:
             parts.append(attend(query, *self._sinks, scale=scale, softcap=softcap))
@@ -84,6 +89,14 @@ class Past:
             whole.lse[rows] = unstacked(done.lse[0], len(rows))
         return whole
 
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for layers of caches of one sequence whose past is the same tokens in the same memory."""
+        parts = [part for one, _ in self._paths for part in one.host.parts(one.start, one.stop)]
+        spans = () if self._exact is None else self._exact.spans
+        own = () if self._sinks is None else (id(self),)
+        return (*((id(part.segment), part.low, part.high) for part in parts), *map(id, spans), *own)
+
     def rows_of(self, row: int, which: int) -> Tensor | None:
         """All past keys (which 0) or values (1) of a row (kv_heads, tokens, dim), on the device; None without any.
 
@@ -94,3 +107,25 @@ class Past:
             if row in rows:
                 return to_device(one.host.read(0, one.stop)[which], one.host.fmt, self._like)
         return None
+
+
+def attend_together(
+    pasts: Items[Past], queries: Items[Tensor], value_dim: int, scale: float, softcap: float | None
+) -> None:
+    """Each of queries (1, q_heads, new, head_dim) over its past, which then knows the answer to it, and to no other.
+
+    The keys of pasts that are alike visit the device once, and all queries over them attend to them in one call that
+    needs no mask (Juravsky et al. 2024, "Hydragen", section 3.2: inter-sequence batching).
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, past in enumerate(pasts):
+        if not past.empty:
+            groups.setdefault(past.likeness, []).append(number)
+    for members in groups.values():
+        if len(members) == 1:
+            continue
+        asked = [queries[number] for number in members]
+        found = pasts[members[0]].attend(torch.cat(asked, dim=2), value_dim, scale, softcap, last=True)
+        counts = [one.shape[2] for one in asked]
+        for number, out, lse in zip(members, found.out.split(counts, 2), found.lse.split(counts, 2), strict=True):
+            pasts[number]._answer = Partial(out, lse)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
@@ -45,15 +46,15 @@ class ReadingMark(NamedTuple):
 class Reading:
     """A pass under way over what a layer holds."""
 
-    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, config: Config) -> None:
+    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, config: Config, past: Past | None = None) -> None:
         """Bring the layer's past to its device: `total` new tokens attend to it exactly.
 
-        spec: the index that the keys will get.
+        spec: the index that the keys will get. past: what is held, if somebody asked for it already.
         """
         self._held, self._budgets = held, config.retrieve == "auto"
         self._scoring: tuple[float, float | None] = 1.0, None
         self._first = held.columns == 0
-        self.done = ExactPass(total, held.past())
+        self.done = ExactPass(total, held.past() if past is None else past)
         count = spec.training_queries(total, config.train_queries)
         self._sample = TrainingQueries(total, count) if spec.trains else None
         # of its own: clusters are the same whatever the index trains on

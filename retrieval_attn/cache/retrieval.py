@@ -17,6 +17,7 @@ from retrieval_attn.cache.held import HeldTokens, take_paged
 from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layer_uploads import LayerUploads
+from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.tail_share import TailShare
@@ -37,7 +38,8 @@ class RetrievalLayer(CacheLayer):
     """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
 
     mass_heads: query heads for which every eager decode step also computes exact attention's denominator. exact_part:
-    for the next token, what it attends to in pages, where who steps several rows has it already.
+    for the next token, what it attends to in pages, where who steps several rows has it already. past: for the next
+    pass, what it attends to before itself, where who reads several prompts has asked for it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RetrievalLayer(CacheLayer):
         self.number = number
         self.mass_heads = 0
         self.exact_part: Partial | None = None
+        self.past: Past | None = None
         self.held: HeldTokens | None = None
         self._model = None if model is None else weakref.ref(model)
         self.index = index
@@ -111,7 +114,8 @@ class RetrievalLayer(CacheLayer):
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
             self.stats.wait_seconds += traffic(held.device).make_room(self._alone)
-            self._reading = Reading(held, total, self.index.spec, self.config)
+            past, self.past = self.past, None
+            self._reading = Reading(held, total, self.index.spec, self.config, past)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._reading.step(query, key, value, valid, scale, softcap)
         if self._announced is None:
@@ -255,6 +259,15 @@ def decodes_plainly(layer: RetrievalLayer) -> bool:
     if watched or layer._reading is not None or layer.held is None or not layer.columns or layer._appends_exactly(1):
         return False
     return layer.held.device.type == "cpu" and not layer.index.spec.cls.keeps_device_keys
+
+
+def begin_past(layer: RetrievalLayer, new: int) -> Past | None:
+    """What a pass of so many new tokens will attend to exactly before itself; None: nothing, or not in this way."""
+    layer.past = None
+    if layer._reading is None and layer.held is not None and layer.columns and layer._appends_exactly(new):
+        layer.finish_index()
+        layer.past = layer.held.past()
+    return layer.past
 
 
 def begin_token(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec) -> HeldTokens:

@@ -274,6 +274,15 @@ class TestReading:
             bench.submit(f"s{number}", prompt=90, tokens=1_000)
         assert len(bench.tick().read) == 5
 
+    def test_a_cell_of_one_token_takes_as_long_as_one_of_a_few(self) -> None:
+        """What was measured with one token is no 32nd of what 32 take: a layer's weights and keys are read for all."""
+        bench = Bench(step=0.010, cell=0.008)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.submit("one", prompt=2, tokens=1_000)
+        bench.until(lambda: bench.state("one") is State.DECODING)
+        bench.submit("some", prompt=33)
+        assert bench.tick().read == (("some", 2),)
+
     def test_a_cell_that_does_not_fit_comes_seldom(self) -> None:
         """Cells of 100 ms, room for 40 ms a step: a cell in every third step, so that the mean keeps to the budget."""
         bench = Bench(step=0.010, cell=0.100)

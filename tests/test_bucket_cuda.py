@@ -11,10 +11,13 @@ import torch
 from retrieval_attn.batch import bucket
 from retrieval_attn.batch.bucket import BucketRunner
 from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.request import Request
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
+from tests.test_bucket_pages import rows_of, trees
 from tests.test_engine import CONFIG, alone, ids, llm_of
+from tests.test_exact_prefix import requests_of, with_engine
 from tests.test_rows import Pair, read
 from tests.tiny_models import build_model
 
@@ -127,3 +130,75 @@ def test_memory_stays_as_rows_come_and_go() -> None:
             torch.cuda.synchronize()
             held.append(torch.cuda.memory_allocated())
     assert held[1] <= held[0] + (1 << 16) and rows.runner.captures == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["flat", "device"])
+def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int, host_callback: str) -> None:
+    """Forty steps with random members, over one span, two, none; with keys on the host, and without."""
+    options = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head_dim}
+    model = build_model("llama", max_position_embeddings=8192, **options).cuda()
+    rows = rows_of(model, trees(model, ExactPool(1000, 40), **KINDS[kind]))
+    chance = random.Random(kind)
+    for step in range(40):
+        if step in (5, 20):
+            rows.pairs.append(Pair(model, rows.pairs[step // 5].row.fork()))
+            rows.pairs[-1].token = 7 + step
+        present = [pair for pair in rows.pairs if chance.random() < 0.6] or rows.pairs
+        chance.shuffle(present)
+        rows.steps(present, 1)
+        if chance.random() < 0.1:
+            chance.choice(rows.pairs).crop(chance.randint(1, 4))
+    rows.steps(rows.pairs[5:6], 40)  # without pages
+    assert (rows.runner.replays, rows.runner.reason) == (80, "") and rows.runner.captures <= 5
+    rows.check_books()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3"])
+def test_rows_over_pages_of_other_models_are_as_alone(name: str) -> None:
+    """Sliding layers have no pages; soft cap."""
+    model = build_model(name).cuda()
+    rows = rows_of(model, trees(model, ExactPool(1000, 40)))
+    rows.steps(rows.pairs[:1], 4)
+    rows.steps(rows.pairs, 20)
+    assert (rows.runner.replays, rows.runner.reason) == (24, "")
+    rows.check_books()
+
+
+def test_the_others_change_no_bit_over_pages() -> None:
+    """In a bucket of four, bfloat16: of a row over pages, and of one without beside such."""
+    model = build_model("llama", head_dim=64, num_attention_heads=8, max_position_embeddings=8192).cuda().bfloat16()
+    caches = trees(model, ExactPool(1000, 40))
+    for one, companies in ((3, ((0, 1, 2), (4, 5), (5, 0, 1))), (5, ((0, 1, 2), (3, 4), (1, 2, 4)))):
+        seen: list[list[torch.Tensor]] = []
+        for company in companies:
+            runner, found = BucketRunner(model, 4), []
+            present = [caches[row].fork() for row in (company[0], one, *company[1:])]
+            for token in range(10):
+                places = [cache.get_seq_length() for cache in present]
+                found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
+            seen.append(found)
+            assert runner.reason == "" and runner.replays == 10
+            runner.close()
+        for found in seen[1:]:
+            assert all(torch.equal(mine, first) for mine, first in zip(found, seen[0], strict=True))
+
+
+def test_an_engine_with_exact_prefixes_decodes_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are those of eager steps."""
+    llm = llm_of(CONFIG)
+    llm.model = build_model("llama", head_dim=64).cuda()
+    requests = [*requests_of(1), Request((ids(30, 1),), 12)]
+    eager: list[int] = []
+    real = bucket.eager_step
+
+    def watched(model: Any, caches: Any, *given: Any) -> torch.Tensor:
+        eager.append(len(caches))
+        return real(model, caches, *given)
+
+    monkeypatch.setattr(bucket, "eager_step", watched)
+    found = with_engine(llm, requests, shared_bytes=1 << 26, exact_tokens=1000)
+    assert eager == []
+    monkeypatch.setattr(BucketRunner, "_replayed", lambda *given: None)
+    again = with_engine(llm, requests, shared_bytes=1 << 26, exact_tokens=1000)
+    assert eager and [one.tokens for one in found] == [one.tokens for one in again]

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch.bucket import BucketRunner
 from retrieval_attn.batch.engine import Engine, default_limits
 from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.request import Finished, Request
@@ -179,25 +178,6 @@ def test_a_read_that_failed_leaves_it_as_it_was() -> None:
     assert before.undo() and text.cache.batch.exact is prefix
     text.read(random_ids(1, 30, 3), paged=False)
     steps(text.model, [text], 2)
-
-
-@pytest.mark.usefixtures("emulated_graphs")
-def test_a_graph_does_not_serve_it() -> None:
-    """A captured step knows windows and hosts alone: such rows are stepped beside it."""
-    model = build_model("llama")
-    text, plain = (Text(model, ExactPool(1000, 40), retrieve=1000, tail=False) for _ in range(2))
-    text.read(random_ids(1, 100, 1), paged=True)
-    for one in (text, plain):
-        one.read(random_ids(1, 40, 2), paged=False)
-    runner = BucketRunner(model, 4)
-    for _ in range(3):
-        texts = [text, plain]
-        fed = [one.token for one in texts]
-        found = runner.step([one.cache for one in texts], fed, [one.cache.get_seq_length() for one in texts])
-        for one, token, logits in zip(texts, fed, found, strict=True):
-            one.expect(logits, feed(model, one.full, torch.tensor([[token]]).to(model.device)))
-    assert runner.replays == 3
-    runner.close()
 
 
 @pytest.mark.cuda

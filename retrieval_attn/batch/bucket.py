@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_group import BucketGroup
+from retrieval_attn.batch.bucket_pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.batch.rows import require_rows
 from retrieval_attn.batch.rows import step as eager_step
 from retrieval_attn.cache.cache import RetrievalCache
@@ -182,15 +183,22 @@ class BucketRunner:
             if window_of(layer).valid is not None:
                 return "a row of a batch has padding"
         key = signature(self._model, cache, self._runtime), self._likeness(cache)
-        if self._group is not None and key != self._key:
+        prefix = prefix_of(cache)
+        if prefix is not None and not is_recordable(prefix):
+            return NO_KERNELS
+        elsewhere = self._group is not None and prefix is not None and self._group.pages not in (None, prefix.layers)
+        if self._group is not None and (key != self._key or elsewhere):
             if self._group.rows or self._joined:
-                return "rows of a batch differ in shapes or options"
+                different = "have pages of several engines" if elsewhere else "differ in shapes or options"
+                return f"rows of a batch {different}"
             self._drop_group()
         if self._group is None:
             try:
                 self._group, self._key = BucketGroup(self._model, cache, self._runtime, self._most), key
             except torch.OutOfMemoryError:
                 return f"there is no memory for the windows of {self._most} rows on {input_device(self._model)}"
+        if prefix is not None:
+            self._group.pages = prefix.layers
         return None
 
     def _likeness(self, cache: RetrievalCache) -> tuple[Any, ...]:

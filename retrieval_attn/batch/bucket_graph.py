@@ -6,6 +6,7 @@ read from memory. A row that nobody has attends to its own token, which nobody r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from retrieval_attn.batch.bucket_pages import BucketPages
 from retrieval_attn.batch.bucket_row import BucketRow
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
@@ -57,6 +59,7 @@ class Bucket:
         self.rows: list[BucketRow | None] = [None] * self.size
         self.kind = StepKind(False, False, 0)
         self.recording = False
+        self._pages: BucketPages | None = None
         self._uploaded = False
 
     @property
@@ -83,6 +86,8 @@ class Bucket:
         if kind.retrieves:
             for number in range(len(self.decoder.slots)):
                 self._plan(number, places)
+        if kind.levels:
+            self._write_pages(kind.levels)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -141,7 +146,10 @@ class Bucket:
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = self.kind.max_coded_keys
-        return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False)
+        paged = None
+        if self.kind.levels and retrieving and self._pages is not None:
+            paged = functools.partial(self._pages.attend, slot.number, query, scoring, self.decoder.runtime.opaque)
+        return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False, paged=paged)
 
     # -- Recordable ----------------------------------------------------------------------------------
 
@@ -171,6 +179,15 @@ class Bucket:
         """Forget what was estimated since `add_tail`."""
         for host in (host for slot in self.decoder.slots for host in slot.hosts):
             host.take_tail()
+
+    def _write_pages(self, levels: int) -> None:
+        """Tell the device what the rows have in pages."""
+        prefixes = [None if row is None else row.prefix for row in self.rows]
+        if self._pages is None:
+            row, layers = next((row, one.layers) for row, one in zip(self.rows, prefixes, strict=True) if row and one)
+            held = [layer for layer in row.layers if isinstance(layer, RetrievalLayer)]
+            self._pages = BucketPages(self.size, layers, {layer.number: layer.q_heads for layer in held})
+        self._pages.write(prefixes, levels)
 
     def _plan(self, number: int, places: Collection[int]) -> None:
         """Plan the host parts of a layer that have some of these places."""

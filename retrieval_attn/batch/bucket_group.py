@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_graph import Bucket
+from retrieval_attn.batch.bucket_pages import levels_for
 from retrieval_attn.batch.bucket_row import BucketRow, StepCosts
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.prefix import PagedLayers
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.graph.decoder import StepKind, attending
@@ -30,7 +32,9 @@ SHRINK_AFTER = 32
 
 
 class BucketGroup:
-    """See the module. buckets: by their size. rows: who is in a graph, by the id of the cache."""
+    """See the module. buckets: by their size. rows: who is in a graph, by the id of the cache. pages: where prefixes
+    of rows lie; None: no row had any so far.
+    """
 
     def __init__(self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int) -> None:
         """like: a cache of the shape. most: rows at most, a power of 2. Raises torch.OutOfMemoryError."""
@@ -44,7 +48,8 @@ class BucketGroup:
         self._bucket: Bucket | None = None
         self._changed: set[int] = set()
         self._smaller = 0  # steps in a row that a smaller bucket would have served
-        self._retrieves, self._max_coded_keys = False, 0
+        self._retrieves, self._max_coded_keys, self._levels = False, 0, 0
+        self.pages: PagedLayers | None = None
 
     def arrange(
         self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]]
@@ -175,7 +180,9 @@ class BucketGroup:
         self._retrieves |= any(row.retrieves for row in rows)
         coded = max(row.coded_keys for row in rows)
         self._max_coded_keys = max(self._max_coded_keys, size_class(coded) if coded else 0)
-        kind = StepKind(self._retrieves, False, self._max_coded_keys)
+        levels = levels_for([row.prefix for row in rows])  # steps of rows without pages do not pay for any
+        self._levels = max(self._levels, levels)
+        kind = StepKind(self._retrieves, False, self._max_coded_keys, self._levels if levels else 0)
         changed, self._changed = {place for place in self._changed if place < bucket.size}, set(range(bucket.size))
         bucket.take(rows, kind, changed)
         self._changed = set()

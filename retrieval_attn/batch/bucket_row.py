@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.batch.bucket_pages import prefix_of
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.binding import note_host_work
 from retrieval_attn.engine.graph.decoder import attending
@@ -71,6 +73,12 @@ class BucketRow:
         """The cache's layers that attend."""
         cache = self._cache()
         return [] if cache is None else [layer for _, layer in attending(cache)]
+
+    @property
+    def prefix(self) -> ExactPrefix | None:
+        """What it has in pages; None: nothing."""
+        cache = self._cache()
+        return None if cache is None else prefix_of(cache)
 
     @property
     def spans(self) -> np.ndarray[Any, Any]:

@@ -20,7 +20,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.shared.partials import PagedKeys, empty_pages, path_partial, shared_partials, write_pages
 from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedNode, SharedPlan, processors
 
-__all__ = ["ExactPrefix", "PagedLayers", "PagedSpan", "PrefixPlans"]
+__all__ = ["ExactPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
 
 
 class PagedLayers:
@@ -38,6 +38,11 @@ class PagedLayers:
     def layer(self, number: int) -> PagedKeys:
         """Of a layer whose tokens have come."""
         return self._layers[number]
+
+    @property
+    def any_layer(self) -> PagedKeys | None:
+        """Of some layer whose tokens have come; None: of none."""
+        return next(iter(self._layers.values()), None)
 
     def write(self, number: int, span: PagedSpan, key: Tensor, value: Tensor) -> None:
         """The span's keys and values (1, kv_heads, tokens, dim) in one layer."""
@@ -94,11 +99,29 @@ class ExactPrefix:
         return path_partial(query, self.layers.layer(number), nodes, **scoring._asdict())
 
 
+class KnownPrefixes:
+    """Prefixes of rows, to be known when the same come again. It keeps none of them."""
+
+    def __init__(self) -> None:
+        self._rows: list[weakref.ref[ExactPrefix] | None] = []
+
+    def are(self, prefixes: Items[ExactPrefix | None]) -> bool:
+        """Whether these are the ones that were noted last."""
+        return len(self._rows) == len(prefixes) and all(
+            known is one if known is None or one is None else known() is one
+            for known, one in zip(self._rows, prefixes, strict=True)
+        )
+
+    def note(self, prefixes: Items[ExactPrefix | None]) -> None:
+        """Know these from now on, and no others."""
+        self._rows = [None if one is None else weakref.ref(one) for one in prefixes]
+
+
 class PrefixPlans:
     """The plan of the rows of the step before: mostly the same rows come again. It keeps no prefix."""
 
     def __init__(self) -> None:
-        self._rows: list[weakref.ref[ExactPrefix] | None] = []
+        self._known = KnownPrefixes()
         self._plan: SharedPlan | None = None
 
     def attend(
@@ -117,10 +140,8 @@ class PrefixPlans:
 
     def _plan_of(self, prefixes: Items[ExactPrefix | None], query: Tensor, pool: PagedKeys) -> SharedPlan:
         rows, q_heads, _, _ = query.shape
-        kept, heads, plan = [None if one is None else one() for one in self._rows], pool.key.shape[0], self._plan
-        same = len(kept) == rows and all(mine is other for mine, other in zip(kept, prefixes, strict=True))
-        gone = any(one is not None and one() is None for one in self._rows)
-        if plan is not None and same and not gone and plan.serves(query, heads):
+        heads, plan = pool.key.shape[0], self._plan
+        if plan is not None and self._known.are(prefixes) and plan.serves(query, heads):
             return plan
         nodes = nodes_of(prefixes)
         deepest = max((len(one.spans) for one in prefixes if one is not None), default=0)
@@ -131,7 +152,8 @@ class PrefixPlans:
         if plan is None or plan.device != query.device or plan.shape != shape:
             plan = SharedPlan(shape, query.device)
         plan.write(nodes)
-        self._rows, self._plan = [None if one is None else weakref.ref(one) for one in prefixes], plan
+        self._known.note(prefixes)
+        self._plan = plan
         return plan
 
 

@@ -204,8 +204,11 @@ def test_rows_of_any_length_are_bit_for_bit_as_alone(
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("with_host", ["none", "in order", "by rows", "empty"])
-def test_merged_parts_equal_the_merge_of_partials(device: str, with_host: str, with_sinks: bool) -> None:
-    """Splits, the host's part in its own order, and learned sinks; rounded once to the model's dtype."""
+@pytest.mark.parametrize("with_pages", [False, True])
+def test_merged_parts_equal_the_merge_of_partials(
+    device: str, with_host: str, with_sinks: bool, with_pages: bool
+) -> None:
+    """Splits, the host's part in its own order, tokens in pages, learned sinks; rounded once to the model's dtype."""
     batch, q_heads, splits, value_dim = 2, 6, 5, 24
     generator = torch.Generator().manual_seed(1)
     out = torch.randn(batch, q_heads, splits, value_dim, generator=generator)
@@ -223,15 +226,21 @@ def test_merged_parts_equal_the_merge_of_partials(device: str, with_host: str, w
         shape = batch, q_heads, 1
         pieces.append(Partial(host_out[order].view(*shape, -1), host_lse[order].view(shape)))
         host = HostPart(host_out.to(device), host_lse.to(device), None if rows is None else rows.to(device))
-    sinks = None
+    sinks, paged = None, None
+    if with_pages:
+        own = torch.randn(batch, q_heads, 1, value_dim, generator=generator)
+        own_lse = torch.randn(batch, q_heads, 1, generator=generator) * 30
+        own[0], own_lse[0] = 0, -torch.inf  # a row that has none
+        pieces.append(Partial(own, own_lse))
+        paged = own.to(device), own_lse.to(device)
     if with_sinks:
         sinks = torch.randn(q_heads, generator=generator) * 30
         pieces.append(sink_logit_partial(sinks, out[:, :, :1], value_dim))
         sinks = sinks.to(device)
     wanted = merge(pieces).out
     parts = Parts(out.to(device), lse.to(device))
-    close(merge_parts(parts, host, sinks, torch.float32), wanted, 1e-5)
-    got = merge_parts(parts, host, sinks, torch.bfloat16)
+    close(merge_parts(parts, host, sinks, torch.float32, paged=paged), wanted, 1e-5)
+    got = merge_parts(parts, host, sinks, torch.bfloat16, paged=paged)
     assert got.dtype == torch.bfloat16 and got.shape == (batch, q_heads, 1, value_dim)
     close(got.float(), wanted, 2**-7 if INTERPRETED else 2**-8)  # the interpreter truncates
 
@@ -263,6 +272,10 @@ def test_the_share_that_is_estimated_is_tallied(device: str, by_rows: bool) -> N
     expected = torch.where(whole > 0, share[rows] * own / torch.where(whole > 0, whole, 1), 0)
     close(counted[:, 0], tally[:, 0] + 2 * expected, 1e-5)
     close(counted[:, 1], tally[:, 1] + 2, 1e-5)
+    paged = torch.zeros(batch, q_heads, 1, value_dim), torch.rand(batch, q_heads, 1, generator=generator)
+    merge_parts(given, host, sinks, torch.float32, paged=(paged[0].to(device), paged[1].to(device)))
+    expected = 2 * expected + share[rows] * own / (whole + paged[1].double().exp().flatten())
+    close(counted[:, 0], tally[:, 0] + expected, 1e-5)  # what lies in pages is known
 
 
 def test_nothing_but_empty_parts_is_zero_not_nan(device: str) -> None:

@@ -32,12 +32,14 @@ class StepKind(NamedTuple):
     """What a graph is captured for, beside the shapes.
 
     retrieves: some row has keys between sinks and window. padded: some window has padding. max_coded_keys: keys that
-    searches of codes on the device are recorded for; 0: none is searched.
+    searches of codes on the device are recorded for; 0: none is searched. levels: spans in pages that a row may lie
+    over; 0: no row has any.
     """
 
     retrieves: bool
     padded: bool
     max_coded_keys: int
+    levels: int = 0
 
 
 class CapturedStep(NamedTuple):

@@ -63,6 +63,8 @@ def bind(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> Lau
     Raises CaptureError with the reason where the step cannot be recorded.
     """
     reason = refusal(model, cache)
+    if reason is None and cache.batch.exact is not None:
+        reason = "the cache begins with tokens in pages, which steps of rows attend to"
     if reason is not None:
         raise CaptureError(reason)
     needed = signature(model, cache, runtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.host import HeadShape, HostResources, HostRows, split_microbatches
 from retrieval_attn.engine.graph.memory import StepMemory
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, split_count, window_partials
@@ -85,24 +87,28 @@ class LayerSlot:
         *,
         max_coded_keys: int | None,
         padded: bool,
+        paged: Callable[[], Partial] | None = None,
     ) -> Tensor:
         """Record: store the new token of each row, attend to window and host, merge.
 
         query (batch, q_heads, 1, head_dim) and new, keys and values (batch, kv_heads, 1, dim): of the new token. sinks:
         learned logits. max_coded_keys: see `StepKind`; None: nothing is on the host. padded: `valid` says what is
-        padding. Returns (batch, q_heads, 1, value_dim) in the query's dtype.
+        padding. paged: records what the rows attend to in pages; None: nothing is. Returns (batch, q_heads, 1,
+        value_dim) in the query's dtype.
         """
         begun = [] if max_coded_keys is None else [(host, host.begin(query, max_coded_keys)) for host in self.hosts]
         window = WindowBuffers(self.key, self.value, self.span, self.valid if padded else None)
         options: dict[str, Any] = {"softcap": scoring.softcap, "reach": self.reach, "splits": self.splits}
         parts = window_partials(query, *new, window, scale=scoring.scale, **options)
+        exact = None if paged is None else paged()  # while the host works
         if not begun:
-            return merge_parts(parts, None, sinks, query.dtype)
+            return merge_parts(parts, None, sinks, query.dtype, paged=exact)
         merged = []
         for host, call in begun:
             self._resources.runtime.join(call)
             own = Parts(parts.out[host.rows], parts.lse[host.rows])
-            merged.append(merge_parts(own, host.part, sinks, query.dtype, host.rest))
+            own_exact = None if exact is None else (exact.out[host.rows], exact.lse[host.rows])
+            merged.append(merge_parts(own, host.part, sinks, query.dtype, host.rest, own_exact))
         return merged[0] if len(merged) == 1 else torch.cat(merged)
 
     def forget(self) -> None:

@@ -33,8 +33,6 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
             return "a sliding layer records its past for assisted decoding"
     if not any(isinstance(layer, RetrievalLayer | SlidingLayer) for layer in cache.layers):
         return "the cache has no layers that attend"
-    if cache.batch.exact is not None:
-        return "the cache begins with tokens in pages, which steps of rows attend to eagerly"
     if cache.config.retrieve == "all":
         return 'retrieve="all" attends to every key on the host, the reference mode'
     if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in cache.layers):

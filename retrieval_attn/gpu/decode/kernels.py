@@ -141,20 +141,22 @@ def merge_parts(
     sink_logits: Tensor | None,
     dtype: torch.dtype,
     rest: tuple[Tensor, Tensor] | None = None,
+    paged: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention over the union of all parts, (batch, q_heads, 1, value_dim) in `dtype`, rounded once, at the end.
 
     sink_logits: (q_heads,), a part with weight exp(logit) and value 0 (GPT-OSS). rest: out (batch * q_heads, value_dim)
-    and lse (batch * q_heads,), float32, of what was neither in `parts` nor named to the host. Parts may be empty (lse
-    -inf). Adds to the host's tally, where there is one: `rest` and the host's share of its own are estimated.
+    and lse (batch * q_heads,), float32, of what was neither in `parts` nor named to the host. paged: the same
+    of tokens in pages, in the order of `parts`. Parts may be empty (lse -inf). Adds to the host's tally, where there is
+    one: `rest` and the host's share of its own are estimated.
     """
     kernels = _triton(parts.out)
     if kernels is not None:
-        merged: Tensor = kernels.merge_parts(parts, host, sink_logits, dtype, rest)
+        merged: Tensor = kernels.merge_parts(parts, host, sink_logits, dtype, rest, paged)
         return merged
     out, lse = parts
     batch, q_heads, _, value_dim = out.shape
-    others = [] if rest is None else [rest]
+    others = [one for one in (paged, rest) if one is not None]  # the host's comes last
     if host is not None:
         others.append((host.out, host.lse) if host.rows is None else (host.out[host.rows], host.lse[host.rows]))
     for own_out, own_lse in others:

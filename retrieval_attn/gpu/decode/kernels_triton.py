@@ -131,9 +131,10 @@ def _window_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out, lse, host_out, host_lse, rows, sinks, shares, tally, rest_out, rest_lse, target, q_heads, splits, value_dim,
+    out, lse, host_out, host_lse, rows, sinks, shares, tally, rest_out, rest_lse, paged_out, paged_lse, target,
+    q_heads, splits, value_dim,
     HAS_HOST: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TALLY: tl.constexpr,
-    HAS_REST: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_PAGED: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     at = i.to(tl.int64)
@@ -152,6 +153,9 @@ def _merge_kernel(
     if HAS_REST:
         rest_score = tl.load(rest_lse + at)
         top = tl.maximum(top, rest_score)
+    if HAS_PAGED:
+        paged_score = tl.load(paged_lse + at)
+        top = tl.maximum(top, paged_score)
     if HAS_SINKS:
         sink_score = tl.load(sinks + i % q_heads).to(tl.float32)
         top = tl.maximum(top, sink_score)
@@ -176,6 +180,10 @@ def _merge_kernel(
         mixed += weight * tl.load(rest_out + at * value_dim + column, mask=in_value, other=0.0)
         if HAS_TALLY:
             estimated += weight
+    if HAS_PAGED:
+        weight = tl.exp(paged_score - top)
+        total += weight
+        mixed += weight * tl.load(paged_out + at * value_dim + column, mask=in_value, other=0.0)
     if HAS_TALLY:
         tl.store(tally + 2 * at, summed + estimated / tl.where(total > 0, total, 1.0))
         tl.store(tally + 2 * at + 1, count + 1.0)
@@ -234,6 +242,7 @@ def merge_parts(
     sink_logits: Tensor | None,
     dtype: torch.dtype,
     rest: tuple[Tensor, Tensor] | None,
+    paged: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """See `kernels.merge_parts`."""
     batch, q_heads, splits, value_dim = parts.out.shape
@@ -243,9 +252,9 @@ def merge_parts(
     _merge_kernel[(batch * q_heads,)](
         parts.out, parts.lse, parts.out if host is None else host.out, parts.lse if host is None else host.lse,
         parts.lse if rows is None else rows, parts.lse if sink_logits is None else sink_logits.contiguous(), share,
-        tally, *((parts.out, parts.lse) if rest is None else rest), target, q_heads, splits, value_dim,
+        tally, *(rest or parts), *(paged or parts), target, q_heads, splits, value_dim,
         HAS_HOST=host is not None, HAS_ROWS=rows is not None, HAS_SINKS=sink_logits is not None,
-        HAS_TALLY=estimated is not None, HAS_REST=rest is not None,
+        HAS_TALLY=estimated is not None, HAS_REST=rest is not None, HAS_PAGED=paged is not None,
         S=triton.next_power_of_2(splits), V=triton.next_power_of_2(value_dim), num_warps=4,
     )  # fmt: skip
     return target

@@ -8,7 +8,7 @@ The two parts merge by their lse, as partials everywhere do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ def shared_partials(
         raise ShapeError(
             f"the plan needs pages ({shape.kv_heads}, *, {PAGE_TOKENS}, {query.shape[3]}), got {tuple(pool.key.shape)}."
         )
-    kernels = kernels_for(query, "shared.shared_triton")
+    kernels = _kernels(query)
     if kernels is not None:
         return Partial(*kernels.shared_partials(query, *pool, plan, scale, softcap))
     whole = empty_partial(query, pool.value.shape[3])
@@ -95,6 +95,11 @@ def shared_partials(
         whole.out[rows], whole.lse[rows] = part.out, part.lse
         reached[rows] = True
     return whole
+
+
+def follows_its_plan(query: Tensor) -> bool:
+    """Whether `shared_partials` for a query like this one reads its plan on the device, as a captured call must."""
+    return _kernels(query) is not None
 
 
 def node_partial(
@@ -144,3 +149,7 @@ def worth_sharing(rows: int, tokens: int) -> bool:
     One row gains nothing, and a short node costs more to launch and to merge than its keys cost to read.
     """
     return rows >= SHARE_FROM_ROWS and tokens >= SHARE_FROM_TOKENS
+
+
+def _kernels(query: Tensor) -> Any:
+    return kernels_for(query, "shared.shared_triton")

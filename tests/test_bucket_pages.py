@@ -1,0 +1,234 @@
+"""Rows over prefixes in pages, in emulated graphs: every row is as it would be alone, whatever the tree."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.batch import bucket
+from retrieval_attn.batch.bucket import BucketRunner
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.exact import ExactPool
+from retrieval_attn.batch.request import Request
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.prefix import ExactPrefix
+from retrieval_attn.engine.decode import Steps
+from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.capture.exchange import VARIABLE
+from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
+from tests.graph_cases import DEVICE
+from tests.test_bucket import KINDS, Rows
+from tests.test_engine import CONFIG, ids, llm_of, same
+from tests.test_exact_prefix import requests_of, with_engine
+from tests.test_rows import BASE, TOLERANCE, Pair, feed
+from tests.tiny_models import build_model, random_ids
+
+pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
+
+
+def read_on(cache: RetrievalCache, model: Any, tokens: int, seed: int, pool: ExactPool | None = None) -> RetrievalCache:
+    """The cache with so many tokens more, in pages of the pool if there is one."""
+    batch = cache.batch
+    if pool is not None:
+        spans = pool.take([tokens], None)
+        assert spans is not None
+        batch.exact = (batch.exact or ExactPrefix(pool.layers)).opened(spans[0])
+    feed(model, cache, random_ids(1, tokens, seed).to(model.device))
+    if batch.exact is not None:
+        batch.exact = batch.exact.closed()
+    return cache
+
+
+def trees(model: Any, pool: ExactPool, **options: Any) -> list[RetrievalCache]:
+    """Rows over one span, over two, over a span of their own, and over none; with keys on the host, and without."""
+
+    def new() -> RetrievalCache:
+        return RetrievalCache(model, ra.Config(**{**BASE, **options}))
+
+    root = read_on(new(), model, 150, 1, pool)
+    deep = read_on(root.fork(), model, 70, 2, pool)
+    other = read_on(new(), model, 64, 3, pool)
+    found = [(root, 9), (root, 300), (deep, 5), (deep, 120), (other, 40), (new(), 90)]
+    return [read_on(before.fork(), model, tokens, 10 + tokens) for before, tokens in found]
+
+
+def rows_of(model: Any, caches: list[RetrievalCache]) -> Rows:
+    rows = Rows(model, [])
+    rows.pairs = [Pair(model, cache) for cache in caches]
+    return rows
+
+
+@pytest.mark.parametrize("name", ["llama31", "gemma2", "gemma3", "gpt_oss", "mistral_sliding"])
+def test_rows_of_every_model_are_as_alone(name: str) -> None:
+    """Sliding layers have no pages; soft cap, learned sinks. Before there is anything on the host, and after."""
+    model = build_model(name)
+    rows = rows_of(model, trees(model, ExactPool(1000, 40)))
+    short = [rows.pairs[0], rows.pairs[2]]
+    rows.steps(short, 8)
+    rows.steps(rows.pairs, 18)
+    rows.steps(short, 3)
+    assert (rows.runner.replays, rows.runner.reason) == (29, "")
+    rows.check_books()
+
+
+@pytest.mark.parametrize("kind", ["flat", "device", "sketch"])
+def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty steps with random members; forks, crops; no graph for who joins or leaves."""
+    number = list(KINDS).index(kind)
+    monkeypatch.setenv(VARIABLE, ("polling", "host_node")[number % 2])
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": (64, 128)[number % 2]}
+    model = build_model("llama", max_position_embeddings=8192, **heads)
+    pool = ExactPool(1000, 40)
+    rows = rows_of(model, trees(model, pool, **KINDS[kind]))
+    chance = random.Random(kind)
+    for step in range(30):
+        if step in (5, 15):
+            rows.pairs.append(Pair(model, rows.pairs[step // 5].row.fork()))
+            rows.pairs[-1].token = 7 + step
+        present = [pair for pair in rows.pairs if chance.random() < 0.6] or rows.pairs
+        chance.shuffle(present)
+        rows.steps(present, 1)
+        if chance.random() < 0.1:
+            chance.choice(rows.pairs).crop(chance.randint(1, 4))
+    rows.steps(rows.pairs[5:6], 34)  # without pages
+    captures = rows.runner.captures
+    rows.steps(rows.pairs[:1], 2)
+    rows.steps(rows.pairs[5:6], 2)
+    assert rows.runner.replays == 68 and rows.runner.reason == ""
+    assert captures <= 5 and rows.runner.captures <= captures + 1
+    rows.check_books()
+
+
+@pytest.mark.parametrize("wrong", ["", "tokens", "rows", "order"])
+def test_the_list_says_what_is_attended_to(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token less of a span, a row that is not named, pages in another order: no row is as alone then."""
+    model = build_model("llama")
+    rows = rows_of(model, trees(model, ExactPool(1000, 40))[:3])
+    rows.steps(rows.pairs, 2)
+    real = SharedPlan.write
+
+    def written(plan: SharedPlan, nodes: Any) -> None:
+        if wrong == "tokens":
+            nodes = [one._replace(tokens=one.tokens - 1) for one in nodes]
+        elif wrong == "rows":
+            nodes = [one._replace(rows=one.rows[1:]) for one in nodes]
+        elif wrong == "order":
+            nodes = [one._replace(pages=one.pages[::-1]) for one in nodes]
+        real(plan, nodes)
+
+    monkeypatch.setattr(SharedPlan, "write", written)
+    present = rows.pairs[1:]
+    found = rows.logits(present)
+    wanted = torch.stack([feed(model, pair.alone, torch.tensor([[pair.token]])) for pair in present])
+    off = float((found - wanted).abs().max() / wanted.abs().max())
+    assert (off < TOLERANCE) == (not wrong)  # NaN where a page was not written
+
+
+def test_a_step_in_which_nothing_changes_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a spill: the list says who lies over what, not how long a row is."""
+    model = build_model("llama")
+    rows = rows_of(model, trees(model, ExactPool(1000, 40)))
+    rows.steps(rows.pairs, 2)
+    written: list[int] = []
+    real = SharedPlan.write
+
+    def counted(plan: SharedPlan, nodes: Any) -> None:
+        written.append(len(nodes))
+        real(plan, nodes)
+
+    monkeypatch.setattr(SharedPlan, "write", counted)
+    rows.steps(rows.pairs, 12)
+    assert written == []
+    rows.steps(rows.pairs[1:], 1)  # all layers have one list
+    assert written == [3] and rows.runner.captures == 1
+
+
+def test_a_row_over_many_spans() -> None:
+    """More than a list has room for at first: one graph more, for it and for all after it."""
+    model, pool = build_model("llama"), ExactPool(1000, 40)
+    cache = read_on(RetrievalCache(model, ra.Config(**BASE)), model, 70, 1, pool)
+    first = read_on(cache.fork(), model, 30, 2)
+    for seed in range(LEVELS):
+        cache = read_on(cache, model, 20, seed, pool)
+    rows = rows_of(model, [first, read_on(cache, model, 30, 3)])
+    rows.steps(rows.pairs[:1], 2)
+    rows.steps(rows.pairs, 2)
+    rows.steps(rows.pairs[:1], 34)
+    kinds = {size: set(one.decoder.graphs) for size, one in rows.runner._group.buckets.items()}  # type: ignore[union-attr]
+    assert {size: {kind.levels for kind in one} for size, one in kinds.items()} == {1: {4, 8}, 2: {8}}
+    rows.check_books()
+
+
+def test_who_is_gone_leaves_no_pages() -> None:
+    """What a graph attended to last keeps nobody's prefix."""
+    model, pool = build_model("llama"), ExactPool(1000, 40)
+    rows = rows_of(model, trees(model, pool))
+    rows.steps(rows.pairs, 3)
+    assert pool.free_pages == 40 - 3 - 2 - 1
+    del rows.pairs[2:5]
+    gc.collect()
+    assert pool.free_pages == 40 - 3
+    rows.steps(rows.pairs, 3)
+    rows.runner.close()
+
+
+def test_pages_of_another_engine_are_stepped_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph reads one memory. When nobody is in it any more, there are graphs for the other."""
+    model = build_model("llama")
+    rows = rows_of(model, [cache for _ in range(2) for cache in trees(model, ExactPool(1000, 40))[:2]])
+    rows.steps(rows.pairs, 2)
+    assert (rows.runner.replays, rows.runner.captures) == (2, 1)
+    assert caplog.text.count("have pages of several engines") == 1
+    other = rows_of(model, trees(model, ExactPool(1000, 40))[:1])
+    rows.runner.step([rows.pairs[0].row], [5], [rows.pairs[0].row.get_seq_length()])
+    rows.runner.step([other.pairs[0].row], [5], [other.pairs[0].row.get_seq_length()])
+    assert rows.runner.replays == 1
+    rows.runner.close()
+
+
+def test_a_context_with_such_a_prefix_decodes_eagerly() -> None:
+    """The graph of one context knows windows and hosts alone, and says so."""
+    model = build_model("llama")
+    cache = trees(model, ExactPool(1000, 40), graph=True)[0]
+    place = cache.get_seq_length()
+    steps = Steps(model, cache, True)
+    with pytest.raises(CaptureError, match="begins with tokens in pages"):
+        steps.step(torch.tensor([5]), torch.tensor([place]), None)
+    steps.close()
+
+
+@pytest.mark.parametrize("options", [{}, DEVICE], ids=["auto", "device"])
+def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents with and without a second part: answers are those of eager steps, and of each request alone."""
+    llm = llm_of(CONFIG.replace(**options))
+    requests = [*requests_of(1), Request((ids(30, 1),), 12)]
+    runners: list[BucketRunner] = []
+    eager: list[int] = []
+    real, real_step = BucketRunner._replayed, bucket.eager_step
+
+    def watched(runner: BucketRunner, *given: Any) -> Any:
+        runners.append(runner)
+        return real(runner, *given)
+
+    def stepped(model: Any, caches: Any, *given: Any) -> torch.Tensor:
+        eager.append(len(caches))
+        return real_step(model, caches, *given)
+
+    monkeypatch.setattr(BucketRunner, "_replayed", watched)
+    monkeypatch.setattr(bucket, "eager_step", stepped)
+    settings: dict[str, Any] = {"exact_tokens": 1000}
+    with Engine(llm, shared_bytes=1 << 26, **settings) as engine:
+        found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
+        engine.check()
+        assert runners[0].replays > 5 and runners[0].reason == "" and eager == []
+        kinds = [kind for one in runners[0]._group.buckets.values() for kind in one.decoder.graphs]  # type: ignore[union-attr]
+        assert any(kind.levels for kind in kinds)
+    monkeypatch.setattr(BucketRunner, "_replayed", lambda *given: None)
+    for request, one, again in zip(requests, found, with_engine(llm, requests, **settings), strict=True):
+        assert one.error is None and same(one, again)
+        assert same(one, with_engine(llm, [request], shared_bytes=0, **settings)[0])

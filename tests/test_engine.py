@@ -18,7 +18,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.batch import bucket, chooser
 from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine, default_limits
+from retrieval_attn.batch.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
 from retrieval_attn.errors import (
@@ -118,6 +118,22 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         hook.remove()
     for request, one in zip(asked, found, strict=True):
         assert same(one, alone(llm, request))
+
+
+def test_a_cell_of_reading_is_as_long_as_the_limits_say() -> None:
+    """However long the chunks of a context alone are: who decodes waits for a cell."""
+    llm = llm_of(CONFIG.replace(prefill_chunk=8192))
+    limits = replace(default_limits(llm.model, llm.config), chunk_tokens=64)
+    assert default_limits(llm.model, llm.config).chunk_tokens == READ_TOKENS < 8192
+    seen: list[int] = []
+    layer = llm.model.model.layers[0].self_attn
+    hook = layer.register_forward_pre_hook(
+        lambda _module, _given, named: seen.append(named["hidden_states"].shape[1]), with_kwargs=True
+    )
+    with Engine(llm, limits=limits) as engine:
+        found = engine.submit(Request((ids(300, 1),), 3)).result()
+    hook.remove()
+    assert max(seen) == 64 and found.tokens == alone(llm, Request((ids(300, 1),), 3)).tokens
 
 
 def test_a_text_that_another_goes_on_with() -> None:

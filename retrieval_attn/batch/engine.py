@@ -57,6 +57,8 @@ ROWS = 16
 HOST_SHARE = 0.5
 """Of the memory that is free at the start, what requests may have; a quarter of that again is for shared prefixes."""
 INTER_TOKEN_SECONDS = 0.1
+READ_TOKENS = 2048
+"""Of a prompt, in a layer, between two steps at most: 8,192 behind 128K others take longer than rows should wait."""
 
 
 class Loaded(Protocol):
@@ -85,7 +87,7 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
         row_seconds=0.0,
         step_seconds=1.0,
         inter_token_seconds=INTER_TOKEN_SECONDS,
-        chunk_tokens=config.prefill_chunk,
+        chunk_tokens=min(config.prefill_chunk, READ_TOKENS),
         layers=shape.layers,
     )
 
@@ -107,13 +109,13 @@ class Engine:
         many as all rows can need, in at most half of a GPU's free memory, or a quarter of the requests'. Raises
         ConfigError.
         """
-        self._config = llm.config
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
+        self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
+        self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
         self._template = PromptTemplate.of(llm.tokenizer)
         digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
         self._saved = SavedTexts(self._loop, self._config, digest, store)
         self._empty = RetrievalCache(self._loop.model, self._config)
-        self._limits = default_limits(self._loop.model, self._config) if limits is None else limits
         self._scheduler = Scheduler(self._limits)
         if shared_bytes is None:
             shared_bytes = self._limits.host_bytes // 4

@@ -10,11 +10,13 @@ import torch
 
 from retrieval_attn.batch import bucket
 from retrieval_attn.batch.bucket import BucketRunner
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.request import Request
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
+from tests.test_bucket_draw import DRAWS, check_draws, requests
 from tests.test_bucket_pages import rows_of, trees
 from tests.test_engine import CONFIG, alone, ids, llm_of
 from tests.test_exact_prefix import requests_of, with_engine
@@ -89,6 +91,22 @@ def test_the_others_change_no_bit(kind: str) -> None:
         runner.close()
     for found in seen[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(found, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("draws", [[DRAWS[0]] * 5, DRAWS[:3] * 2, DRAWS], ids=["greedy", "drawn", "logprobs"])
+def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw], host_callback: str) -> None:
+    check_draws(build_model("llama", head_dim=64).cuda(), draws)
+
+
+def test_an_engine_draws_in_graphs() -> None:
+    """Stop strings, log-probabilities and all ways to draw: every answer is the one that its request gets alone."""
+    llm = llm_of()
+    llm.model = build_model("llama", head_dim=64).cuda()
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        found = [ticket.result() for ticket in [engine.submit(request) for request in requests()]]
+        assert engine._stepper._runner.replays > 20
+    for request, one in zip(requests(), found, strict=True):
+        assert one.error is None and one.tokens == alone(llm, request).tokens
 
 
 @pytest.mark.parametrize("index", ["auto", "device"])

@@ -12,8 +12,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_group import BucketGroup
 from retrieval_attn.batch.bucket_pages import NO_KERNELS, is_recordable, prefix_of
+from retrieval_attn.batch.chooser import Choice
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.rows import require_rows
 from retrieval_attn.batch.rows import step as eager_step
 from retrieval_attn.cache.cache import RetrievalCache
@@ -39,12 +41,25 @@ from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 
-__all__ = ["BucketRunner"]
+__all__ = ["BucketRunner", "Stepped"]
 
 log = logging.getLogger(__name__)
 
 FAILURES = 3
 """Replays in a row that fail before there are no more."""
+
+
+class Stepped(NamedTuple):
+    """What came of a step. Rows by their number in it.
+
+    choices: of rows that chose in a graph; None: the logits are not finite. apart: the others, in order. logits:
+    float32 (rows apart, vocabulary), those of rows in `errors` without meaning; None: there are none apart.
+    """
+
+    choices: Mapping[int, Choice | None]
+    apart: Sequence[int]
+    logits: Tensor | None
+    errors: Mapping[int, Exception]
 
 
 class BucketRunner:
@@ -71,31 +86,45 @@ class BucketRunner:
         """Graphs that there are."""
         return 0 if self._group is None else sum(one.decoder.captures for one in self._group.buckets.values())
 
-    @torch.no_grad()
     def step(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
 
         As `rows.step`, and raises as that does; CaptureError, too, for a cache with graph=True that no graph serves.
         Caches of the step before that are not in this one get windows of their own again.
         """
-        require_rows(caches, torch.as_tensor(tokens), torch.as_tensor(positions))
-        graphed = self._replayed(caches, tokens, positions)
-        apart = [row for row in range(len(caches)) if graphed is None or row not in graphed[0]]
-        if graphed is not None and not apart:
-            return graphed[1]
-        errors: dict[int, Exception] = {}
-        try:
-            own = [caches[row] for row in apart]
-            found = eager_step(self._model, own, [tokens[row] for row in apart], [positions[row] for row in apart])
-        except RowsFailedError as error:
-            found, errors = error.logits, {apart[row]: one for row, one in error.errors.items()}
-        if graphed is not None:
-            logits = found.new_empty(len(caches), found.shape[1])
-            logits[apart], logits[graphed[0]] = found, graphed[1]
-            found = logits
-        if errors:
-            raise RowsFailedError(errors, found)
-        return found
+        stepped = self.advance(caches, list(zip(tokens, positions, strict=True)))
+        assert stepped.logits is not None
+        if stepped.errors:
+            raise RowsFailedError(stepped.errors, stepped.logits)
+        return stepped.logits
+
+    @torch.no_grad()
+    def advance(
+        self,
+        caches: Sequence[RetrievalCache],
+        inputs: Sequence[tuple[int, int]],
+        draws: Sequence[RowDraw] | None = None,
+        launched: Callable[[], None] | None = None,
+    ) -> Stepped:
+        """The same for token and position of each row; with draws, rows of a graph choose their tokens in it.
+
+        launched: called when a graph was launched, which then leaves Python's lock to others for most of its time; more
+        than once where a replay failed, never where there was none. Must be quick and not raise.
+        """
+        given = torch.tensor(inputs, dtype=torch.int64).reshape(-1, 2)
+        require_rows(caches, given[:, 0], given[:, 1])
+        graphed, found = self._replayed(caches, inputs, draws, launched) or ([], [])
+        served = set(graphed)
+        apart = [row for row in range(len(caches)) if row not in served]
+        choices = {} if isinstance(found, Tensor) else dict(zip(graphed, found, strict=True))
+        logits, errors = _eager(self._model, caches, inputs, apart) if apart else (None, {})
+        if isinstance(found, Tensor):
+            together = found.new_empty(len(caches), found.shape[1])
+            together[graphed] = found
+            if logits is not None:
+                together[apart] = logits
+            logits = together
+        return Stepped(choices, apart if draws is not None else range(len(caches)), logits, errors)
 
     def close(self) -> None:
         """Give all caches windows of their own, and let go of graphs and buffers."""
@@ -104,9 +133,13 @@ class BucketRunner:
 
     @ordinary_tensors
     def _replayed(
-        self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]
-    ) -> tuple[list[int], Tensor] | None:
-        """The rows that a graph served, in order, and their logits; None: none."""
+        self,
+        caches: Sequence[RetrievalCache],
+        inputs: Sequence[tuple[int, int]],
+        draws: Sequence[RowDraw] | None,
+        launched: Callable[[], None] | None,
+    ) -> tuple[list[int], Tensor | list[Choice | None]] | None:
+        """The rows that a graph served, in order, and what `BucketGroup.replay` found; None: none."""
         with self._turn:
             self._let_go()
             if self._group is not None:
@@ -117,8 +150,9 @@ class BucketRunner:
                 rows = self._arranged(caches, rows)
                 if not rows or self._group is None:
                     return None
+                asked = None if draws is None else [draws[row] for row in rows]
                 own = [caches[row] for row in rows]
-                logits = self._group.replay(own, [tokens[row] for row in rows], [positions[row] for row in rows])
+                found = self._group.replay(own, [inputs[row] for row in rows], asked, launched)
             except CaptureError as error:
                 self._end(str(error), caches)
                 return None
@@ -135,7 +169,7 @@ class BucketRunner:
                 self._drop_group()  # somewhere between two layers
                 raise
             self._failures = 0
-            return rows, logits
+            return rows, found
 
     def _serves(self, cache: RetrievalCache) -> bool:
         """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
@@ -178,11 +212,11 @@ class BucketRunner:
             return reason
         if isinstance(cache.config.retrieve, float):
             return "a share of the keys is another number for each row of a batch"
-        for layer in self._layers(cache):
+        for layer in _layers(cache):
             layer.finish_index()
             if window_of(layer).valid is not None:
                 return "a row of a batch has padding"
-        key = signature(self._model, cache, self._runtime), self._likeness(cache)
+        key = signature(self._model, cache, self._runtime), _likeness(cache)
         prefix = prefix_of(cache)
         if prefix is not None and not is_recordable(prefix):
             return NO_KERNELS
@@ -200,19 +234,6 @@ class BucketRunner:
         if prefix is not None:
             self._group.pages = prefix.layers
         return None
-
-    def _likeness(self, cache: RetrievalCache) -> tuple[Any, ...]:
-        """What rows must agree in beside shapes: how many keys they attend to, and how."""
-        found: list[Any] = [cache.config.estimates, cache.config.threads]
-        for layer in self._layers(cache):
-            if isinstance(layer, RetrievalLayer):
-                count = retrieved_keys(layer.config, layer.hosts[0], 1)
-                found.append(("most", count.most) if isinstance(count, HeadBudgets) else count)
-        return tuple(found)
-
-    @staticmethod
-    def _layers(cache: RetrievalCache) -> list[Any]:
-        return [layer for _, layer in attending(cache)]
 
     def _arranged(self, caches: Sequence[RetrievalCache], rows: list[int]) -> list[int]:
         """Those of the rows that the group has now, in order. Raises CaptureError."""
@@ -291,3 +312,28 @@ class BucketRunner:
             row = None if self._group is None else self._group.rows.get(key)
             if self._group is not None and row is not None and row.cache is None:
                 self._group.let_go(key)
+
+
+def _eager(
+    model: PreTrainedModel, caches: Sequence[RetrievalCache], inputs: Sequence[tuple[int, int]], rows: Sequence[int]
+) -> tuple[Tensor, Mapping[int, Exception]]:
+    """Logits of these of the rows after an eager step, in order, and the errors of those that failed."""
+    tokens, positions = zip(*(inputs[row] for row in rows), strict=True)
+    try:
+        return eager_step(model, [caches[row] for row in rows], tokens, positions), {}
+    except RowsFailedError as error:
+        return error.logits, {rows[row]: one for row, one in error.errors.items()}
+
+
+def _likeness(cache: RetrievalCache) -> tuple[Any, ...]:
+    """What rows must agree in beside shapes: how many keys they attend to, and how."""
+    found: list[Any] = [cache.config.estimates, cache.config.threads]
+    for layer in _layers(cache):
+        if isinstance(layer, RetrievalLayer):
+            count = retrieved_keys(layer.config, layer.hosts[0], 1)
+            found.append(("most", count.most) if isinstance(count, HeadBudgets) else count)
+    return tuple(found)
+
+
+def _layers(cache: RetrievalCache) -> list[Any]:
+    return [layer for _, layer in attending(cache)]

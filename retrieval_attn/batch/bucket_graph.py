@@ -7,17 +7,20 @@ read from memory. A row that nobody has attends to its own token, which nobody r
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from retrieval_attn.batch.bucket_draw import BucketDraw
 from retrieval_attn.batch.bucket_pages import BucketPages
 from retrieval_attn.batch.bucket_row import BucketRow
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
@@ -32,13 +35,17 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "Inputs"]
+
+Inputs = Mapping[int, tuple[int, int]]
+"""Token and position of rows, by place."""
 
 
 class Bucket:
     """See the module. Implements `Recordable` and `RecordedLayer` of `engine/graph/capture.py`.
 
-    size: how many rows. rows: those that somebody has, by place. kind: what a graph is captured for now.
+    size: how many rows. rows: those that somebody has, by place. kind: what a graph is captured for now. draw: how its
+    rows choose their tokens.
     """
 
     states: Sequence[GraphState] = ()
@@ -56,11 +63,13 @@ class Bucket:
         self.model = model
         self.decoder = GraphDecoder(model, like, runtime, buffers, resources)
         self.cache = _BucketCache(self, like)
+        self.draw = BucketDraw(runtime, self.decoder.memory)
         self.rows: list[BucketRow | None] = [None] * self.size
         self.kind = StepKind(False, False, 0)
         self.recording = False
         self._pages: BucketPages | None = None
         self._uploaded = False
+        self._next: Inputs = {}  # what the device has as the inputs of the next step
 
     @property
     def layers(self) -> Sequence[Bucket]:
@@ -90,23 +99,32 @@ class Bucket:
             self._write_pages(kind.levels)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def step(
+        self, inputs: Inputs, draws: Mapping[int, RowDraw] | None = None, launched: Callable[[], None] | None = None
+    ) -> Tensor:
         """Logits (size, vocabulary) float32, in the same memory at every step of a kind; `commit` counts the tokens.
 
-        tokens, positions: int64 (size,), any in places that nobody has. Raises CaptureError where no graph can be
-        captured, BackendError where the host failed, or device and host lost each other: nothing happened then.
+        inputs: token and position by place, of all rows. draws: None: what rows choose is not drawn here; otherwise
+        `draw` has it. launched: as in `Replay`. Raises CaptureError where no graph can be captured, BackendError where
+        the host failed, or device and host lost each other: nothing happened then.
         """
         decoder = self.decoder
         if not self._uploaded:
             self.upload_spans()
+        placed = {place: self._next.get(place) for place in inputs} == inputs
         if not self.is_captured:
-            captured = capture(self, tokens, positions)
+            placed, captured = False, capture(self, *self._columns(inputs))
             decoder.captures += 1
             decoder.graphs[self.kind] = captured
-        graph = decoder.graphs[self.kind]
-        decoder.memory.place(tokens, positions)
+        graph, self._next = decoder.graphs[self.kind], {}
+        if draws is not None:
+            placed = self.draw.prepare(draws, graph.logits) and placed
+        if not placed:
+            decoder.memory.place(*self._columns(inputs))
         self._uploaded = False  # until it is known that the tokens count: the device counts them at once
-        graph.replay()
+        graph.replay(launched)
+        if draws is not None:
+            self.draw.launch()
         decoder.replays += 1
         decoder.runtime.synchronize()
         if self.kind.retrieves:
@@ -115,6 +133,9 @@ class Bucket:
             if failure is not None:
                 raise BackendError(failure)
         self._uploaded = True
+        if draws is not None:
+            tokens = self.draw.tokens()
+            self._next = {place: (tokens[place], position + 1) for place, (_, position) in inputs.items()}
         return graph.logits
 
     def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -150,6 +171,12 @@ class Bucket:
         if self.kind.levels and retrieving and self._pages is not None:
             paged = functools.partial(self._pages.attend, slot.number, query, scoring, self.decoder.runtime.opaque)
         return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False, paged=paged)
+
+    def _columns(self, inputs: Inputs) -> Tensor:
+        """int64 (2, size), tokens and positions, zeros in places that nobody has."""
+        found = torch.zeros(2, self.size, dtype=torch.int64)
+        found[:, list(inputs)] = torch.tensor(list(inputs.values()), dtype=torch.int64).T
+        return found
 
     # -- Recordable ----------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from retrieval_attn.batch.bucket_graph import Bucket
 from retrieval_attn.batch.bucket_pages import levels_for
 from retrieval_attn.batch.bucket_row import BucketRow, StepCosts
+from retrieval_attn.batch.chooser import Choice
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import PagedLayers
 from retrieval_attn.cpu.pool import default_pool
@@ -87,22 +89,28 @@ class BucketGroup:
         self._plan(bucket)
         return problems
 
-    def replay(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits (rows, vocabulary) float32 after one token in each cache, all of which `arrange` took in.
+    def replay(
+        self,
+        caches: Sequence[RetrievalCache],
+        inputs: Sequence[tuple[int, int]],
+        draws: Sequence[RowDraw] | None = None,
+        launched: Callable[[], None] | None = None,
+    ) -> Tensor | list[Choice | None]:
+        """Logits (rows, vocabulary) float32 after one token in each cache, all of which `arrange` took in, or, with
+        draws, what the rows chose; None: not finite.
 
-        Raises CaptureError where no graph can be captured, BackendError where the host or the exchange failed: the
-        tokens then did not happen.
+        inputs: token and position of each. launched: as in `Replay`. Raises CaptureError where no graph can be
+        captured, BackendError where the host or the exchange failed: the tokens then did not happen.
         """
         bucket = self._bucket
         assert bucket is not None
         places = [self.rows[id(cache)].place for cache in caches]
-        inputs = torch.zeros(2, bucket.size, dtype=torch.int64)
-        inputs[:, places] = torch.tensor([list(tokens), list(positions)], dtype=torch.int64)
+        by_place = None if draws is None else dict(zip(places, draws, strict=True))
         with contextlib.ExitStack() as stack:
             if not bucket.is_captured:  # the model itself runs
                 stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
-            logits = bucket.step(*inputs)
-        found = logits[torch.tensor(places, device=logits.device)]
+            logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place, launched)
+        found = bucket.draw.choices(places) if draws is not None else logits[torch.tensor(places, device=logits.device)]
         retrieving = sum(row.retrieves for row in self.rows.values())
         work = bucket.commit()  # at last: what raises before did not happen
         if retrieving:

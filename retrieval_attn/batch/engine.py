@@ -17,30 +17,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.chooser import Chooser
 from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.expected import Expected
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.limits import Limits
+from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.readings import Readings
 from retrieval_attn.batch.request import Reason, Request
-from retrieval_attn.batch.row import Row, stacked
+from retrieval_attn.batch.row import Row
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.batch.stepper import Stepper
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree, TreeStats
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.engine.saving import Saved, template_digest
-from retrieval_attn.errors import EngineFullError, InputDataError, NotFiniteError, RowsFailedError
+from retrieval_attn.errors import EngineFullError, InputDataError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
@@ -122,8 +120,8 @@ class Engine:
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
         self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device)
-        self._chooser = Chooser(self._limits.rows, self._loop.model.device)
-        self._runner = BucketRunner(self._loop.model, self._limits.decoding_rows)
+        self._outbox = Outbox()
+        self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, Row] = {}
         self._numbers = itertools.count()
@@ -131,7 +129,7 @@ class Engine:
         self._readings = Readings(self._rows, self._scheduler, self._changed, (self._config, self._tree), self._fail)
         self._closing = False
         self._died: BaseException | None = None
-        self._steps = self._filled = 0
+        self._replays = False  # the next step likely is one
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
         self._thread.start()
         self._at_exit = functools.partial(self.close, drain=False)  # Python must not end inside a compiled function
@@ -149,7 +147,7 @@ class Engine:
         number = str(next(self._numbers))
         ticket = Ticket(number, lambda: self._abort(number))
         pages = None if self._exact is None or saved is not None else RowPages(self._exact, request.parts)
-        row = Row(request, ticket, self._loop, saved, pages)
+        row = Row(request, ticket, self._loop, self._outbox, saved, pages)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         job = Job(number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, request.owner, request.priority)
         with self._changed:
@@ -197,9 +195,10 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """waiting, rows: now; filled: share of slots that were filled in steps so far; shared: counts of the tree."""
         with self._changed:
-            filled = self._filled / max(1, self._steps * self._limits.decoding_rows)
+            steps = self._stepper.steps
+            filled = self._stepper.filled / max(1, steps * self._limits.decoding_rows)
             now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
-            return {**now, "steps": self._steps, "shared": TreeStats() if self._tree is None else self._tree.stats}
+            return {**now, "steps": steps, "shared": TreeStats() if self._tree is None else self._tree.stats}
 
     def check(self) -> None:
         """Raise AssertionError unless pages, bytes, slots and references add up."""
@@ -256,7 +255,8 @@ class Engine:
                     row.leave()
                 self._rows.clear()
         finally:
-            self._runner.close()
+            self._outbox.close()
+            self._stepper.close()
             self._expected.close()
 
     def _do(self, plan: StepPlan) -> Results:
@@ -269,11 +269,16 @@ class Engine:
             row.leave()
         for number in plan.start:
             self._expected.remove(number)
-        ended, tokens, seconds = self._decode(plan.decode, failed)
+        if not self._replays:
+            self._outbox.send()
+        found = self._stepper.decode({number: self._rows[number] for number in plan.decode}, failed)
+        self._replays = bool(found.replayed and found.tokens and not plan.read)
+        if not self._replays:  # else the next replay, soon, leaves time for it
+            self._outbox.send()
         read, done, cell_seconds = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
         self._give_up()
         return Results(
-            tuple(ended), tuple(tokens), tuple(failed), read, tuple(done), decode_seconds=seconds,
+            tuple(found.ended), tuple(found.tokens), tuple(failed), read, tuple(done), decode_seconds=found.seconds,
             cell_seconds=cell_seconds,
         )  # fmt: skip
 
@@ -282,50 +287,6 @@ class Engine:
         log.warning("request %s failed: %s: %s", number, type(error).__name__, error)
         self._rows[number].finish("error", error)
         failed.append(number)
-
-    def _decode(self, numbers: Sequence[str], failed: list[str]) -> tuple[list[str], list[str], float]:
-        """One token for each of these rows: those that ended by themselves, those that got one, and the seconds."""
-        if not numbers:
-            return [], [], 0.0
-        began = time.perf_counter()
-        rows = {number: self._rows[number] for number in numbers}
-        self._steps += 1
-        self._filled += len(rows)
-        fed = {number: row for number, row in rows.items() if row.logits is None}
-        stepped: Tensor | None = None
-        if fed:
-            caches = [row.cache for row in fed.values() if row.cache is not None]
-            fed_tokens = [row.tokens[-1] for row in fed.values()]
-            try:
-                stepped = self._runner.step(caches, fed_tokens, [row.position for row in fed.values()])
-            except RowsFailedError as error:
-                stepped = error.logits
-                names = list(fed)
-                for place, cause in error.errors.items():
-                    self._fail(names[place], cause, failed)
-            except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
-                for name in fed:
-                    self._fail(name, error, failed)
-        alive = [(number, row) for number, row in rows.items() if number not in failed]
-        if not alive:
-            return [], [], time.perf_counter() - began
-        ended, tokens = self._choose(alive, stacked([row for _, row in alive], stepped, list(fed.values())), failed)
-        return ended, tokens, time.perf_counter() - began
-
-    def _choose(self, rows: list[tuple[str, Row]], logits: Tensor, failed: list[str]) -> tuple[list[str], list[str]]:
-        ended: list[str] = []
-        tokens: list[str] = []
-        draws = [row.request.draw for _, row in rows]
-        choices = self._chooser(draws, logits, [row.position + 1 for _, row in rows])
-        for (number, row), choice in zip(rows, choices, strict=True):
-            if choice is None:
-                self._fail(number, NotFiniteError("the model gave logits that are not finite"), failed)
-            elif row.chosen(*choice):
-                row.finish("stop")
-                ended.append(number)
-            else:
-                tokens.append(number)
-        return ended, tokens
 
     def _give_up(self) -> None:
         """Prefixes that nobody uses, where they or requests need more than there is."""

@@ -6,7 +6,6 @@ import time
 from itertools import accumulate
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from retrieval_attn.answer_loop import AnswerLoop
@@ -16,12 +15,13 @@ from retrieval_attn.batch.ids import Ids, int32_row
 from retrieval_attn.batch.lease import Lease
 from retrieval_attn.batch.node import Namespace, Node, Place
 from retrieval_attn.batch.opening import Opening
+from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.packed import SHORT_TOKENS, ShortRead, packable
 from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.reading import PausedRead
-from retrieval_attn.batch.request import Event, Finished, Reason, Request
+from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.saved_text import OpenedText, SavedText
-from retrieval_attn.batch.text import TextStream
+from retrieval_attn.batch.teller import Summary, Teller
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache, seal
@@ -40,11 +40,11 @@ class Row:
     """
 
     def __init__(
-        self, request: Request, ticket: Ticket, loop: AnswerLoop, saved: SavedText | None = None,
+        self, request: Request, ticket: Ticket, loop: AnswerLoop, outbox: Outbox, saved: SavedText | None = None,
         pages: RowPages | None = None,
     ) -> None:  # fmt: skip
-        """loop: of the model that answers. saved: what the prompt begins with. pages: for parts of it that are attended
-        to exactly; None: none are.
+        """loop: of the model that answers. outbox: takes what the ticket is told. saved: what the prompt begins with.
+        pages: for parts of it that are attended to exactly; None: none are.
         """
         self.request, self.ticket = request, ticket
         self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
@@ -54,7 +54,7 @@ class Row:
         self.tokens: list[int] = []
         self.cached_tokens = self.noted_tokens = 0
         self.ended = False
-        self._loop, self._stream, self._text = loop, TextStream(loop.tokenizer, request.stop), ""
+        self._loop, self._teller = loop, Teller(ticket, outbox, loop.tokenizer, request.stop)
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
         self._saved = saved
         self._opening: Opening[tuple[RetrievalCache, OpenedText]] | None = None
@@ -138,10 +138,7 @@ class Row:
         if token in self._stops:
             return True
         self.tokens.append(token)
-        text = self._stream.add(token)
-        self._text += text
-        self.ticket.put(Event(token, text, logprob, top))
-        return self._stream.stopped
+        return self._teller.token(token, logprob, top)
 
     def finish(self, reason: Reason, error: BaseException | None = None) -> None:
         """Tell who asked, once; later calls change nothing."""
@@ -153,13 +150,8 @@ class Row:
                 self._opened.require_whole()
             except StoreDamagedError as damage:
                 reason, error = "error", damage
-        rest = self._stream.end()
-        if rest and reason != "error":
-            self._text += rest
-            self.ticket.put(Event(-1, rest))
-        seconds = self._first - self._began, time.perf_counter() - self._began
         counts = self.prompt_tokens, self.cached_tokens
-        self.ticket.put(Finished(reason, self._text, tuple(self.tokens), *counts, seconds, error))
+        self._teller.end(reason, error, Summary(self.tokens, *counts, self._began, self._first))
 
     def leave(self) -> None:
         """Give everything back."""
@@ -297,17 +289,3 @@ def longest_held(tree: Tree, ids: Ids, ends: list[int], namespace: Namespace, kn
                 return tree.lease(node) if node.end > known and isinstance(node.held, HeldCache) else None
         stop, again = min(hidden + 1, stop - 1), True
     return None
-
-
-def stacked(rows: list[Row], stepped: Tensor | None, fed: list[Row]) -> Tensor:
-    """Logits (rows, vocabulary) of all rows: those of a read, or of the step that `fed` took part in, in its order."""
-    places = {id(row): place for place, row in enumerate(fed)}
-    found: list[Tensor] = []
-    for row in rows:
-        if row.logits is not None:
-            found.append(row.logits)
-        else:
-            assert stepped is not None
-            place = places[id(row)]
-            found.append(stepped[place : place + 1])
-    return torch.cat(found)

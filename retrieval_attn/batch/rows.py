@@ -89,12 +89,14 @@ def require_rows(caches: Items[RetrievalCache], tokens: Tensor, positions: Tenso
             f"step needs one token and one position for each of {len(caches)} caches, got {tuple(tokens.shape)} "
             f"and {tuple(positions.shape)}."
         )
+    seen: set[int] = set()
     for row, cache in enumerate(caches):
-        _require_usable(row, cache, caches)
+        _require_usable(row, cache, caches[0], twice=id(cache) in seen)
+        seen.add(id(cache))
 
 
-def _require_usable(row: int, cache: RetrievalCache, caches: Items[RetrievalCache]) -> None:
-    """Raise CacheMismatchError for a cache that cannot be a row."""
+def _require_usable(row: int, cache: RetrievalCache, first: RetrievalCache, *, twice: bool) -> None:
+    """Raise CacheMismatchError for a cache that cannot be a row. twice: it is one already."""
     problem = None
     if not isinstance(cache, RetrievalCache):
         problem = f"is a {type(cache).__name__}: rows are RetrievalCaches"
@@ -105,12 +107,12 @@ def _require_usable(row: int, cache: RetrievalCache, caches: Items[RetrievalCach
             f"holds {len(cache.batch.sequences)} sequences of {cache.batch.columns} tokens: a row is one sequence that "
             "has been read"
         )
-    elif len(cache.layers) != len(caches[0].layers) or cache.model_type != caches[0].model_type:
+    elif len(cache.layers) != len(first.layers) or cache.model_type != first.model_type:
         problem = (
             f"was made for a {cache.model_type} model of {len(cache.layers)} layers, the first for a "
-            f"{caches[0].model_type} model of {len(caches[0].layers)}: rows belong to one model"
+            f"{first.model_type} model of {len(first.layers)}: rows belong to one model"
         )
-    elif any(cache is other for other in caches[:row]):
+    elif twice:
         problem = "is in the list twice: fork it"
     if problem is not None:
         raise CacheMismatchError(f"Row {row} {problem}.")

@@ -102,7 +102,7 @@ class EmulatedPolling:
             if not np.array_equal(_bits(self.calls[number]), self._asked[number]):
                 raise CaptureError("queries were written while the host could read them")
 
-    def __call__(self) -> None:
+    def __call__(self, launched: Callable[[], None] | None = None) -> None:
         """See `Replay`. Raises CaptureError for a mistake in the order."""
         count = len(self.calls)
         self.generation = self._owner.numbers.next()
@@ -110,24 +110,26 @@ class EmulatedPolling:
         if self.generation in self._requests or self.generation in self._answers:
             raise CaptureError(f"flags of an earlier replay have this one's number, {self.generation}")
         self.server.prepare(self.generation, 0, 0)
-        launched: list[Any] = []
+        begun: list[Any] = []
 
         def launch() -> None:
             self._running = True
-            launched.append(self._owner.submit(self._work))
+            begun.append(self._owner.submit(self._work))
+            if launched is not None:
+                launched()
 
         try:
             serve(self.server, launch, self.calls, self._owner.patience)
         except BackendError:
-            for future in launched:
+            for future in begun:
                 future.result()  # its error, if it has one, is the cause
             raise
         finally:
-            for future in launched:
+            for future in begun:
                 future.exception()  # waits, as for a device
         if self._mistakes:
             raise CaptureError(self._mistakes[0])
-        launched[0].result()
+        begun[0].result()
         missed = np.flatnonzero(self._answers[:count] != self.generation)
         if len(missed) and self.failure() is None:
             raise CaptureError(f"{self.calls[missed[0]].name} was never answered")

@@ -60,8 +60,11 @@ class Replay(Protocol):
 
     serves: bool
 
-    def __call__(self) -> None:
-        """Launch, and serve its calls. Raises BackendError if that failed; the launched work ends all the same."""
+    def __call__(self, launched: Callable[[], None] | None = None) -> None:
+        """Launch, and serve its calls. Raises BackendError if that failed; the launched work ends all the same.
+
+        launched: called once the device works and before it waits for this thread; must be quick and not raise.
+        """
 
     @property
     def generation(self) -> int:
@@ -162,8 +165,10 @@ class PlainReplay:
     def __init__(self, launch: Callable[[], None]) -> None:
         self._launch = launch
 
-    def __call__(self) -> None:
+    def __call__(self, launched: Callable[[], None] | None = None) -> None:
         self._launch()
+        if launched is not None:
+            launched()
 
     def failure(self, generation: int | None = None) -> None:
         """See `Replay`."""

@@ -230,7 +230,12 @@ class PollingReplay:
         self._begun = torch.cuda.Event()
         self.generation = 0
 
-    def __call__(self) -> None:
+    def __call__(self, launched: Callable[[], None] | None = None) -> None:
+        def launch() -> None:
+            self._launch()
+            if launched is not None:
+                launched()
+
         # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
         with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
             stream = torch.cuda.current_stream()
@@ -240,7 +245,7 @@ class PollingReplay:
             # the server measures a request's delay from here on, not while earlier work holds the stream
             self._begun.record(stream)
             self.server.prepare(self.generation, stream.cuda_stream, self._begun.cuda_event)
-            serve(self.server, self._launch, self.calls, self._exchange.limit_seconds)
+            serve(self.server, launch, self.calls, self._exchange.limit_seconds)
 
     def failure(self, generation: int | None = None) -> str | None:
         return failure_of(int(self._report[0]), generation or self.generation, self.calls)

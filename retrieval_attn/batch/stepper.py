@@ -1,0 +1,105 @@
+"""Stepper: one token for each row of a step, fed and chosen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrieval_attn.batch.bucket import BucketRunner, Stepped
+from retrieval_attn.batch.chooser import Choice, Chooser
+from retrieval_attn.batch.limits import Limits
+from retrieval_attn.batch.outbox import Outbox
+from retrieval_attn.batch.row import Row
+from retrieval_attn.errors import NotFiniteError
+
+__all__ = ["Decoded", "Stepper"]
+
+Fail = Callable[[str, BaseException, list[str]], None]
+"""Ends a request with its error, and notes it in a list."""
+
+
+class Decoded(NamedTuple):
+    """What came of a step: rows that ended by themselves, rows that got a token, and the seconds.
+
+    replayed: all of it was the replay of a graph, and the next step will likely be one.
+    """
+
+    ended: Sequence[str] = ()
+    tokens: Sequence[str] = ()
+    seconds: float = 0.0
+    replayed: bool = False
+
+
+class Stepper:
+    """See the module. Belongs to the engine's thread. steps, filled: how many there were, and how many rows in all."""
+
+    def __init__(self, model: PreTrainedModel, limits: Limits, outbox: Outbox, fail: Fail) -> None:
+        """outbox: of the rows; it is sent while graphs run."""
+        self._chooser = Chooser(limits.rows, model.device)
+        self._runner = BucketRunner(model, limits.decoding_rows)
+        self._outbox, self._fail = outbox, fail
+        self.steps = self.filled = 0
+
+    def decode(self, rows: Mapping[str, Row], failed: list[str]) -> Decoded:
+        """One token for each of these rows. Who fails is added to failed."""
+        if not rows:
+            return Decoded()
+        began = time.perf_counter()
+        self.steps += 1
+        self.filled += len(rows)
+        fed = {number: row for number, row in rows.items() if row.logits is None}
+        stepped = self._step(fed, failed) if fed else Stepped({}, (), None, {})
+        names = list(fed)
+        choices = {names[place]: choice for place, choice in stepped.choices.items()}
+        logits = {number: row.logits for number, row in rows.items() if row.logits is not None}
+        if stepped.logits is not None:
+            logits |= {names[place]: stepped.logits[n : n + 1] for n, place in enumerate(stepped.apart)}
+        logits = {number: one for number, one in logits.items() if number not in failed}
+        choices |= self._choose({number: rows[number] for number in logits}, list(logits.values()))
+        ended: list[str] = []
+        tokens: list[str] = []
+        for number in rows:
+            if number not in choices:
+                continue
+            choice, row = choices[number], rows[number]
+            if choice is None:
+                self._fail(number, NotFiniteError("the model gave logits that are not finite"), failed)
+            elif row.chosen(*choice):
+                row.finish("stop")
+                ended.append(number)
+            else:
+                tokens.append(number)
+        return Decoded(ended, tokens, time.perf_counter() - began, len(stepped.choices) == len(rows))
+
+    def close(self) -> None:
+        """Give all rows windows of their own, and let go of graphs."""
+        self._runner.close()
+
+    def _step(self, fed: Mapping[str, Row], failed: list[str]) -> Stepped:
+        """Feed these rows their newest tokens."""
+        rows = list(fed.values())
+        caches = [row.cache for row in rows if row.cache is not None]
+        inputs = [(row.tokens[-1], row.position) for row in rows]
+        try:
+            stepped = self._runner.advance(caches, inputs, [row.request.draw for row in rows], self._outbox.send_beside)
+        except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
+            for number in fed:
+                self._fail(number, error, failed)
+            return Stepped({}, (), None, {})
+        names = list(fed)
+        for place, cause in stepped.errors.items():
+            self._fail(names[place], cause, failed)
+        return stepped
+
+    def _choose(self, rows: Mapping[str, Row], logits: Sequence[Tensor]) -> dict[str, Choice | None]:
+        """What rows choose from logits (1, vocabulary) each."""
+        if not rows:
+            return {}
+        draws = [row.request.draw for row in rows.values()]
+        found = self._chooser(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()])
+        return dict(zip(rows, found, strict=True))

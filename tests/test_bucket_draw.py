@@ -1,0 +1,205 @@
+"""Rows of a batch that choose their tokens in a graph, emulated: as from the step's logits; what is told beside it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from retrieval_attn.batch.bucket import BucketRunner
+from retrieval_attn.batch.chooser import Choice, Chooser
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.outbox import Outbox
+from retrieval_attn.batch.request import Event, Request
+from retrieval_attn.batch.text import TextStream
+from retrieval_attn.batch.ticket import Ticket
+from retrieval_attn.engine.graph.memory import StepMemory
+from tests.test_engine import alone, ids, llm_of, same
+from tests.test_rows import read
+from tests.tiny_models import build_model
+
+pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
+
+ROWS = 8
+DRAWS = [
+    RowDraw(),
+    RowDraw(0.8, seed=3),
+    RowDraw(1.1, top_k=9, top_p=0.9, min_p=0.01, seed=2**63 + 5),
+    RowDraw(logprobs=2),
+    RowDraw(0.9, seed=4, logprobs=7),
+]
+
+
+def check_draws(model: Any, draws: list[RowDraw], steps: int = 24) -> None:
+    """Steps with random members: tokens and log-probabilities are those that the same logits give a Chooser."""
+    caches = [read(model, tokens, seed) for seed, tokens in enumerate([50, 90, 300, 30, 120])]
+    mine, theirs = [cache.fork() for cache in caches], [cache.fork() for cache in caches]
+    drawing, plain = BucketRunner(model, ROWS), BucketRunner(model, ROWS)
+    chooser, chance = Chooser(ROWS, model.device), random.Random(5)
+    tokens = [7] * len(caches)
+    for step in range(steps):
+        rows = list(range(len(caches)))
+        if step % 4 == 0:
+            rows = chance.sample(rows, chance.randint(1, len(rows)))
+        places = [mine[row].get_seq_length() for row in rows]
+        fed, asked = [tokens[row] for row in rows], [draws[row] for row in rows]
+        logits = plain.step([theirs[row] for row in rows], fed, places)
+        expected = chooser(asked, logits, [place + 1 for place in places])
+        stepped = drawing.advance([mine[row] for row in rows], list(zip(fed, places, strict=True)), asked)
+        assert (list(stepped.choices), stepped.apart, stepped.logits, stepped.errors) == (
+            list(range(len(rows))), [], None, {},
+        )  # fmt: skip
+        for row, one, other in zip(rows, stepped.choices.values(), expected, strict=True):
+            assert one is not None and other is not None
+            assert (one.token, [token for token, _ in one.top]) == (other.token, [token for token, _ in other.top])
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-5)
+            tokens[row] = one.token
+    assert drawing.reason == plain.reason == "" and drawing.replays == steps
+    drawing.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("draws", [[DRAWS[0]] * 5, DRAWS[:3] * 2, DRAWS], ids=["greedy", "drawn", "logprobs"])
+def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw]) -> None:
+    check_draws(build_model("llama"), draws)
+
+
+def test_the_next_step_takes_the_tokens_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is uploaded while the same rows go on with what they chose; another token is."""
+    model = build_model("llama")
+    caches, runner, placed = [read(model, 60, 1), read(model, 90, 2)], BucketRunner(model, ROWS), []
+    place = StepMemory.place
+    monkeypatch.setattr(StepMemory, "place", lambda *given: placed.append(place(*given)))
+
+    def advance(rows: list[int], tokens: list[int]) -> list[Choice | None]:
+        inputs = [(token, caches[row].get_seq_length()) for row, token in zip(rows, tokens, strict=True)]
+        asked = [(RowDraw(), RowDraw(0.9, seed=1))[row] for row in rows]
+        return list(runner.advance([caches[row] for row in rows], inputs, asked).choices.values())
+
+    def tokens_of(choices: list[Choice | None]) -> list[int]:
+        return [choice.token for choice in choices if choice is not None]
+
+    tokens = tokens_of(advance([0, 1], [5, 6]))
+    placed.clear()
+    for _ in range(5):
+        tokens = tokens_of(advance([0, 1], tokens))
+    assert placed == []
+    tokens = tokens_of(advance([1, 0], tokens[::-1]))[::-1]  # in another order, at the same places
+    assert placed == []
+    tokens = tokens_of(advance([0, 1], [tokens[0], (tokens[1] + 1) % 97]))
+    assert len(placed) == 1
+    advance([1], tokens[1:])
+    advance([0], tokens[:1])  # another one's token would lie at another place
+    assert len(placed) >= 2
+    runner.close()
+
+
+def test_rows_whose_logits_are_not_finite_fail_alone() -> None:
+    model = build_model("llama")
+    caches, runner = [read(model, 30, seed, window=64) for seed in range(3)], BucketRunner(model, ROWS)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[96] = torch.nan
+    for draw in (RowDraw(), RowDraw(0.8, top_k=5, seed=1, logprobs=2)):
+        forks = [cache.fork() for cache in caches]
+        stepped = runner.advance(forks, [(token, 30) for token in (5, 96, 6)], [draw] * 3)
+        assert [choice is None for choice in stepped.choices.values()] == [False, True, False]
+    assert runner.replays == 2
+    runner.close()
+
+
+def test_a_replay_says_when_it_was_launched(host_callback: str) -> None:
+    """Once, before its host part is over."""
+    model = build_model("llama")
+    cache, runner, seen = read(model, 200, 1), BucketRunner(model, ROWS), []
+    for step in range(4):
+        runner.advance([cache], [(5, 200 + step)], [RowDraw()], lambda: seen.append(runner.replays))
+    assert seen == [0, 1, 2, 3]
+    runner.close()
+
+
+def requests() -> list[Request]:
+    document = ids(300, 1)
+    found = [Request((document, ids(5 + n, n)), 9 + n, DRAWS[n % 5], stop_ids=frozenset({3})) for n in range(6)]
+    return [*found, Request((ids(40, 9),), 30, RowDraw(0.9, seed=1), stop=("1", "22"), stop_ids=frozenset())]
+
+
+def test_an_engine_tells_beside_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers and their pieces are those of each request alone, from a thread of its own; all are told at the end."""
+    llm, threads = llm_of(), []
+    llm.model = build_model("llama")
+    put = Ticket.put
+    monkeypatch.setattr(Ticket, "put", lambda *given: (threads.append(threading.current_thread().name), put(*given)))
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        tickets = [engine.submit(request) for request in requests()]
+        events = [list(ticket) for ticket in tickets]
+        found = [ticket.result() for ticket in tickets]
+        replays = engine._stepper._runner.replays
+    assert replays > 20 and "retrieval_attn-outbox" in threads
+    assert not any(thread.name == "retrieval_attn-outbox" for thread in threading.enumerate())
+    for request, one, told in zip(requests(), found, events, strict=True):
+        assert same(one, alone(llm, request)), request
+        assert "".join(event.text for event in told) == one.text
+        assert [event.token for event in told if event.token >= 0] == list(one.tokens)
+        assert all(len(event.top) == request.draw.logprobs for event in told if event.token >= 0)
+    assert found[-1].reason == "stop" and "1" not in found[-1].text
+
+
+@pytest.mark.parametrize("graph", ["auto", False])
+def test_text_that_cannot_be_made_ends_its_request_alone(
+    graph: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = llm_of()
+    llm.config = llm.config.replace(graph=graph)
+    asked = [Request((ids(30, n),), 12, stop_ids=frozenset()) for n in range(3)]
+    add, calls = TextStream.add, dict[int, int]()
+
+    def failing(stream: TextStream, token: int) -> str:
+        number = list(calls).index(id(stream)) if id(stream) in calls else len(calls)
+        calls[id(stream)] = calls.get(id(stream), 0) + 1
+        if number == 1 and calls[id(stream)] == 4:
+            raise ValueError("no such token")
+        return add(stream, token)
+
+    monkeypatch.setattr(TextStream, "add", failing)
+    with Engine(llm, shared_bytes=0) as engine:
+        tickets = [engine.submit(request) for request in asked]
+        found = [ticket.result() for ticket in tickets]
+        again = engine.submit(asked[0]).result()
+        engine.check()
+    assert sorted(one.reason for one in found) == ["error", "length", "length"]
+    assert [str(one.error) for one in found if one.error is not None] == ["no such token"]
+    assert again.reason == "length" and all(len(one.tokens) == 12 for one in found if one.error is None)
+
+
+def test_an_outbox_keeps_the_order() -> None:
+    """At once while there is no thread; behind what the thread has to tell once there is."""
+    outbox, told = Outbox(), list[int]()
+    gate = threading.Event()
+    outbox.put(lambda: told.append(0))
+    outbox.send()
+    assert told == [0]
+    outbox.put(gate.wait)  # type: ignore[arg-type]
+    outbox.send_beside()
+    for number in range(1, 50):
+        outbox.put(lambda number=number: told.append(number))  # type: ignore[misc]
+        (outbox.send, outbox.send_beside)[number % 2]()
+    assert told == [0]
+    outbox.put(lambda: told.append(50))
+    gate.set()
+    outbox.close()
+    assert told == list(range(51))
+
+
+def test_events_are_told_in_the_order_of_their_tokens() -> None:
+    """Whatever was told by the engine's thread, and what by the outbox."""
+    llm = llm_of()
+    with Engine(llm, shared_bytes=0) as engine:
+        for _ in range(3):  # each ends with nobody beside it, and begins anew without graphs
+            ticket = engine.submit(Request((ids(50, 3),), 10, stop_ids=frozenset()))
+            events = list(ticket)
+            assert [event.token for event in events if isinstance(event, Event)] == list(ticket.result().tokens)

@@ -12,6 +12,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.batch import bucket
 from retrieval_attn.batch.bucket import BucketRunner
+from retrieval_attn.batch.bucket_graph import Bucket
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.request import Request
@@ -27,6 +28,7 @@ from tests.test_engine import CONFIG, ids, llm_of, same
 from tests.test_exact_prefix import requests_of, with_engine
 from tests.test_rows import BASE, TOLERANCE, Pair, feed
 from tests.tiny_models import build_model, random_ids
+from tools.engine_schedules import run, schedule_of, wrong
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
 
@@ -232,3 +234,22 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
     for request, one, again in zip(requests, found, with_engine(llm, requests, **settings), strict=True):
         assert one.error is None and same(one, again)
         assert same(one, with_engine(llm, [request], shared_bytes=0, **settings)[0])
+
+
+@pytest.mark.parametrize("seed", [2, 22])
+def test_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that come, go, park and are cancelled at any time; what is alone steps eagerly."""
+    replays: list[int] = []
+    real = Bucket.step
+
+    def counted(bucket: Bucket, *given: Any) -> torch.Tensor:
+        replays.append(bucket.kind.levels)
+        return real(bucket, *given)
+
+    monkeypatch.setattr(Bucket, "step", counted)
+    schedule = schedule_of(seed, 8, llm_of().model.get_input_embeddings().weight.shape[0])
+    llm = llm_of(CONFIG.replace(index=schedule.index))
+    found = run(llm, schedule)
+    assert sum(levels > 0 for levels in replays) > 5
+    monkeypatch.setattr(BucketRunner, "_replayed", lambda *given: None)
+    assert wrong(llm, found, schedule.exact_tokens) == []

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,7 +232,9 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=500, metavar="N")
     parser.add_argument("--requests", type=int, default=10, metavar="N", help="of each schedule")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--graphs", action="store_true", help="steps are emulated graphs; what is alone steps eagerly")
     args = parser.parse_args()
+    from retrieval_attn.engine.graph.emulation import emulated
     from retrieval_attn.eval.bench.session.subject import number_tokenizer
     from tests.tiny_models import tiny_model
 
@@ -243,7 +246,8 @@ def main() -> int:
         for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule", mininterval=10):
             schedule = schedule_of(seed, args.requests, vocabulary, contexts=seed % 3 > 0)
             llm = llm_of(model, tokenizer, schedule.index)
-            found = run(llm, schedule, library, actions)
+            with emulated() if args.graphs else nullcontext():
+                found = run(llm, schedule, library, actions)
             if differ := wrong(llm, found, schedule.exact_tokens):
                 print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
                 return 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch import bucket, chooser
+from retrieval_attn.batch import bucket, chooser, readings
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
@@ -107,7 +107,7 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with Engine(llm, shared_bytes=1 << 26) as engine:
             asked = [Request((document, ids(9, 50 + number)), 5) for number in range(6)]
             found = [ticket.result() for ticket in [engine.submit(request) for request in asked]]
-            assert sum(count for count in forwards if count > 20) == 900
+            assert sum(count for count in forwards if count > 60) == 900
             assert sorted(one.cached_tokens for one in found) == [0, 900, 900, 900, 900, 900]
             assert engine.submit(asked[0]).result().cached_tokens == 900
             other = Request((document, ids(9, 50)), 5, namespace="somebody")
@@ -134,6 +134,33 @@ def test_a_cell_of_reading_is_as_long_as_the_limits_say() -> None:
         found = engine.submit(Request((ids(300, 1),), 3)).result()
     hook.remove()
     assert max(seen) == 64 and found.tokens == alone(llm, Request((ids(300, 1),), 3)).tokens
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_questions_on_a_long_text_are_short(read_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the text is: once it was read, the questions about it are read side by side."""
+    llm = llm_of()
+    limits = replace(default_limits(llm.model, llm.config), chunk_tokens=64)
+    text, asked = ids(300, 1), [ids(9, 5 + number) for number in range(6)]
+    seen: list[int] = []
+    real = readings.read_together
+
+    def watched_reads(reads: Any) -> None:
+        seen.append(len(reads))
+        real(reads)
+
+    monkeypatch.setattr(readings, "read_together", watched_reads)
+    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+        if read_before:
+            engine.submit(Request((text, ids(1, 2)), 1)).result()
+            del seen[:]
+        with engine._changed:  # no step before all are there
+            tickets = [engine.submit(Request((text, question), 9)) for question in asked]
+        found = [ticket.result() for ticket in tickets]
+        engine.check()
+    assert max(seen) >= 5
+    for question, one in zip(asked, found, strict=True):
+        assert one.tokens == alone(llm, Request((text, question), 9)).tokens
 
 
 def test_a_text_that_another_goes_on_with() -> None:

@@ -28,7 +28,7 @@ from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.readings import Readings
 from retrieval_attn.batch.request import Reason, Request
-from retrieval_attn.batch.row import Row
+from retrieval_attn.batch.row import Row, known_tokens
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.stepper import Stepper
@@ -149,7 +149,10 @@ class Engine:
         pages = None if self._exact is None or saved is not None else RowPages(self._exact, request.parts)
         row = Row(request, ticket, self._loop, self._outbox, saved, pages)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
-        job = Job(number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, request.owner, request.priority)
+        known = 0 if self._tree is None else known_tokens(row, self._tree)
+        job = Job(
+            number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, known, request.owner, request.priority
+        )  # fmt: skip
         with self._changed:
             if self._closing or self._died is not None:
                 raise EngineFullError("The engine is closed; make another.") from self._died

@@ -30,14 +30,18 @@ class State(StrEnum):
     GONE = "gone"
 
 
+_BELOW_PROMPT = ("cached_tokens", "opened_tokens", "known_tokens")
+
+
 @dataclass(frozen=True)
 class Job:
     """What one request needs.
 
     prompt_tokens: all of the prompt, at least 1. max_tokens: most tokens to generate, at least 1. cached_tokens: of the
     prompt, from its start, that the tree holds: at most prompt_tokens - 1, for the last token is the first step's
-    input. opened_tokens: of a saved context that the prompt begins with: they take memory, and no time to read. owner:
-    with whom the engine's time is shared evenly. Raises ConfigError for anything else.
+    input. opened_tokens: of a saved context that the prompt begins with: they take memory, and no time to read.
+    known_tokens: that the tree has now and may have given up by the time of reading: they decide whose turn it is, and
+    reserve nothing. owner: with whom the engine's time is shared evenly. Raises ConfigError for anything else.
     """
 
     id: str
@@ -45,15 +49,16 @@ class Job:
     max_tokens: int
     cached_tokens: int = 0
     opened_tokens: int = 0
+    known_tokens: int = 0
     owner: str = ""
     priority: Priority = "interactive"
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("max_tokens", 1), ("cached_tokens", 0), ("opened_tokens", 0)):
-            value = getattr(self, name)
+        for name in ("prompt_tokens", "max_tokens", *_BELOW_PROMPT):
+            value, least = getattr(self, name), 0 if name in _BELOW_PROMPT else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} of job {self.id!r} must be an integer >= {least}, got {value!r}.")
-        for name in ("cached_tokens", "opened_tokens"):
+        for name in _BELOW_PROMPT:
             if (value := getattr(self, name)) >= self.prompt_tokens:
                 raise ConfigError(
                     f"{name} of job {self.id!r} must be below its {self.prompt_tokens:,} prompt_tokens, got "
@@ -64,8 +69,13 @@ class Job:
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens to read before the first step: what is neither there nor opened nor the last, the step's input."""
-        return self.prompt_tokens - max(self.cached_tokens, self.opened_tokens) - 1
+        """Tokens to read before the first step: what is not there, known or opened, nor the last, the step's input."""
+        return self.prompt_tokens - max(self.cached_tokens, self.opened_tokens, self.known_tokens) - 1
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nothing is to be read, whatever the tree gives up."""
+        return max(self.cached_tokens, self.opened_tokens) == self.prompt_tokens - 1
 
     @property
     def new_tokens(self) -> int:

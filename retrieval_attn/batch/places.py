@@ -50,6 +50,12 @@ class Places:
         """All that hold something."""
         return chain(self.seated(), *(held.values() for held in self.held.values()))
 
+    def room(self) -> dict[bool, int]:
+        """Jobs of each priority that slots let in: interactive ones see no batch jobs, for these can be parked."""
+        there = [entry.interactive for entry in self.admitted()]
+        most = self._limits.decoding_rows + self._limits.ahead
+        return {True: most - sum(there), False: most - len(there)}
+
     def enter(self, entry: Entry) -> None:
         """A job that waits: it holds nothing yet."""
         self.entries[entry.job.id] = entry

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from retrieval_attn.batch.job import State
 from retrieval_attn.batch.packed import ShortRead, read_together
-from retrieval_attn.batch.row import Row
+from retrieval_attn.batch.row import Row, begins_as
 from retrieval_attn.batch.scheduler import Scheduler
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.config import Config
@@ -116,9 +116,14 @@ class Readings:
     def _note_shared(self, number: str, row: Row) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""
         if row.shared_tokens > row.noted_tokens:
-            row.noted_tokens = row.shared_tokens
+            row.noted_tokens = tokens = row.shared_tokens
             with self._changed:
-                self._scheduler.set_cached(number, row.shared_tokens)
+                self._scheduler.set_cached(number, tokens)
+                if tokens <= self._scheduler.limits.chunk_tokens:
+                    return
+                for other, waiting in self._rows.items():  # no long ones any more, which would be read one by one
+                    if self._scheduler.state(other) is State.WAITING and begins_as(waiting, row, tokens):
+                        self._scheduler.set_known(other, tokens)
 
     def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
         """Cells of requests that wait for another's read go to that one, whatever its priority.

@@ -271,6 +271,22 @@ class Row:
         return self._waits()
 
 
+def known_tokens(row: Row, tree: Tree) -> int:
+    """Of a row that has not begun, tokens of its prompt that the tree has now, whole parts of it. Any thread."""
+    if len(row._ends) < 2:
+        return 0
+    found = tree.match(row._ids[: row._ends[-2] + 1], row.request.namespace, in_memory=True, again=True).length
+    return max((end - row._marks for end in row._ends[:-1] if end <= found), default=0)
+
+
+def begins_as(row: Row, other: Row, tokens: int) -> bool:
+    """Whether so many tokens are whole parts of both prompts, the same ones, and both may have them from the tree."""
+    spaces = row.request.namespace, other.request.namespace
+    if row._marks or other._marks or spaces[0] != spaces[1] or tokens not in row._ends[:-1]:
+        return False
+    return tokens in other._ends[:-1] and np.array_equal(row._ids[:tokens], other._ids[:tokens])
+
+
 def longest_held(tree: Tree, ids: Ids, ends: list[int], namespace: Namespace, known: int) -> Lease | None:
     """A lease on the longest node of a text that ends where one of its parts does, behind `known` tokens; None: none is
     in memory. ids: of the whole text. A match is counted once for a text, where nothing of it is known.

@@ -168,13 +168,14 @@ class Scheduler:
         self.limits.refuse_too_large(changed)
         if entry.state is not State.WAITING:
             self._places.shrink(entry, changed)
-            return
-        queue, owner = self._queues[entry.interactive], changed.owner
-        is_long = self.limits.is_long(changed)
-        if is_long != entry.is_long:
-            queue.remove(job, owner, is_long=entry.is_long)
-            queue.add(job, owner, is_long=is_long)
-        entry.job, entry.is_long, entry.host_bytes = changed, is_long, self.limits.job_bytes(changed)
+        entry.host_bytes = self.limits.job_bytes(changed)
+        _renew(entry, changed, self._queues[entry.interactive], self.limits)
+
+    def set_known(self, job: str, known_tokens: int) -> None:
+        """Tokens of a job's prompt that the tree has now, as where an equal text was just read: see `Job`."""
+        if (entry := self._places.entries.get(job)) is not None:
+            job_now = replace(entry.job, known_tokens=known_tokens)
+            _renew(entry, job_now, self._queues[entry.interactive], self.limits)
 
     def set_outside(self, host_bytes: int) -> None:
         """Host bytes, of those in the limits, that something else than a job holds from now on."""
@@ -276,15 +277,9 @@ class Scheduler:
         changes.park.append(entry.job.id)
         return True
 
-    def _room(self) -> dict[bool, int]:
-        """Jobs of each priority that slots let in: interactive ones see no batch jobs, for these can be parked."""
-        there = [entry.interactive for entry in self._places.admitted()]
-        most = self.limits.decoding_rows + self.limits.ahead
-        return {True: most - sum(there), False: most - len(there)}
-
     def _admit(self, changes: _Changes) -> bool:
         """Admit what may be; whether anything was."""
-        room = self._room()
+        room = self._places.room()
         while (entry := self._next(room, changes)) is not None:
             job = entry.job
             room[False] -= 1
@@ -294,7 +289,7 @@ class Scheduler:
             self._batch_by_age.pop(job.id, None)
             changes.start.append(job.id)
             self._places.move(entry, State.READING)
-            if job.unread_tokens == 0:
+            if job.is_there:
                 self._places.move(entry, State.READY)
         return bool(changes.start)
 
@@ -325,3 +320,12 @@ class Scheduler:
                 if blocked is None:
                     break
         return None
+
+
+def _renew(entry: Entry, job: Job, queue: FairQueue, limits: Limits) -> None:
+    """The entry's job is this one from now on; what is left of it to be read decides whether it is a long one."""
+    is_long = limits.is_long(job)
+    if entry.state is State.WAITING and is_long != entry.is_long:
+        queue.remove(job.id, job.owner, is_long=entry.is_long)
+        queue.add(job.id, job.owner, is_long=is_long)
+    entry.job, entry.is_long = job, is_long

@@ -87,7 +87,7 @@ class BucketDraw:
         rows, locked, count = len(logits), logits.device.type == "cuda", mode.logprobs or 0
         ids = torch.zeros(2, rows, dtype=torch.int64, pin_memory=locked)
         logprobs = torch.zeros(rows, count + 1, pin_memory=locked)
-        top_ids = torch.zeros(rows, count, dtype=torch.int64, pin_memory=locked)
+        top_ids = torch.zeros(rows, max(count, 1), dtype=torch.int64, pin_memory=locked)
 
         def record() -> None:
             chosen = choose(logits, self._table, self._memory.position[:, 0], mode)

@@ -382,7 +382,7 @@ def test_errors_of_keys_on_their_way_are_told_of_their_row(monkeypatch: pytest.M
     rows.steps(rows.pairs, 1)
     bad: Any = rows.pairs[1].row.layers[1]
 
-    def failing(*given: Any) -> None:
+    def failing(*given: Any, **options: Any) -> None:
         raise BackendError("no memory")
 
     with monkeypatch.context() as patch:

@@ -93,8 +93,9 @@ class Bucket:
         places = range(self.size) if kind.retrieves and not self.kind.retrieves else changed
         self.kind, self._uploaded = kind, False
         if kind.retrieves:
+            layers = [[] if row is None else row.layers for row in self.rows]
             for number in range(len(self.decoder.slots)):
-                self._plan(number, places)
+                self._plan(number, places, layers)
         if kind.levels:
             self._write_pages(kind.levels)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
@@ -125,6 +126,7 @@ class Bucket:
         graph.replay(launched)
         if draws is not None:
             self.draw.launch()
+        self._bring()
         decoder.replays += 1
         decoder.runtime.synchronize()
         if self.kind.retrieves:
@@ -163,7 +165,8 @@ class Bucket:
             if not slot.hosts:
                 like = next(row.layers[number] for row in self.rows if row is not None)
                 slot.make_hosts(like, query, new[1].shape[3], scoring)
-                self._plan(number, range(self.size))
+                layers = [[] if row is None else row.layers for row in self.rows]
+                self._plan(number, range(self.size), layers)
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = self.kind.max_coded_keys
@@ -216,18 +219,28 @@ class Bucket:
             self._pages = BucketPages(self.size, layers, {layer.number: layer.q_heads for layer in held})
         self._pages.write(prefixes, levels)
 
-    def _plan(self, number: int, places: Collection[int]) -> None:
-        """Plan the host parts of a layer that have some of these places."""
+    def _bring(self) -> None:
+        """While the device computes: a share of what the windows that moved last have and the host has not, so that it
+        has all of it before the next ones move.
+        """
+        rows = sorted((row for row in self.rows if row is not None and row.behind), key=lambda row: row.room)
+        left = -(-sum(len(row.behind) for row in rows) // max(1, rows[0].room)) if rows else 0
+        for row in rows:
+            count = min(left, len(row.behind))
+            row.bring(count)
+            left -= count
+
+    def _plan(self, number: int, places: Collection[int], layers: Sequence[Sequence[Any]]) -> None:
+        """Plan the host parts of a layer that have some of these places. layers: those of each row, none for nobody."""
         for host in self.decoder.slots[number].hosts:
             if any(host.rows.start <= place < host.rows.stop for place in places):
-                asks = [_ask(row, number) for row in self.rows[host.rows]]
+                asks = [_ask(own, number) for own in layers[host.rows]]
                 changed = {place - host.rows.start for place in places}
                 host.plan([None if ask is None else ask[0] for ask in asks], _together(asks), changed)
 
 
-def _ask(row: BucketRow | None, number: int) -> tuple[HostRow, int | HeadBudgets | None] | None:
-    """What a row retrieves in a layer, and how many keys; None: nothing."""
-    layers = [] if row is None else row.layers
+def _ask(layers: Sequence[Any], number: int) -> tuple[HostRow, int | HeadBudgets | None] | None:
+    """What a row with these layers retrieves in one, and how many keys; None: nothing."""
     if not layers or not isinstance(layers[number], RetrievalLayer):
         return None
     layer = layers[number]

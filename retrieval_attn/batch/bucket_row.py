@@ -6,6 +6,7 @@ to leave are copies of its windows, and no capture.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from retrieval_attn.batch.bucket_pages import prefix_of
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.held import prepare_spill
 from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.binding import note_host_work
@@ -24,8 +26,12 @@ from retrieval_attn.engine.graph.host import code_shape, held_by
 from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, window_of
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.index.task import descriptor as words
+from retrieval_attn.offload.build import event_now
+from retrieval_attn.offload.staging import bringing
 
 __all__ = ["BucketRow", "StepCosts"]
+
+log = logging.getLogger(__name__)
 
 
 class StepCosts:
@@ -48,7 +54,7 @@ class BucketRow:
 
     place: its row of the buffers; -1: none yet. room: tokens that each of its windows still takes. stale: something
     else changed the cache, so `move_in` comes before the next step. retrieves: it has keys between sinks and window.
-    coded_keys: most that a device searches by codes, in any layer.
+    coded_keys: most that a device searches by codes, in any layer. behind: layers that `bring` has something to do for.
     """
 
     recording = False
@@ -61,6 +67,8 @@ class BucketRow:
         self._views: list[Buffers] = []
         self._spans = np.zeros((len(attending(cache)), 2), np.int32)
         self._unsynced = 0
+        self.behind: list[int] = []
+        self._moved: torch.cuda.Event | None = None  # windows are where they are since
         self.place, self.room, self.stale, self.retrieves, self.coded_keys = -1, 0, True, False, 0
 
     @property
@@ -108,12 +116,33 @@ class BucketRow:
         self.stale = False
 
     def make_room(self) -> None:
-        """Some window is full: move its oldest tokens to the host, as eager decoding does."""
+        """Some window is full: its oldest tokens are searched from now on, as in eager decoding.
+
+        The host has them, or gets them now. What else the windows hold it gets by `bring`.
+        """
         self.sync()
-        self._spill()
-        for layer, view in zip(self.layers, self._views, strict=True):
+        self._spill(flush=False)
+        layers = self.layers
+        for layer, view in zip(layers, self._views, strict=True):
             self._settle(layer, view)
         self._look()
+        self.behind = [number for number, layer in enumerate(layers) if isinstance(layer, RetrievalLayer)]
+        self._moved = event_now(self._views[0][0].device)
+
+    def bring(self, layers: int) -> None:
+        """Prepare the next time that windows are full, in so many layers more; while a step replays.
+
+        What they held when they were full last is copied to the host. What goes wrong is told when it is needed there.
+        """
+        own = self.layers
+        some, self.behind = self.behind[:layers], self.behind[layers:]
+        try:
+            with bringing(self._views[0][0].device, self._moved):
+                for number in some if own else ():
+                    prepare_spill(held_by(own[number]))
+        except Exception as error:
+            log.debug("tokens were not copied ahead of time: %s", error)
+            self.behind = []
 
     def use(self, slots: Sequence[LayerSlot]) -> None:
         """From now on these slots' host parts estimate for it."""
@@ -139,7 +168,7 @@ class BucketRow:
             layer.graph = None
             if layer.window is not None and layer.window.buffers[0] is view[0]:
                 layer.window.own()
-        self.place, self._views, self._slots = -1, [], ()
+        self.place, self._views, self._slots, self.behind = -1, [], (), []
 
     # -- GraphHook -----------------------------------------------------------------------------------
 
@@ -204,12 +233,16 @@ class BucketRow:
             raise CaptureError(f"a window of {window.span[1]} slots was given a row of {view[0].shape[2]}")
         window.use(*view)
 
-    def _spill(self) -> None:
-        """Windows that are full move their oldest tokens to the host, as eager decoding does at once."""
+    def _spill(self, *, flush: bool = True) -> None:
+        """Windows that are full move their oldest tokens to the host, as eager decoding does at once. flush: see
+        `HeldTokens.spill`.
+        """
         if any(layer.window.room == 0 for layer in self.layers):
             self.add_tail()  # what was estimated until now is of a row that may not have retrieved
             for layer in self.layers:
-                if layer.window.room == 0:
+                if layer.window.room == 0 and isinstance(layer, RetrievalLayer):
+                    layer.spill(flush=flush)
+                elif layer.window.room == 0:
                     layer.spill()
 
     def _look(self) -> None:

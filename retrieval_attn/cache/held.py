@@ -17,8 +17,9 @@ from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.cache.sequence import Batch, Forgotten, own_start
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import SequenceKV, keep_no_memory
+from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
+from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_device
@@ -87,13 +88,16 @@ class HeldTokens:
             self.spill()
         self.window.append(key, value, None if valid is None else valid.to(key.device))
 
-    def spill(self) -> None:
+    def spill(self, *, flush: bool = True) -> None:
         """Move everything beyond the window to the host; a buffer that has grown is as large as ever again.
 
-        A captured graph is for windows of one size, and for one of another it would be captured anew.
+        A captured graph is for windows of one size, and for one of another it would be captured anew. flush: the host
+        gets the whole tail, too; otherwise only what it needs now, and the caller does the rest later: `prepare_spill`.
         """
-        self.flush()
-        self._drop_oldest(max(0, self.window.tail_len - self._config.window))
+        moved = max(0, self.window.tail_len - self._config.window)
+        if flush or self.host_columns < self.tail_start + moved:
+            self.flush()
+        self._drop_oldest(moved)
         self.window.shrink(self._config.window + self._config.spill)
         self.place_sinks(None)
         # paths that were too short for clusters when they were read
@@ -108,8 +112,10 @@ class HeldTokens:
         if behind:
             key, value = self.window.tail()
             valid = self._batch.padding(self.host_columns, self.columns)
-            self.host_work(key[:, :, -behind:], value[:, :, -behind:], valid).copy_now()
-            self.host_columns = self.columns
+            work = self.host_work(key[:, :, -behind:], value[:, :, -behind:], valid)
+            with uninterrupted():  # or the next time the host would get them twice
+                work.copy_now()
+                self.host_columns = self.columns
 
     def host_work(self, key: Tensor, value: Tensor, valid: Tensor | None) -> HostWork:
         """New columns (batch, kv_heads, new, dim) that are to go to each row's path; shared paths split first."""
@@ -254,6 +260,18 @@ class HeldTokens:
 
 def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
     return WindowCache(key, value, config.window + config.spill, config.sink)
+
+
+def prepare_spill(held: HeldTokens) -> None:
+    """Do now what the next spill, and who plans after it, would do: `flush`, and find clusters for what leaves then.
+
+    Nothing else is searched or estimated than before.
+    """
+    held.flush()
+    for host, (row, *_) in rows_by_path(held.hosts) if held._config.estimates else []:
+        stop = held._retrieve_stops[row]
+        if host.clusters is not None:
+            join_clusters(host, stop, min(stop + held._config.spill, len(host)))
 
 
 def take_paged(held: HeldTokens, total: int) -> None:

@@ -237,10 +237,10 @@ class RetrievalLayer(CacheLayer):
         other.held = None if self.held is None else self.held.fork(batch, other.stats)
         return other
 
-    def spill(self) -> None:
-        """The tail is full: everything beyond the window moves to the host."""
+    def spill(self, *, flush: bool = True) -> None:
+        """The tail is full: everything beyond the window moves to the host. flush: see `HeldTokens.spill`."""
         if self.held is not None:
-            self.held.spill()
+            self.held.spill(flush=flush)
 
     def reset(self) -> None:
         self.abandon()

@@ -31,14 +31,17 @@ def count_tokens(
     fmt: Format,
     sums: tuple[Floats, Floats, Floats],
 ) -> npt.NDArray[np.bool_]:
-    """Add tokens span[0] .. span[1] to the sums of their clusters, one after the other, or take them off (sign -1).
+    """Add tokens span[0] .. span[1] to the sums of their clusters, or take them off (sign -1).
 
+    They are added up one after the other, their sums then to those of all: what is small is not added to what is large.
     keys (heads, tokens, head_dim), values (heads, tokens, value_dim) as stored, members (heads, tokens) uint8, all
     C-contiguous. sums: counts (heads, C), of keys (heads, C, head_dim), of values (heads, C, value_dim), float32,
     written to. Returns (heads, C) bool: the clusters that are others now.
     """
     changed = np.zeros(sums[0].shape, np.bool_)
-    _count(_bits(keys, fmt), _bits(values, fmt), members, *span, np.float32(sign), *sums, changed)
+    own = tuple(np.zeros(one.shape, np.float32) for one in sums)
+    _count(_bits(keys, fmt), _bits(values, fmt), members, span[0], span[1], np.float32(sign), own, changed)
+    _add(changed, own, (sums[0], sums[1], sums[2]))
     return changed
 
 
@@ -84,7 +87,8 @@ def _bits(array: npt.NDArray[Any], fmt: Format) -> npt.NDArray[Any]:
 
 
 @njit(nogil=True, cache=True)
-def _count(keys, values, members, low, high, sign, counts, key_sums, value_sums, changed):
+def _count(keys, values, members, low, high, sign, sums, changed):
+    counts, key_sums, value_sums = sums
     dim, value_dim = key_sums.shape[2], value_sums.shape[2]
     for head in range(keys.shape[0]):
         own_keys, own_values = keys[head], values[head]
@@ -99,6 +103,19 @@ def _count(keys, values, members, low, high, sign, counts, key_sums, value_sums,
             scale = sign * scale_of(value_rows, token)
             for d in range(value_dim):
                 value_sums[head, cluster, d] += widen(own_values[token, d]) * scale
+
+
+@njit(nogil=True, cache=True)
+def _add(changed, own, sums):
+    (own_counts, own_keys, own_values), (counts, key_sums, value_sums) = own, sums
+    for head in range(changed.shape[0]):
+        for cluster in range(changed.shape[1]):
+            if changed[head, cluster]:
+                counts[head, cluster] += own_counts[head, cluster]
+                for d in range(key_sums.shape[2]):
+                    key_sums[head, cluster, d] += own_keys[head, cluster, d]
+                for d in range(value_sums.shape[2]):
+                    value_sums[head, cluster, d] += own_values[head, cluster, d]
 
 
 @njit(nogil=True, cache=True)

@@ -159,8 +159,11 @@ class Segment:
             self.keys[head, start:stop] = keys[head]
             self.values[head, start:stop] = values[head]
 
-        for _ in each(put, range(len(self.keys))):
-            pass
+        if each is map:
+            self.keys[:, start:stop], self.values[:, start:stop] = keys, values
+        else:
+            for _ in each(put, range(len(self.keys))):
+                pass
         self.length = stop
 
     def freeze(self) -> None:

@@ -353,6 +353,17 @@ def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | Non
     return None if path.clusters is None else path.clusters.cover(start, stop, path.parts)
 
 
+def join_clusters(path: SequenceKV, start: int, stop: int) -> None:
+    """Have a path's tokens [start, stop) join clusters before a step is planned for them: those for keys without codes
+    where a device has codes of others. Nothing without clusters. Raises ConfigError outside the path.
+    """
+    if path.clusters is not None:
+        late = path.clusters.late
+        shared = path.clusters.shared if late is None else late.shared
+        for segment, low, high, _ in path.parts(start, stop):
+            shared.members(segment, low, high, path.fmt)
+
+
 def take_clusters(
     path: SequenceKV, shared: KeyClusters, span: tuple[int, int], members: npt.NDArray[np.uint8], sums: ClusterSums
 ) -> None:

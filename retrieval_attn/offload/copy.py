@@ -17,7 +17,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.transfer import pack, to_host
+from retrieval_attn.offload.transfer import all_to_host, pack
 
 FILLERS = 4
 """Threads that write copied keys and values to their places."""
@@ -69,7 +69,7 @@ class KVCopy:
                 if self._checked:
                     self._note_size(pack(tensor[row], self._fmt) for tensor in kv)
                     self._require_finite()
-                key, value = (to_host(tensor[row], self._fmt) for tensor in kv)
+                key, value = all_to_host([tensor[row] for tensor in kv], self._fmt)
                 _append(host, real, key, value)
         self._kv.clear()
 

@@ -140,6 +140,34 @@ def brought(tensor: Tensor) -> np.ndarray:
     return held.numpy().copy()
 
 
+def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each on the CPU, once the current stream has got there, with one wait for all. One that is there is itself."""
+    cuda = next((one.device for one in tensors if one.is_cuda), None)
+    if cuda is None:
+        return [one.cpu() for one in tensors]
+    into = [pinned(one.nbytes).view(one.dtype).view(one.shape) for one in tensors]
+    for one, held in zip(tensors, into, strict=True):
+        held.copy_(one, non_blocking=True)
+    done = torch.cuda.Event(blocking=True)
+    done.record(torch.cuda.current_stream(cuda))
+    done.synchronize()  # beside the driver, see `brought`
+    return into
+
+
+@contextlib.contextmanager
+def bringing(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+    """Within it, a stream beside the device's others is current, which waits for `after` alone. The caller waits for
+    what it does there.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_bringing_stream(device)) as _:
+        if after is not None:
+            _bringing_stream(device).wait_event(after)
+        yield
+
+
 @functools.cache
 def _bringing_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
+from retrieval_attn.offload.staging import brought_together
 
 TORCH_DTYPE = {
     Format.FLOAT32: torch.float32,
@@ -38,6 +39,13 @@ def to_host(tensor: Tensor, fmt: Format) -> np.ndarray:
     """Copy to the CPU in storage format: float32, uint16 carrying the bits of a 16-bit float, int8 and its steps."""
     packed = pack(tensor.detach(), fmt).to("cpu")
     return packed.view(torch.uint16).numpy() if fmt.dtype == np.uint16 else packed.numpy()
+
+
+def all_to_host(tensors: Iterable[Tensor], fmt: Format) -> list[np.ndarray]:
+    """`to_host` of each, by the device's current stream, with one wait for all: through page-locked memory."""
+    packed = [pack(tensor.detach(), fmt) for tensor in tensors]
+    copied = brought_together(packed)
+    return [one.view(torch.uint16).numpy() if fmt.dtype == np.uint16 else one.numpy() for one in copied]
 
 
 def pack(tensor: Tensor, fmt: Format) -> Tensor:

@@ -66,7 +66,7 @@ def watched() -> Iterator[Actions]:
         (Scheduler, "abort", cancelled, None),
         (Tree, "insert", None, inserted),
         (Tree, "evict", None, evicted),
-        (HeldTokens, "spill", None, lambda *_: actions.note("spill")),
+        (HeldTokens, "spill", None, lambda *_, **__: actions.note("spill")),
         (saved_text, "open_chain", None, lambda *_, **__: actions.note("open")),
     ]
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ from retrieval_attn.batch.request import Request
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.engine import ready
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture import emulate
 from retrieval_attn.gpu.capture.exchange import VARIABLE
@@ -140,6 +141,20 @@ def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
     rows.steps([long, short], 2)
     assert (rows.runner.replays, rows.runner.reason) == (6, "")
     rows.check_books()
+
+
+def test_reading_for_a_batch_captures_no_step_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be captured in the reading's thread, while the batch is stepped, and never replayed."""
+    llm = llm_of(CONFIG)
+    llm.model = build_model("llama")
+    bound: list[Any] = []
+    real = ready.bind
+    monkeypatch.setattr(ready, "bind", lambda *given: bound.append(given) or real(*given))  # type: ignore[func-returns-value]
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        engine.submit(Request((ids(300, 1), ids(9, 2)), 5)).result()
+    assert not bound
+    ra.Context(llm.model, llm.tokenizer, CONFIG).read(list(ids(300, 1)), progress=False)
+    assert bound
 
 
 def test_the_others_change_no_bit() -> None:

@@ -122,6 +122,7 @@ class Row:
             return
         if self.cache is None:
             self.cache = RetrievalCache(self._loop.model, config)
+            self.cache.in_batch = True
         if self._pages is not None:
             self._pages.open(self._done, self.cache)
         part = self.request.parts[self._done - self._marks]
@@ -190,6 +191,7 @@ class Row:
         assert self._opening is not None and self._saved is not None
         opening, self._opening = self._opening, None
         cache, self._opened = opening.result()
+        cache.in_batch = True
         self._done, self.cached_tokens = 1, self._saved.tokens
         cache.require_room(self.request.prompt_tokens + self.request.max_tokens)
         self._go_on(cache, tree)

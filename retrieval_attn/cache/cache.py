@@ -59,6 +59,8 @@ class RetrievalCache(LayeredCache):
         super().__init__(layers=_make_layers(model, text_config, self.config, self.index, self.batch))
         self.model_type = text_config.model_type
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.in_batch = False
+        """Whether who made it steps it with others, in graphs of their own; forks have it, too."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -206,9 +206,10 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
     """Make the trial of the exchange, capture the step of one token, launch it once. Nothing on a CPU.
 
     Nothing, too, where an earlier context's graph will do: to bind a context takes a third of a second of 32 layers,
-    and its first answer binds it after its first token. Where no step can be captured, the first answer says why.
+    and its first answer binds it after its first token; and in a batch, which has graphs of its own and steps others
+    meanwhile. Where no step can be captured, the first answer says why.
     """
-    if cache.config.graph is False:
+    if cache.config.graph is False or cache.in_batch:
         return
     try:
         runtime = runtime_for(model)

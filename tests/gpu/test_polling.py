@@ -345,3 +345,31 @@ def test_kernels_ask_and_wait_by_number() -> None:
     assert run(8, [8, 7]) == (8, 1)
     assert run(9, [9, 9]) == (8, 1)
     assert run(10, [9, 9]) == (10, 0)
+
+
+@pytest.mark.cuda
+def test_who_waits_for_the_device_waits_for_captures_of_others(cuda: CudaRuntime) -> None:
+    """To wait for a device while a thread captures is an error of CUDA, and breaks the capture."""
+    chain, recording, over = Chain(cuda, 2), threading.Event(), threading.Event()
+    numbers, waited = torch.zeros(4, device="cuda"), []
+
+    def record() -> None:
+        numbers.add_(1)
+        recording.set()
+        time.sleep(0.3)
+
+    def wait() -> None:
+        assert recording.wait(10)
+        cuda.synchronize()
+        waited.append(over.is_set())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    replay = cuda.capture(record)
+    over.set()
+    thread.join(10)
+    assert waited == [True]
+    replay()
+    cuda.synchronize()
+    assert numbers.tolist() == [1] * 4
+    chain.check(1)

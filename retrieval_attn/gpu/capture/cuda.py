@@ -115,7 +115,9 @@ class CudaRuntime:
         return calls.replay(graph.replay)
 
     def synchronize(self) -> None:
-        with self.exchange.turn:  # while another thread answers a graph, waiting for the device could hold it up
+        # while another thread captures, waiting for the device is an error; while one answers a graph, it could hold
+        # that up
+        with self._lock, self.exchange.turn:
             torch.cuda.synchronize(self._device)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, record: Callable[[], None]) -> None:

@@ -207,8 +207,8 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     Prefill in one and in chunks, decoding over the index, an exact follow-up, a fork; windows where their layers are.
     """
 
-    def to_host(tensor: torch.Tensor, fmt: object) -> Any:
-        return np.zeros(tuple(tensor.shape), np.float32)
+    def all_to_host(tensors: list[torch.Tensor], fmt: object) -> Any:
+        return [np.zeros(tuple(tensor.shape), np.float32) for tensor in tensors]
 
     def to_device(array: Any, fmt: object, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(array.shape, dtype=like.dtype, device=like.device)
@@ -216,7 +216,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "retrieval_attn.engine.prefill.require_host_room", lambda *sizes: None
     )  # builds the model again
-    monkeypatch.setattr("retrieval_attn.offload.copy.to_host", to_host)
+    monkeypatch.setattr("retrieval_attn.offload.copy.all_to_host", all_to_host)
     monkeypatch.setattr("retrieval_attn.cache.held.to_device", to_device)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.fetch", lambda build, ready: None)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.place", lambda build: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import subprocess
 import sys
@@ -143,13 +144,14 @@ def test_questions_on_a_long_text_are_short(read_before: bool, monkeypatch: pyte
     limits = replace(default_limits(llm.model, llm.config), chunk_tokens=64)
     text, asked = ids(300, 1), [ids(9, 5 + number) for number in range(6)]
     seen: list[int] = []
-    real = readings.read_together
+    real = readings.PackedRead
 
-    def watched_reads(reads: Any) -> None:
-        seen.append(len(reads))
-        real(reads)
+    def watched_reads(*given: Any) -> Any:
+        pack = real(*given)
+        seen.append(len(pack.reads))
+        return pack
 
-    monkeypatch.setattr(readings, "read_together", watched_reads)
+    monkeypatch.setattr(readings, "PackedRead", watched_reads)
     with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
         if read_before:
             engine.submit(Request((text, ids(1, 2)), 1)).result()
@@ -161,6 +163,48 @@ def test_questions_on_a_long_text_are_short(read_before: bool, monkeypatch: pyte
     assert max(seen) >= 5
     for question, one in zip(asked, found, strict=True):
         assert one.tokens == alone(llm, Request((text, question), 9)).tokens
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_rows_get_tokens_between_the_layers_of_questions(cancelled: bool) -> None:
+    """Of questions that are read together: who decodes does not wait for all layers of all of them. One of them may be
+    cancelled there.
+    """
+    llm = llm_of()
+    limits = replace(default_limits(llm.model, llm.config), inter_token_seconds=1e-6)
+    text, asked = ids(300, 1), [ids(9, 5 + number) for number in range(4)]
+    seen: list[tuple[int, int]] = []
+    tickets: list[Any] = []
+
+    def note(layer: int, tokens: int) -> None:
+        seen.append((layer, tokens))
+        if cancelled and tickets and tokens > 9 and layer == 0:
+            tickets[1].cancel()
+
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _module, given, number=number: note(number, given[0].shape[1]))
+        for number, layer in enumerate(llm.model.model.layers)
+    ]
+    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+        row = engine.submit(Request((text, ids(5, 2)), 3_000, stop_ids=frozenset()))
+        next(iter(row))
+        del seen[:]
+        with engine._changed:  # no step before all are there
+            tickets += [engine.submit(Request((text, question), 5)) for question in asked]
+        found = [ticket.result() for ticket in tickets]
+        row.cancel()
+        engine.check()
+    for hook in hooks:
+        hook.remove()
+    packs = [place for place, (layer, tokens) in enumerate(seen) if tokens > 9]
+    assert len(packs) >= 2
+    for one, other in itertools.pairwise(packs):
+        assert (0, 1) in seen[one:other]
+    for number, (question, one) in enumerate(zip(asked, found, strict=True)):
+        if cancelled and number == 1:
+            assert one.reason == "cancelled"
+        else:
+            assert one.tokens == alone(llm, Request((text, question), 5)).tokens
 
 
 def test_a_text_that_another_goes_on_with() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch import packed
-from retrieval_attn.batch.packed import ShortRead, packable, read_together
-from retrieval_attn.batch.reading import PausedRead, ReadCancelled
+from retrieval_attn.batch.gate import ReadCancelled
+from retrieval_attn.batch.reading import PausedRead
+from retrieval_attn.batch.rows import step
+from retrieval_attn.batch.short_read import SHORT_TOKENS, PackedRead, ShortRead, packable
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.retrieval import RetrievalLayer
@@ -28,6 +30,9 @@ pytestmark = pytest.mark.usefixtures("compiled")
 @pytest.fixture(params=list(CONFIGS))
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield build_model(request.param)
+
+
+WAIT = 60.0
 
 
 def loop_of(model: Any) -> AnswerLoop:
@@ -53,14 +58,32 @@ def begun(loop: AnswerLoop, tokens: int, seed: int, **options: Any) -> Retrieval
     return cache
 
 
-def together(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]) -> list[torch.Tensor]:
+def begin(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]) -> tuple[PackedRead, list[ShortRead]]:
+    """One that reads all of them, and the reads."""
     reads = [ShortRead(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
-    for read in reads:
-        assert not read.ready and not read.done
-        read.go(len(read.cache.layers))
-        assert read.ready
-    read_together(reads)
-    assert all(read.done and read.cells_done == len(read.cache.layers) for read in reads)
+    assert all(read.waits and not read.done for read in reads)
+    pack = PackedRead(reads, 2048)
+    assert pack.reads == reads and not any(read.waits for read in reads)
+    return pack, reads
+
+
+def finish(pack: PackedRead) -> None:
+    pack.go(100)
+    assert pack.wait(WAIT) and pack.done
+
+
+def together(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]) -> list[torch.Tensor]:
+    """One forward of all, unless the model turns keys by the longest position of a forward."""
+    reads = [ShortRead(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
+    layers = len(caches[0].layers)
+    while waiting := [read for read in reads if read.waits]:
+        pack = PackedRead(waiting, 2048)
+        for done in range(layers):
+            assert pack.cells_done == done and pack.cells_left == layers - done
+            assert not any(read.done for read in pack.reads)
+            pack.go(1)
+            assert pack.wait(WAIT)
+        assert pack.done and pack.cells_done == layers and all(read.done for read in pack.reads)
     return [read.result().logits[0] for read in reads]
 
 
@@ -129,8 +152,8 @@ def test_a_row_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(layer, "_attend", broken)
-    reads = [ShortRead(loop, cache, ids(20, seed)) for seed, cache in enumerate(caches)]
-    read_together(reads)
+    pack, reads = begin(loop, caches, [ids(20, seed) for seed in range(3)])
+    finish(pack)
     with pytest.raises(MemoryError, match="no room"):
         reads[1].result()
     for number in (0, 2):
@@ -151,12 +174,11 @@ def test_what_fails_as_a_whole_is_read_one_by_one(monkeypatch: pytest.MonkeyPatc
         return plain(hidden)
 
     monkeypatch.setattr(layer, "forward", full)
-    reads = [ShortRead(loop, cache, ids(20, seed)) for seed, cache in enumerate(caches)]
-    reads[0].go(len(reads[0].cache.layers))
-    read_together(reads)
-    reads[1].go(len(reads[1].cache.layers))  # it rode along, and had no time of its own
+    pack, reads = begin(loop, caches, [ids(20, seed) for seed in range(2)])
+    finish(pack)
     for number, read in enumerate(reads):
-        assert not read.ready and not read.waits
+        assert not read.done and not read.waits and read.alone is not None
+        read.alone.go(100)
         assert torch.equal(read.result(20).logits[0], alone(loop, others[number], ids(20, number)))
 
 
@@ -170,7 +192,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(TimeoutError):
         read.result()
     read.cancel()
-    assert read.done and not read.ready
+    assert read.done and not read.waits
     with pytest.raises(ReadCancelled):
         read.result()
     assert packable(cache) and not packable(RetrievalCache(new_model("qwen3_next"), ra.Config()))
@@ -187,4 +209,118 @@ def test_one_forward_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
     together(loop, caches, [ids(count, 3) for count in (7, 11, 13)])
     hook.remove()
     assert forwards == [31]
-    assert ra.Config().prefill_chunk > packed.SHORT_TOKENS
+    assert ra.Config().prefill_chunk > SHORT_TOKENS
+
+
+def test_steps_run_between_the_layers_of_a_pack() -> None:
+    """Of a fork of the text that is asked about, too: rows, questions and steps are as alone."""
+    model = build_model("llama")
+    loop = loop_of(model)
+    text = begun(loop, 700, 1)
+    seal(text)
+    caches, others = ([text.fork() for _ in range(3)] for _ in range(2))
+    news = [ids(count, count) for count in (40, 9, 60)]
+    wanted = [alone(loop, other, new) for other, new in zip(others, news, strict=True)]
+    row, lone = (text.fork() for _ in range(2))
+    expected = decoded(loop, lone, 5, 3 * len(lone.layers))
+    pack, reads = begin(loop, caches, news)
+    found = [5]
+    for layer in range(len(row.layers)):
+        assert pack.cells_done == layer
+        found += decoded(loop, row, found[-1], 3)
+        pack.go(1)
+        assert pack.wait(WAIT)
+    assert found[1:] == expected and pack.done
+    for read, want in zip(reads, wanted, strict=True):
+        assert float((read.result().logits[0] - want).abs().max() / want.abs().max()) < 1e-5
+
+
+def decoded(loop: AnswerLoop, cache: RetrievalCache, token: int, count: int) -> list[int]:
+    """So many tokens, each by a step of one row."""
+    found: list[int] = []
+    for _ in range(count):
+        token = int(step(loop.model, [cache], [token], [cache.get_seq_length()]).argmax())
+        found.append(token)
+    return found
+
+
+@pytest.mark.parametrize("cells", [0, 1])
+def test_one_is_cancelled_between_layers(cells: int) -> None:
+    """Its cache is as before, be it empty or not; the others are read as alone."""
+    model = build_model("llama")
+    loop = loop_of(model)
+    caches, others = ([begun(loop, tokens, 1) for tokens in (300, 0, 300, 100)] for _ in range(2))
+    news = [ids(20, seed) for seed in range(4)]
+    pack, reads = begin(loop, caches, news)
+    if cells:
+        pack.go(cells)
+        assert pack.wait(WAIT)
+    for number in (0, 1):
+        before = others[number].get_seq_length()
+        reads[number].cancel()
+        assert reads[number].done and caches[number].get_seq_length() == before and not pack.done
+        with pytest.raises(ReadCancelled):
+            reads[number].result()
+        assert torch.equal(alone(loop, caches[number], news[number]), alone(loop, others[number], news[number]))
+    finish(pack)
+    for number in (2, 3):
+        want = alone(loop, others[number], news[number])
+        assert torch.allclose(reads[number].result().logits[0], want, atol=1e-5)
+
+
+def test_all_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it computes, too: that layer is done, and no thread is left."""
+    model = build_model("llama")
+    loop = loop_of(model)
+    caches = [begun(loop, 100, seed) for seed in range(2)]
+    pack, reads = begin(loop, caches, [ids(20, seed) for seed in range(2)])
+    entered, released = threading.Event(), threading.Event()
+    real = RetrievalLayer.attend
+
+    def held(*given: Any, **options: Any) -> Any:
+        entered.set()
+        assert released.wait(WAIT)
+        return real(*given, **options)
+
+    monkeypatch.setattr(RetrievalLayer, "attend", held)
+    pack.go(100)
+    assert entered.wait(WAIT)
+    ends = [threading.Thread(target=read.cancel) for read in reads]
+    for end in ends:
+        end.start()
+    assert not reads[0].done
+    released.set()
+    for end in ends:
+        end.join(WAIT)
+    assert pack.done and pack.cells_done == 1 and all(read.done for read in reads)
+    assert all(cache.get_seq_length() == 100 for cache in caches)
+
+
+def test_a_cache_that_cannot_be_read_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index, which was still built, failed."""
+    model = build_model("llama")
+    loop = loop_of(model)
+    caches, others = ([begun(loop, 100, seed) for seed in range(2)] for _ in range(2))
+
+    def broken() -> None:
+        raise MemoryError("no index")
+
+    monkeypatch.setattr(caches[0], "quiet", broken)
+    pack, reads = begin(loop, caches, [ids(20, seed) for seed in range(2)])
+    finish(pack)
+    with pytest.raises(MemoryError, match="no index"):
+        reads[0].result()
+    assert torch.allclose(reads[1].result().logits[0], alone(loop, others[1], ids(20, 1)), atol=1e-5)
+
+
+def test_what_fits_is_chosen() -> None:
+    model = build_model("llama")
+    loop = loop_of(model)
+    reads = [ShortRead(loop, begun(loop, 0, 1), ids(count, 1)) for count in (30, 80, 50, 20, 1)]
+    pack = PackedRead(reads, 100)
+    assert pack.reads == [reads[0], reads[2], reads[3]] and reads[1].waits and reads[4].waits
+    first = PackedRead(reads[1:2], 10)
+    assert first.reads == reads[1:2]
+    for read in reads:
+        read.cancel()
+    assert pack.done and first.done

@@ -15,7 +15,8 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.reading import PausedRead, ReadCancelled
+from retrieval_attn.batch.gate import ReadCancelled
+from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.rows import step
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from retrieval_attn.batch.reading import ReadCancelled
+from retrieval_attn.batch.gate import ReadCancelled
 
 __all__ = ["Opening"]
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence as Items
 
 from retrieval_attn.answer_loop import AnswerLoop, PromptRows
+from retrieval_attn.batch.gate import Gate
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.rollback import Rollback
@@ -21,10 +22,6 @@ from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.errors import ConfigError, InputDataError
 
 log = logging.getLogger(__name__)
-
-
-class ReadCancelled(Exception):
-    """The read was cancelled; nobody waits for it any more."""
 
 
 def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> PromptRows:
@@ -56,10 +53,10 @@ class PausedRead:
         """
         batch = read_batch(loop, cache, ids)
         chunks = -(-len(ids) // cache.config.prefill_chunk)
-        self._gate = _Gate(chunks * len(cache.layers))
+        self._gate, self._end = Gate(chunks * len(cache.layers)), _End()
         self.cache = cache
         self._thread = threading.Thread(
-            target=_run, args=(loop, cache, batch, self._gate), name="retrieval_attn-read", daemon=True
+            target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, self._gate.cancel)
@@ -87,8 +84,8 @@ class PausedRead:
         self._thread.join()  # it has nothing left to do
         if self.error is not None:
             raise self.error
-        assert self._gate.state is not None
-        return self._gate.state
+        assert self._end.state is not None
+        return self._end.state
 
     def cancel(self) -> None:
         """End before the next cell, and wait for that: no thread is left, and the cache is as before. Safe at any time.
@@ -106,7 +103,7 @@ class PausedRead:
     @property
     def error(self) -> BaseException | None:
         """What ended it early, ReadCancelled too."""
-        return self._gate.error
+        return self._end.error
 
     @property
     def cells_done(self) -> int:
@@ -116,65 +113,17 @@ class PausedRead:
     @property
     def cells_left(self) -> int:
         """Cells still to run, 0 when it is done. Chunks that do not fit the device's memory get halved: then, more."""
-        return 0 if self.done else max(self._gate.total - self.cells_done, 0)
+        return self._gate.cells_left
 
 
-class _Gate:
-    """What a read and its thread share; the thread holds no reference to the read itself."""
+class _End:
+    """How a read ended; its thread holds no reference to the read itself."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.granted = self._begun = 0
-        self._inside = self._waiting = self._cancelled = self.ended = False
-        self._changed = threading.Condition()
-        self.state: PromptState | None = None
-        self.error: BaseException | None = None
-
-    @property
-    def cells_done(self) -> int:
-        with self._changed:
-            return self._begun - self._inside
-
-    def grant(self, cells: int) -> None:
-        with self._changed:
-            self.granted += cells
-            self._changed.notify_all()
-
-    def cancel(self) -> None:
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify_all()
-
-    def enter(self) -> None:
-        """Called by the thread before each cell."""
-        with self._changed:
-            self._inside = False
-            while not self.granted and not self._cancelled:
-                self._waiting = True
-                self._changed.notify_all()
-                self._changed.wait()
-            self._waiting = False
-            if self._cancelled:
-                raise ReadCancelled
-            self.granted -= 1
-            self._begun += 1
-            self._inside = True
-
-    def end(self, state: PromptState | None, error: BaseException | None) -> None:
-        with self._changed:
-            self.state, self.error, self.ended, self._inside = state, error, True, False
-            self._changed.notify_all()
-
-    def wait(self, timeout: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.ended or (self._waiting and not self.granted), timeout)
-
-    def wait_ended(self, timeout: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.ended, timeout)
+    state: PromptState | None = None
+    error: BaseException | None = None
 
 
-def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: _Gate) -> None:
+def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate, end: _End) -> None:
     """The thread."""
     before: Rollback | None = None
     try:
@@ -187,10 +136,12 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: _Gate
         cache.batch.note_ids(batch.ids)
     except BaseException as error:  # raised to who waits
         undo(cache, before)
-        _let_go(error)
-        gate.end(None, error)
+        let_go(error)
+        end.error = error
     else:
-        gate.end(state, None)
+        end.state = state
+    finally:
+        gate.end()
 
 
 def undo(cache: RetrievalCache, before: Rollback | None) -> None:
@@ -209,7 +160,7 @@ def undo(cache: RetrievalCache, before: Rollback | None) -> None:
     cache.reset()
 
 
-def _let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None) -> None:
     """The frames that an error has come through hold activations; it keeps the lines."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from retrieval_attn.batch.job import State
-from retrieval_attn.batch.packed import ShortRead, read_together
 from retrieval_attn.batch.row import Row, begins_as
 from retrieval_attn.batch.scheduler import Scheduler
+from retrieval_attn.batch.short_read import PackedRead, ShortRead
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.config import Config
 
@@ -47,6 +47,8 @@ class Readings:
         self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
         self._config, self._tree = caches
         self._packs = False  # the first read makes ready what any may need, which takes a while
+        self._pack: PackedRead | None = None
+        self._pack_cell_seconds = 0.0  # of the last one
 
     def go_on(
         self, granted: Mapping[str, int], failed: list[str], *, alone: bool
@@ -68,17 +70,18 @@ class Readings:
             row = self._rows[number]
             try:
                 self._advance(row)
-                if row.read is not None and number in granted:
-                    busy, before = True, row.read.cells_done
-                    row.read.go(granted[number])
-                    if not (isinstance(row.read, ShortRead) and row.read.waits):
-                        row.read.wait()
-                        cells[number] = row.read.cells_done - before
-                        self._packs = self._packs or row.read.done
-                        self._advance(row)
+                read = row.read.alone if isinstance(row.read, ShortRead) else row.read
+                busy = busy or (row.read is not None and number in granted)
+                if read is not None and number in granted:
+                    before = read.cells_done
+                    read.go(granted[number])
+                    read.wait()
+                    cells[number] = read.cells_done - before
+                    self._packs = self._packs or read.done
+                    self._advance(row)
             except Exception as error:
                 self._fail(number, error, failed)
-        cells |= self._read_together([number for number in reading if number not in failed], failed, alone=alone)
+        cells |= self._read_together([one for one in reading if one not in failed], granted, failed, alone=alone)
         for number in reading:
             if number not in failed:
                 self._note_shared(number, self._rows[number])
@@ -92,26 +95,55 @@ class Readings:
     def _advance(self, row: Row) -> None:
         row.advance(self._config, self._tree, packs=self._packs)
 
-    def _read_together(self, reading: Sequence[str], failed: list[str], *, alone: bool) -> dict[str, int]:
-        """If a short read has all its time, do it, and others that wait with it: they cost little more. Their cells."""
-        reads = {
-            number: read for number in reading if isinstance(read := self._rows[number].read, ShortRead) and read.waits
+    def _read_together(
+        self, reading: Sequence[str], granted: Mapping[str, int], failed: list[str], *, alone: bool
+    ) -> dict[str, int]:
+        """Short reads go on together, with the time of all of them: also of those that wait until these are done, and
+        of those with none of their own. The cells, as one of them has them: they cost little more than its own would.
+        """
+        short = {
+            number: read
+            for number in reading
+            if isinstance(read := self._rows[number].read, ShortRead) and read.alone is None
         }
-        if not any(read.ready for read in reads.values()):
+        room = sum(granted.get(number, 0) for number in short)
+        if self._pack is not None and self._pack.done:  # all were cancelled
+            self._pack = None
+        if not room:
             return {}
-        room = min(ALONE_TOKENS if alone else BESIDE_TOKENS, self._config.prefill_chunk)
-        chosen: list[str] = []
-        for number in sorted(reads, key=lambda number: not reads[number].ready):
-            if not chosen or len(reads[number].ids) <= room:
-                chosen.append(number)
-                room -= len(reads[number].ids)
-        read_together([reads[number] for number in chosen])
-        for number in chosen:
+        if self._pack is None:
+            waiting = [short[number] for number in sorted(short, key=lambda number: number not in granted)]
+            self._pack = PackedRead(waiting, min(ALONE_TOKENS if alone else BESIDE_TOKENS, self._config.prefill_chunk))
+        before = self._pack.cells_done
+        self._go(self._pack, room, alone=alone)
+        cells = self._pack.cells_done - before
+        members = [number for number, read in short.items() if read in self._pack.reads]
+        if self._pack.done:
+            self._pack = None
+        for number in members:
             try:
                 self._advance(self._rows[number])
             except Exception as error:
                 self._fail(number, error, failed)
-        return {number: reads[number].cells_done for number in chosen}
+        return {number: cells for number in members[:1]}
+
+    def _go(self, pack: PackedRead, cells: int, *, alone: bool) -> None:
+        """So many cells as long as those of the last pack, or as many longer ones as take that time; one at least."""
+        if pack.cells_done == 0:
+            pack.wait()  # what is done once, before the first cell
+            began = time.perf_counter()
+            pack.go(1)
+            pack.wait()
+            seconds = time.perf_counter() - began
+            if not alone and seconds > self._pack_cell_seconds:
+                cells = int(cells * self._pack_cell_seconds / seconds)
+            cells -= 1
+        cells = min(cells, pack.cells_left)
+        if cells > 0:
+            began, before = time.perf_counter(), pack.cells_done
+            pack.go(cells)
+            pack.wait()
+            self._pack_cell_seconds = (time.perf_counter() - began) / max(pack.cells_done - before, 1)
 
     def _note_shared(self, number: str, row: Row) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""

@@ -16,11 +16,11 @@ from retrieval_attn.batch.lease import Lease
 from retrieval_attn.batch.node import Namespace, Node, Place
 from retrieval_attn.batch.opening import Opening
 from retrieval_attn.batch.outbox import Outbox
-from retrieval_attn.batch.packed import SHORT_TOKENS, ShortRead, packable
 from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.saved_text import OpenedText, SavedText
+from retrieval_attn.batch.short_read import SHORT_TOKENS, ShortRead, packable
 from retrieval_attn.batch.teller import Summary, Teller
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree

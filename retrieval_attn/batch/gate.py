@@ -1,0 +1,103 @@
+"""Gate: where a thread that computes waits between two cells, until others grant it more of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Gate", "ReadCancelled"]
+
+
+class ReadCancelled(Exception):
+    """The read was cancelled; nobody waits for it any more."""
+
+
+class Gate:
+    """Between the thread of a read, which calls `enter` and `end`, and those who drive the read: everything else.
+
+    total: cells, as planned. granted: of these, those that were granted and have not begun. ended: the thread has said
+    its last.
+    """
+
+    def __init__(self, total: int, settle: Callable[[], object] | None = None) -> None:
+        """settle: called by the thread before it waits, so that all of the cells that ran is done by then: a device
+        may still compute what it was given.
+        """
+        self.total = total
+        self.granted = self._begun = self._holders = 0
+        self._inside = self._waiting = self._cancelled = self.ended = False
+        self._settle = settle
+        self._changed = threading.Condition()
+
+    @property
+    def cells_done(self) -> int:
+        """Cells that ran, without the one that is running."""
+        with self._changed:
+            return self._begun - self._inside
+
+    @property
+    def cells_left(self) -> int:
+        """Cells still to run; 0 at the end."""
+        return 0 if self.ended else max(self.total - self.cells_done, 0)
+
+    def grant(self, cells: int) -> None:
+        """So many more."""
+        with self._changed:
+            self.granted += cells
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """`enter` raises from now on."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def enter(self) -> None:
+        """Before each cell. Raises ReadCancelled."""
+        if self._settle is not None and self._stops:
+            self._settle()
+        with self._changed:
+            self._inside = False
+            while self._stops:
+                self._waiting = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._waiting = False
+            if self._cancelled:
+                raise ReadCancelled
+            self.granted -= 1
+            self._begun += 1
+            self._inside = True
+
+    def end(self) -> None:
+        """The thread's last call."""
+        with self._changed:
+            self.ended, self._inside = True, False
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until the granted cells are done, or all is. False: not within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended or (self._waiting and not self.granted), timeout)
+
+    def wait_ended(self, timeout: float | None) -> bool:
+        """Until the end. False: not within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended, timeout)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, the thread is between two cells, or at its end, whatever was granted."""
+        with self._changed:
+            self._holders += 1
+            try:
+                self._changed.wait_for(lambda: self.ended or self._waiting)
+                yield
+            finally:
+                self._holders -= 1
+                self._changed.notify_all()
+
+    @property
+    def _stops(self) -> bool:
+        return (not self.granted or self._holders > 0) and not self._cancelled

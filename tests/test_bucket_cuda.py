@@ -104,7 +104,7 @@ def test_an_engine_draws_in_graphs() -> None:
     llm.model = build_model("llama", head_dim=64).cuda()
     with Engine(llm, shared_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests()]]
-        assert engine._stepper._runner.replays > 20
+        assert engine._stepper._runner.replays > 8
     for request, one in zip(requests(), found, strict=True):
         assert one.error is None and one.tokens == alone(llm, request).tokens
 

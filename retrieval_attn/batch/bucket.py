@@ -30,12 +30,14 @@ from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.decode import note_eager
-from retrieval_attn.engine.graph.decoder import attending, signature
+from retrieval_attn.engine.graph.decoder import attending, cache_signature
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.registry import runtime_for
 from retrieval_attn.engine.graph.slot import window_of
-from retrieval_attn.engine.graph.support import refusal
+from retrieval_attn.engine.graph.support import cache_refusal
+from retrieval_attn.engine.graph.watch import KnownModel
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError, RowsFailedError
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import unwrapped
@@ -68,11 +70,12 @@ class BucketRunner:
     def __init__(self, model: PreTrainedModel, rows: int) -> None:
         """rows: most rows of a graph. Nothing is captured, and no memory taken, before the first step."""
         self._model, self._most = unwrapped(model), 1 << max(0, rows - 1).bit_length()
+        self._known = KnownModel(self._model)
         self._runtime: Runtime | None = None
         self._group: BucketGroup | None = None
         self._key: tuple[Any, ...] = ()
         self._refused: weakref.WeakKeyDictionary[RetrievalCache, str] = weakref.WeakKeyDictionary()
-        self._failures, self._joined, self.reason = 0, False, ""
+        self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
         self._gone: list[int] = []
         self._turn = threading.Lock()
 
@@ -125,6 +128,16 @@ class BucketRunner:
                 together[apart] = logits
             logits = together
         return Stepped(choices, apart if draws is not None else range(len(caches)), logits, errors)
+
+    def expect(self, tokens: int) -> None:
+        """Rows may get so long: graphs that are captured from now on serve them."""
+        self._tokens = max(self._tokens, tokens)
+
+    def vacate(self) -> None:
+        """Nobody is in a graph, as before the first step; the graphs stay."""
+        with self._turn:
+            if self._group is not None:
+                self._group.vacate()
 
     def close(self) -> None:
         """Give all caches windows of their own, and let go of graphs and buffers."""
@@ -207,7 +220,8 @@ class BucketRunner:
         cache.require_room(1)
         if any(isinstance(layer, StateLayer) for layer in cache.layers):
             return "rows of a batch with layers that keep a state are not recorded"
-        reason = refusal(self._model, cache)
+        model = self._known.look()
+        reason = cache_refusal(cache) or model.reason
         if reason is not None:
             return reason
         if isinstance(cache.config.retrieve, float):
@@ -216,7 +230,7 @@ class BucketRunner:
             layer.finish_index()
             if window_of(layer).valid is not None:
                 return "a row of a batch has padding"
-        key = signature(self._model, cache, self._runtime), _likeness(cache)
+        key = id(self._runtime), id(default_pool()), model.signature, cache_signature(cache), _likeness(cache)
         prefix = prefix_of(cache)
         if prefix is not None and not is_recordable(prefix):
             return NO_KERNELS
@@ -243,10 +257,10 @@ class BucketRunner:
         before = set(group.rows)
         while rows:
             try:
-                problems = group.arrange([caches[row] for row in rows], self._gone_by)
+                problems = group.arrange([caches[row] for row in rows], self._gone_by, self._tokens)
             except CaptureError as error:
                 problems = {number: error for number, row in enumerate(rows) if id(caches[row]) not in before}
-                problems = problems or self._misfits([caches[row] for row in rows])
+                problems = problems or group.misfits([caches[row] for row in rows], self._gone_by)
                 if not problems:
                     raise
             for number, problem in problems.items():
@@ -256,18 +270,6 @@ class BucketRunner:
                 break
             rows = [row for number, row in enumerate(rows) if number not in problems]
         return rows
-
-    def _misfits(self, caches: Sequence[RetrievalCache]) -> dict[int, Exception]:
-        """Why some of these, by their number, cannot even be in a graph by themselves."""
-        found: dict[int, Exception] = {}
-        for number, cache in enumerate(caches):
-            try:
-                if self._group is not None:
-                    problems = self._group.arrange([cache], self._gone_by)
-                    found.update((number, problem) for problem in problems.values())
-            except CaptureError as error:
-                found[number] = error
-        return found
 
     def _refuse(self, cache: RetrievalCache, reason: str) -> None:
         """This cache is stepped eagerly from now on. Raises CaptureError where a graph was demanded."""
@@ -287,7 +289,7 @@ class BucketRunner:
     def _drop_group(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
-            group.close()
+            group.vacate()
 
     def _gone_by(self, key: int) -> Any:
         """What to call once nobody has the cache with this id: at any time, in any thread."""

@@ -54,11 +54,12 @@ class BucketGroup:
         self.pages: PagedLayers | None = None
 
     def arrange(
-        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]]
+        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]], tokens: int = 0
     ) -> dict[int, Exception]:
         """Be for these caches, as far as there are places: others leave, new ones join, full windows spill.
 
-        gone: what to call for a cache, by its id, once nobody has it. Returns why caches, by their number, are not in.
+        gone: what to call for a cache, by its id, once nobody has it. tokens: of the longest that is expected.
+        Returns why caches, by their number, are not in.
         Raises CaptureError where they cannot be together.
         """
         self.leave_absent(caches)
@@ -86,8 +87,20 @@ class BucketGroup:
             if row is not None and row.stale:
                 self._changed.add(row.place)
                 self._try(number, id(cache), functools.partial(row.move_in, self.buffers, row.place), problems)
-        self._plan(bucket)
+        self._plan(bucket, tokens)
         return problems
+
+    def misfits(
+        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]]
+    ) -> dict[int, Exception]:
+        """Why some of these, by their number, cannot even be in a graph by themselves."""
+        found: dict[int, Exception] = {}
+        for number, cache in enumerate(caches):
+            try:
+                found.update((number, problem) for problem in self.arrange([cache], gone).values())
+            except CaptureError as error:
+                found[number] = error
+        return found
 
     def replay(
         self,
@@ -137,12 +150,13 @@ class BucketGroup:
             self._bucket.forget(row.place)
             self._changed.add(row.place)
 
-    def close(self) -> None:
-        """Let all go."""
+    def vacate(self) -> None:
+        """Let all go; the next step takes the smallest bucket that has room for it."""
         for key in list(self.rows):
             self.leave(key)
         for bucket in self.buckets.values():
             bucket.forget()
+        self._bucket, self._smaller = None, 0
 
     def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
         """Do something for a row; one that fails leaves."""
@@ -179,7 +193,7 @@ class BucketGroup:
         free = [[place for place in half if place not in taken] for half in halves]
         return max(free, key=len)[0]
 
-    def _plan(self, bucket: Bucket) -> None:
+    def _plan(self, bucket: Bucket, tokens: int) -> None:
         """Tell the bucket of its rows, if something changed."""
         rows = list(self.rows.values())
         if not self._changed or not rows:
@@ -187,7 +201,7 @@ class BucketGroup:
         # never less than before: what a search is recorded for may decide which keys a few more are
         self._retrieves |= any(row.retrieves for row in rows)
         coded = max(row.coded_keys for row in rows)
-        self._max_coded_keys = max(self._max_coded_keys, size_class(coded) if coded else 0)
+        self._max_coded_keys = max(self._max_coded_keys, size_class(max(coded, tokens)) if coded else 0)
         levels = levels_for([row.prefix for row in rows])  # steps of rows without pages do not pay for any
         self._levels = max(self._levels, levels)
         kind = StepKind(self._retrieves, False, self._max_coded_keys, self._levels if levels else 0)

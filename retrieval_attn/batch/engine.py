@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.expected import Expected
 from retrieval_attn.batch.held import HeldCache
@@ -34,6 +35,7 @@ from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.stepper import Stepper
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree, TreeStats
+from retrieval_attn.batch.warm_up import DRAWS, WarmUp, WarmUps
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
@@ -127,6 +129,7 @@ class Engine:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._readings = Readings(self._rows, self._scheduler, self._changed, (self._config, self._tree), self._fail)
+        self._warm_ups = WarmUps()
         self._closing = False
         self._died: BaseException | None = None
         self._replays = False  # the next step likely is one
@@ -154,8 +157,7 @@ class Engine:
             number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, known, request.owner, request.priority
         )  # fmt: skip
         with self._changed:
-            if self._closing or self._died is not None:
-                raise EngineFullError("The engine is closed; make another.") from self._died
+            self._require_open()
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
             if saved is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
@@ -194,6 +196,27 @@ class Engine:
                 )
             return self._saved.save(name, node.held.fork(), node.rebuild_seconds, wait=wait)
 
+    def warm_up(
+        self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[RowDraw] = DRAWS,
+        progress: bool = True,
+    ) -> None:  # fmt: skip
+        """Make now what the first requests would wait for: kernels, and the graphs of steps; leaves nothing behind.
+
+        rows: of a step at most; None: as limits say. tokens: of the longest prompt and answer that is expected: graphs
+        that are made for it serve shorter ones, too; None: they are made anew as rows get longer. draws: one for each
+        way in which requests will choose. Graphs are made for one shape of rows: with `index="auto"`, for the index
+        that so many tokens get. Waits until no request is there; requests that come meanwhile wait. progress: with a
+        bar, if it takes longer than two seconds. Raises ConfigError for rows or tokens below 1 or beyond the limits or
+        the model, EngineFullError if the engine is closed, and what reading raises.
+        """
+        self._empty.require_room(tokens or 1)
+        warm_up = WarmUp.of(rows, tokens, draws, progress, most=self._limits.decoding_rows)
+        with self._changed:
+            self._require_open()
+            done = self._warm_ups.add(warm_up)
+            self._changed.notify_all()
+        done.result()
+
     @property
     def stats(self) -> dict[str, Any]:
         """waiting, rows: now; filled: share of slots that were filled in steps so far; shared: counts of the tree."""
@@ -230,6 +253,10 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(drain=kind is None)
 
+    def _require_open(self) -> None:
+        if self._closing or self._died is not None:
+            raise EngineFullError("The engine is closed; make another.") from self._died
+
     def _abort(self, number: str) -> None:
         with self._changed:
             self._scheduler.abort(number)
@@ -243,12 +270,16 @@ class Engine:
             compile_windows(host_format(self._config.host_dtype, model.dtype))  # the first step would wait for it
             while True:
                 with self._changed:
-                    while self._scheduler.idle and not self._closing:
+                    while self._scheduler.idle and not (self._closing or self._warm_ups):
                         self._changed.wait()
-                    if self._scheduler.idle:
+                    idle = self._scheduler.idle
+                    if idle and not self._warm_ups:
                         return
-                    plan = self._scheduler.tick(results, time.monotonic())
-                results = self._do(plan)
+                    plan = None if idle else self._scheduler.tick(results, time.monotonic())
+                if plan is None:
+                    self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact)
+                else:
+                    results = self._do(plan)
         except BaseException as error:  # nobody is left waiting for a thread that is gone
             log.exception("the engine ends")
             with self._changed:
@@ -258,6 +289,7 @@ class Engine:
                     row.leave()
                 self._rows.clear()
         finally:
+            self._warm_ups.close()
             self._outbox.close()
             self._stepper.close()
             self._expected.close()

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket import BucketRunner, Stepped
 from retrieval_attn.batch.chooser import Choice, Chooser
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.row import Row
+from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.errors import NotFiniteError
 
 __all__ = ["Decoded", "Stepper"]
@@ -75,6 +77,28 @@ class Stepper:
             else:
                 tokens.append(number)
         return Decoded(ended, tokens, time.perf_counter() - began, len(stepped.choices) == len(rows))
+
+    @torch.no_grad()
+    def rehearse(
+        self, cache: RetrievalCache, logits: Tensor, rows: int, draws: Sequence[RowDraw], tokens: int = 0
+    ) -> None:
+        """Make what steps of so many rows like `cache` need, which choose as `draws` does; nobody is in a graph.
+
+        logits: (1, vocabulary), of the cache's last token. tokens: of the longest row that is expected. Raises what
+        steps raise.
+        """
+        self._runner.expect(tokens)
+        forks = [cache.fork() for _ in range(rows)]
+        together = logits.float().expand(rows, -1).contiguous()
+        try:
+            for draw in draws:
+                position = forks[0].get_seq_length()
+                self._chooser([draw] * rows, together, [position] * rows)
+                stepped = self._runner.advance(forks, [(0, position)] * rows, [draw] * rows)
+                for error in stepped.errors.values():
+                    raise error
+        finally:
+            self._runner.vacate()
 
     def close(self) -> None:
         """Give all rows windows of their own, and let go of graphs."""

@@ -109,6 +109,18 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
 
     Raises CaptureError for a cache without tokens.
     """
+    return id(runtime), id(default_pool()), *model_signature(model), cache_signature(cache)
+
+
+def model_signature(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What of it lies with the model."""
+    weights = hash(tuple(tensor.data_ptr() for tensor in plain_tensors(model.parameters())))
+    hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
+    return weights, hooks, adapter_state(model)
+
+
+def cache_signature(cache: RetrievalCache) -> tuple[Any, ...]:
+    """What of it lies with the cache. Raises CaptureError for a cache without tokens."""
     layers: list[tuple[Any, ...]] = []
     cached: list[Any] = list(cache.layers)
     for layer in cached:
@@ -124,6 +136,4 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
             codes = code_shape(layer, key.shape[3])
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
-    weights = hash(tuple(tensor.data_ptr() for tensor in plain_tensors(model.parameters())))
-    hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
-    return id(runtime), id(default_pool()), weights, hooks, adapter_state(model), tuple(layers)
+    return tuple(layers)

@@ -20,6 +20,11 @@ from retrieval_attn.model.rotation import rope_types
 
 def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     """Why this model's step cannot be recorded with this cache, as far as can be told without trying; or None."""
+    return cache_refusal(cache) or model_refusal(model)
+
+
+def cache_refusal(cache: RetrievalCache) -> str | None:
+    """What of it lies with the cache."""
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
             if layer.record_past:
@@ -37,6 +42,11 @@ def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return 'retrieve="all" attends to every key on the host, the reference mode'
     if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in cache.layers):
         return "measure_mass measures attention on the CPU at every step"
+    return None
+
+
+def model_refusal(model: PreTrainedModel) -> str | None:
+    """What of it lies with the model, whatever the cache."""
     places = devices(model)
     if len(places) > 1:
         return f"the model's layers run on {', '.join(map(str, places))}"

@@ -1,0 +1,116 @@
+"""Who comes to an engine that was warmed up waits for no capture, and finds it as if nobody had been there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+
+from retrieval_attn.batch import bucket_graph, warm_up
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.request import Request
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
+from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
+from retrieval_attn.gpu.codes import search
+from tests.graph_cases import DEVICE
+from tests.test_engine import CONFIG, alone, ids, llm_of, same
+
+pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of steps and of draws, as they come."""
+    found: list[Any] = []
+    real = EmulatedRuntime.capture
+
+    def capture(self: EmulatedRuntime, record: Any) -> Any:
+        found.append(record)
+        return real(self, record)
+
+    monkeypatch.setattr(EmulatedRuntime, "capture", capture)
+    return found
+
+
+def asked(lengths: list[int], draw: RowDraw) -> list[Request]:
+    return [Request((ids(length, length), ids(9, 5)), 6, draw, stop_ids=frozenset()) for length in lengths]
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+@pytest.mark.parametrize("options", [{}, DEVICE, {"exact_tokens": 128}], ids=["own", "device", "pages"])
+def test_nothing_is_captured_after_it(
+    options: dict[str, Any], captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rows of any length and number, in every way to draw; of answers nothing changes."""
+    monkeypatch.setattr(search, "MIN_CLASS", 128)  # else all rows of such a model are of one class
+    engine_options = {name: value for name, value in options.items() if name == "exact_tokens"}
+    llm = llm_of(CONFIG.replace(**{name: value for name, value in options.items() if name not in engine_options}))
+    lengths = [700, 20, 60, 300, 90, 128]
+    with Engine(llm, **engine_options) as engine:
+        engine.warm_up(tokens=1000, progress=False)
+        made = len(captures)
+        assert made > 5 and engine.stats["steps"] == 0
+        runner = engine._stepper._runner
+        assert (runner.reason, runner._group is not None and not runner._group.rows) == ("", True)
+        for draw in warm_up.DRAWS:
+            requests = asked(lengths, draw)
+            answers = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
+            assert all(len(answer.tokens) == 6 for answer in answers)
+        assert len(captures) == made and runner.replays > 15
+        engine.check()
+    if not engine_options:
+        for request, answer in list(zip(requests, answers, strict=True))[:3]:
+            same(answer, alone(llm, request))
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache, no page, no node; the next step takes the smallest graph."""
+    seen: list[weakref.ref[RetrievalCache]] = []
+    real = RetrievalCache.fork
+
+    def fork(self: RetrievalCache, *args: Any, **kwargs: Any) -> RetrievalCache:
+        made = real(self, *args, **kwargs)
+        seen.extend((weakref.ref(self), weakref.ref(made)))
+        return made
+
+    monkeypatch.setattr(RetrievalCache, "fork", fork)
+    sizes: list[int] = []
+    step = bucket_graph.Bucket.step
+
+    def stepped(self: Any, *args: Any) -> Any:
+        sizes.append(self.size)
+        return step(self, *args)
+
+    with Engine(llm_of(), exact_tokens=128) as engine:
+        engine.warm_up(progress=False)
+        assert seen and not [one for one in seen if one() is not None]
+        assert engine._exact is not None and engine._exact.free_pages and not engine._exact.counts.held
+        engine.check()
+        assert engine._tree is not None and engine._tree.nbytes == 0
+        monkeypatch.setattr(bucket_graph.Bucket, "step", stepped)
+        engine.submit(Request((ids(300, 1),), 4, stop_ids=frozenset())).result()
+    assert sizes and set(sizes) == {1}
+
+
+def test_without_graphs_it_reads_and_steps() -> None:
+    with Engine(llm_of()) as engine:
+        engine.warm_up(rows=3, draws=(RowDraw(logprobs=3),), progress=False)
+        assert engine.stats["steps"] == 0
+        assert len(engine.submit(Request((ids(60, 1),), 3, stop_ids=frozenset())).result().tokens) == 3
+
+
+def test_what_is_refused() -> None:
+    engine = Engine(llm_of())
+    with pytest.raises(ConfigError, match="1 .. "):
+        engine.warm_up(rows=0)
+    with pytest.raises(ConfigError, match="at least 1"):
+        engine.warm_up(tokens=0)
+    with pytest.raises(ContextLengthError):
+        engine.warm_up(tokens=1 << 40)
+    engine.close()
+    with pytest.raises(EngineFullError, match="closed"):
+        engine.warm_up()

@@ -1,0 +1,190 @@
+"""Attention to named keys in host memory: PyTorch against float64, Triton against it where it can run.
+
+Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest tests/gpu/test_reach.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.codes import reach as reaching
+from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.transfer import pack, unpack
+from tests.gpu.test_decode_kernels import INTERPRETED
+
+ROOM = 64
+LEAST = 20
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where queries and tables lie; "triton" means the kernels on a GPU, or interpreted."""
+    if request.param == "torch":
+        monkeypatch.setattr(reaching, "kernels_for", lambda tensor, name: None)
+    elif INTERPRETED:
+        from retrieval_attn.gpu.codes import reach_triton
+
+        monkeypatch.setattr(reaching, "kernels_for", lambda tensor, name: reach_triton)
+    yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"
+
+
+class Case(NamedTuple):
+    """Queries (batch, q_heads, 1, dim), of each key-value head its entry and float32 numbers, and ids."""
+
+    query: Tensor
+    shape: RowShape
+    entries: list[ReachEntry | None]
+    numbers: list[tuple[Tensor, Tensor]]
+    ids: Tensor
+
+
+def made(fmt: Format, *, dims: tuple[int, int] = (64, 64), rows: int = 2, group: int = 4, tokens: int = 300) -> Case:
+    """rows of two key-value heads each. The first query has as many keys named as there is room for."""
+    rng = np.random.default_rng(5)
+    numbers, entries = [], []
+    for _ in range(rows * 2):
+        both = [torch.from_numpy(rng.standard_normal((1, tokens, dim)).astype(np.float32)) for dim in dims]
+        stored = [pack(one, fmt)[0] for one in both]
+        pieces = [one.pin_memory() if torch.cuda.is_available() else one for one in stored]
+        numbers.append((unpack(stored[0], fmt, torch.float32), unpack(stored[1], fmt, torch.float32)))
+        entries.append(ReachEntry(*pieces, tokens, LEAST))
+    ids = np.full((rows * 2 * group, ROOM), -1, np.int32)
+    for number, row in enumerate(ids):
+        count = ROOM if number == 0 else rng.integers(LEAST, ROOM)
+        row[: min(count, tokens)] = rng.choice(tokens, min(count, tokens), replace=False)
+    query = torch.from_numpy(rng.standard_normal((rows, 2 * group, 1, dims[0])).astype(np.float32))
+    return Case(query, RowShape(pieces[0].dtype, *dims), list(entries), numbers, torch.from_numpy(ids))
+
+
+def expected(case: Case, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Query by query, in float64."""
+    batch, q_heads, _, dim = case.query.shape
+    out = torch.zeros(batch * q_heads, case.shape.value_dim, dtype=torch.float64)
+    lse = torch.full((batch * q_heads,), -torch.inf, dtype=torch.float64)
+    for number, own in enumerate(case.query.reshape(-1, dim).double()):
+        head = number // (len(case.ids) // len(case.entries))
+        entry = case.entries[head]
+        if entry is None:
+            continue
+        ids = case.ids[number]
+        enough = ids[min(entry.least, entry.ids) - 1] >= 0
+        ids = ids[ids >= 0].long() if enough else torch.arange(entry.ids)
+        keys, values = (one.double()[ids[ids < entry.ids]] for one in case.numbers[head])
+        if len(keys):
+            scores = keys @ own * scoring.scale
+            scores = scores if scoring.softcap is None else scoring.softcap * torch.tanh(scores / scoring.softcap)
+            out[number], lse[number] = scores.softmax(0) @ values, scores.logsumexp(0)
+    return out, lse
+
+
+def found(device: str, case: Case, scoring: Scoring) -> Partial:
+    reach = KeyReach(len(case.entries), case.shape, torch.device(device))
+    reach.bind(case.entries)
+
+    def at_once(function: Any, *arguments: Any) -> None:
+        function(*arguments)
+
+    return reach.run(case.query.to(device), case.ids.to(device), scoring, at_once)
+
+
+def check(device: str, case: Case, softcap: float | None = None) -> None:
+    scoring = Scoring(0.11, softcap)
+    for mine, right in zip(found(device, case, scoring), expected(case, scoring), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.cpu().double(), right, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 40), (12, 256)])
+@pytest.mark.parametrize("group", [4, 8])
+def test_named_keys_are_attended_to(device: str, fmt: Format, dims: tuple[int, int], group: int) -> None:
+    """Rows of any format and width that words divide."""
+    check(device, made(fmt, dims=dims, group=group))
+
+
+@pytest.mark.parametrize("softcap", [5.0, 0.3])
+@pytest.mark.parametrize("fmt", [Format.INT8, Format.BFLOAT16])
+def test_scores_are_capped(device: str, fmt: Format, softcap: float) -> None:
+    check(device, made(fmt), softcap)
+
+
+def test_holes_among_ids_and_ids_that_do_not_count(device: str) -> None:
+    """Of fewer keys than there are rows, behind others without an id; what is beyond the end is not attended to."""
+    case = made(Format.INT8)
+    case.ids[:, 3:9] = -1
+    entries = [one._replace(ids=270) for one in case.entries if one is not None]
+    check(device, case._replace(entries=entries))
+
+
+def test_a_query_that_codes_say_nothing_of_gets_all_keys(device: str) -> None:
+    """The host does the like: a search names too few keys where scores of codes are not finite."""
+    case = made(Format.INT8, rows=3, tokens=700)
+    case.ids[0] = -1
+    case.ids[5, LEAST - 1 :] = -1
+    check(device, case)
+
+
+def test_fewer_keys_than_a_search_names(device: str) -> None:
+    """All of them are named then, and nothing is missing."""
+    case = made(Format.BFLOAT16, tokens=8)
+    case.ids[:] = -1
+    case.ids[:, :8] = torch.arange(8)
+    check(device, case)
+
+
+def test_rows_without_keys_are_empty(device: str) -> None:
+    case = made(Format.BFLOAT16)
+    case.ids[:8] = -1
+    case = case._replace(entries=[None, None, *case.entries[2:]])
+    check(device, case)
+    out, lse = found(device, case, Scoring(0.11))
+    assert (out[:8] == 0).all() and (lse[:8] == -torch.inf).all() and lse[8:].isfinite().all()
+
+
+def test_queries_of_a_model_in_bfloat16(device: str) -> None:
+    """Query heads that do not lie one behind the other, as a projection leaves them."""
+    case = made(Format.INT8, dims=(128, 128))
+    wide = torch.zeros(2, 1, 8, 160, dtype=torch.bfloat16)
+    wide[..., :128] = case.query.transpose(1, 2)
+    query = wide[..., :128].transpose(1, 2)
+    check(device, case._replace(query=query))
+
+
+def test_a_row_that_is_not_finite_is_seen(device: str) -> None:
+    """As everywhere: NaN comes out, not a number that hides it."""
+    case = made(Format.BFLOAT16)
+    entry = case.entries[0]
+    assert entry is not None
+    entry.keys[int(case.ids[1][0]) % len(entry.keys)] = torch.nan
+    case.ids[1, 0] = int(case.ids[1][0]) % len(entry.keys)
+    out, lse = found(device, case, Scoring(0.11))
+    assert out[1].isnan().all() and lse[1].isnan()
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    """Rows of other widths or dtypes, begun where no word begins, ids without rows, widths that no word divides."""
+    case = made(Format.INT8, rows=1)
+    reach, entry = KeyReach(2, case.shape, torch.device("cpu")), case.entries[0]
+    assert entry is not None
+    shifted = torch.zeros(300 * 68 + 1, dtype=torch.int8)[1:].view(300, 68)
+    for wrong in (
+        entry._replace(keys=entry.keys[:, :-1]),
+        entry._replace(values=entry.values.view(torch.uint8)),
+        entry._replace(keys=shifted),
+        entry._replace(ids=301),
+        entry._replace(values=entry.values[1:]),
+    ):
+        with pytest.raises(BackendError):
+            reach.bind([wrong, None])
+    with pytest.raises(BackendError, match="multiples of 4 bytes"):
+        KeyReach(2, RowShape(torch.bfloat16, 65, 64), torch.device("cpu"))

@@ -53,8 +53,11 @@ class Rows:
             for pair, row in zip(pairs, self.logits(pairs), strict=True):
                 pair.expect(row)
 
-    def check_books(self) -> None:
-        """After the end: lengths, windows and estimated shares are as alone; of the host's work, all rows together."""
+    def check_books(self, *, host_reads_all: bool = True) -> None:
+        """After the end: lengths, windows and estimated shares are as alone; of the host's work, all rows together.
+
+        host_reads_all: the device reads no keys on the host.
+        """
         self.runner.close()
         scanned = [0, 0]
         for pair in self.pairs:
@@ -69,7 +72,9 @@ class Rows:
                     assert left.window.tail_len == right.window.tail_len
                 assert left.tail.count == right.tail.count
                 assert left.tail.means() == pytest.approx(right.tail.means(), abs=1e-5)
-        assert abs(scanned[0] - scanned[1]) <= 2 * LAYERS * len(self.pairs) * 100  # in shares, rounded
+        assert (
+            not host_reads_all or abs(scanned[0] - scanned[1]) <= 2 * LAYERS * len(self.pairs) * 100
+        )  # in shares, rounded
 
 
 @pytest.mark.parametrize("name", ["llama31", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "mistral_sliding"])

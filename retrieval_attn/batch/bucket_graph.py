@@ -96,6 +96,7 @@ class Bucket:
             layers = [[] if row is None else row.layers for row in self.rows]
             for number in range(len(self.decoder.slots)):
                 self._plan(number, places, layers)
+            self._update_kind()
         if kind.levels:
             self._write_pages(kind.levels)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
@@ -116,6 +117,7 @@ class Bucket:
         if not self.is_captured:
             placed, captured = False, capture(self, *self._columns(inputs))
             decoder.captures += 1
+            self._update_kind()  # the host's parts were made: only now it is known who reads
             decoder.graphs[self.kind] = captured
         graph, self._next = decoder.graphs[self.kind], {}
         if draws is not None:
@@ -209,6 +211,10 @@ class Bucket:
         """Forget what was estimated since `add_tail`."""
         for host in (host for slot in self.decoder.slots for host in slot.hosts):
             host.take_tail()
+
+    def _update_kind(self) -> None:
+        """Note who reads host memory, once that is planned."""
+        self.kind = self.kind._replace(reads=self.decoder.reads if self.kind.retrieves else ())
 
     def _write_pages(self, levels: int) -> None:
         """Tell the device what the rows have in pages."""

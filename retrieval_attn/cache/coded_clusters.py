@@ -55,7 +55,7 @@ def take_apart(path: SequenceKV, start: int, stop: int, k: int) -> CodedPieces:
     table = late.cover(ended, stop, path.parts)
     for number, one in enumerate(plain):
         if one is not piece:
-            members = late.shared.members(_segment_of(path, one), one.low, one.high, path.fmt)
+            members = late.shared.members(segment_of(path, one), one.low, one.high, path.fmt)
             plain[number] = one._replace(members=members)
     return CodedPieces(plain, codes, table, entries)
 
@@ -135,7 +135,7 @@ class _SegmentClusters:
 def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
     """The clusters of a piece's coded keys on the device of the codes; None where the path has none for a device."""
     assert path.clusters is not None and piece.indexes
-    shared, segment = path.clusters.shared, _segment_of(path, piece)
+    shared, segment = path.clusters.shared, segment_of(path, piece)
     if shared.mean_values is None:
         return None
     device = piece.indexes[0].device_codes(1, piece.high - piece.index_first).codes.device
@@ -147,5 +147,6 @@ def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
     return known.entries
 
 
-def _segment_of(path: SequenceKV, piece: SearchRange) -> Segment:
+def segment_of(path: SequenceKV, piece: SearchRange) -> Segment:
+    """The segment of a path that a piece lies in."""
     return next(segment for segment in path.segments if segment.keys is piece.keys)

@@ -43,10 +43,31 @@ def lock_pages(segment: Segment) -> None:
     start, stop = segment.locked_tokens, segment.length // segment.page_tokens * segment.page_tokens
     if (stop - start) * segment.keys.strides[1] < LEAST_BYTES:
         return
+    _lock(segment, start, stop)
+
+
+def lock_rest(segment: Segment) -> bool:
+    """Register all that `segment` holds, to the last page of each head; whether a device can read all of it in place.
+
+    Memory behind the last token is taken, too, as far as it is registered. Not for parts of a file that are too small
+    for `lock_file`. For one thread at a time. Raises StoreError.
+    """
+    if segment.locked_tokens < segment.length and lockable(segment):
+        lock_file(segment)
+    if segment.locked_tokens < segment.length and not _refused.is_set() and segment.locked_rows is None:
+        if segment.page_tokens:
+            stop = min(-(-segment.length // segment.page_tokens) * segment.page_tokens, segment.capacity)
+            _lock(segment, segment.locked_tokens, stop)
+        elif not is_mapped(segment.keys):
+            _lock(segment, 0, segment.capacity)
+    return segment.locked_tokens >= segment.length
+
+
+def _lock(segment: Segment, start: int, stop: int) -> None:
+    """Register tokens [start, stop), all that there is room for in a segment whose heads begin no pages."""
     done: list[int] = []
     for array in (segment.keys, segment.values):
-        for head in range(len(array)):
-            rows = array[head, start:stop]
+        for rows in array[:, start:stop] if segment.page_tokens else [array]:
             if reason := register(rows.ctypes.data, rows.nbytes):
                 unregister(done)
                 _refused.set()

@@ -99,7 +99,9 @@ class Binding:
 
     def update_kind(self) -> None:
         """Note the keys that are searched now: it is known once the host's parts are planned."""
-        self.kind = self.kind._replace(max_coded_keys=self.max_coded_keys if self.kind.retrieves else 0)
+        retrieves = self.kind.retrieves
+        keys, reads = (self.max_coded_keys, self.decoder.reads) if retrieves else (0, ())
+        self.kind = self.kind._replace(max_coded_keys=keys, reads=reads)
 
     def commit(self, work: np.ndarray[Any, Any], nanoseconds: np.ndarray[Any, Any]) -> None:
         """Count the token of a step that is over. work, nanoseconds: as `StepMemory.host_meters` gives them."""

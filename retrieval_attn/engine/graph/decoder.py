@@ -33,13 +33,14 @@ class StepKind(NamedTuple):
 
     retrieves: some row has keys between sinks and window. padded: some window has padding. max_coded_keys: keys that
     searches of codes on the device are recorded for; 0: none is searched. levels: spans in pages that a row may lie
-    over; 0: no row has any.
+    over; 0: no row has any. reads: who reads host memory (`graph/reached.py`), of each host part; none: the host.
     """
 
     retrieves: bool
     padded: bool
     max_coded_keys: int
     levels: int = 0
+    reads: tuple[int, ...] = ()
 
 
 class CapturedStep(NamedTuple):
@@ -86,6 +87,12 @@ class GraphDecoder:
         self.states = StateMemory([layer for _, layer in keeping_state(cache)], key.device, runtime)
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """See `StepKind`, of the steps that are planned now."""
+        found = tuple(one for slot in self.slots for one in slot.reads)
+        return found if any(found) else ()
 
     def raise_host_error(self) -> None:
         """Raise what the last replay left as a host step's status; BackendError names the layer."""

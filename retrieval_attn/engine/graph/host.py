@@ -17,13 +17,17 @@ from torch import Tensor
 
 from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, new_mass, take_apart
 from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.reached_keys import row_shape
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.engine.graph import reached
+from retrieval_attn.engine.graph.reached import ReachedRows, Reads, clear_costs, late_only
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -80,7 +84,10 @@ def split_microbatches(layer: RetrievalLayer, batch: int, head_dim: int) -> list
 
 
 class HostRows:
-    """See the module. part: the results as the device reads them, after the call that `begin` began has joined."""
+    """See the module. part: the results as the device reads them, after the call that `begin` began has joined.
+
+    rest: what `begin` had the device estimate. reads: who reads host memory, as planned.
+    """
 
     def __init__(
         self,
@@ -128,6 +135,10 @@ class HostRows:
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device) if estimated else None
         self.rest: RestPart | None = None
+        self.reads, rows_as_stored = Reads.HOST, row_shape(held_by(layer).fmt, dim, value_dim)
+        self._reached = None
+        if estimated and codes is not None and reached.NAMED_READER == "device" and rows_as_stored.unit:
+            self._reached = ReachedRows(batch * kv_heads, count, room, rows_as_stored, self._tally, codes.k)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -163,8 +174,12 @@ class HostRows:
             ]
             self._apart = {i: (row, most, apart[i]) for i, row in enumerate(own) if row is not None and n == 1}
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
+            if self._reads_named([None if row is None else row.path for row in own], apart, rows_of):
+                named = late_only(apart)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
-            if plan_named(self._step, paths, named, (self._q_heads, n), retrieve, **options):
+            if self.reads is Reads.DEVICE or plan_named(
+                self._step, paths, named, (self._q_heads, n), retrieve, **options
+            ):
                 if self.part.rows is not None and rows_of != self._placed:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                     self._placed = rows_of
@@ -176,6 +191,17 @@ class HostRows:
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
         )
+
+    def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:
+        """Note who reads what these rows have on the host; whether the device reads what it names."""
+        if self._reached is None or not self._reached.bind(paths, apart, rows_of):
+            self.reads = Reads.HOST
+            return False
+        self.reads = Reads.BOTH if any(one.pieces for one in late_only(apart)) else Reads.DEVICE
+        if self.reads is Reads.DEVICE:
+            self._step.forget()
+            clear_costs(self._buffers)
+        return True
 
     @staticmethod
     def _take_apart(row: HostRow | None, most: int, known: tuple[HostRow, int, CodedPieces] | None) -> CodedPieces:
@@ -194,24 +220,45 @@ class HostRows:
             self._search.bind([None] * len(self._search.entries))
         if self._mass is not None:
             self._mass.bind([None] * len(self._mass.entries))
+        if self._reached is not None:
+            self._reached.bind_nothing()
+            clear_costs(self._buffers)
+            self.reads = Reads.DEVICE
 
     def begin(self, query: Tensor, max_coded_keys: int) -> Any:
         """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call.
 
-        max_coded_keys: of all layers, see `StepKind`. Returns what the runtime's `join` takes. While the host works,
+        max_coded_keys: of all layers, see `StepKind`. Returns what `join` takes. While the host works,
         the device estimates what was not named: `rest`.
         """
-        resources, own = self._resources, query[self.rows]
-        stage_queries(own, self._staged, self.part.rows)
+        resources, own, begun = self._resources, query[self.rows], None
+        reached = None if self.reads is Reads.HOST else self._reached
+        ids, places = (self._ids, self.part.rows) if reached is None else (reached.ids, None)
+        if self.reads is not Reads.DEVICE:
+            stage_queries(own, self._staged, self.part.rows)
         if self._search is not None and max_coded_keys:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
-            self._search.run(own, self._ids, self.part.rows, scratch, resources.runtime.opaque)
-        begun, self.rest = resources.runtime.begin(self._call), None
+            self._search.run(own, ids, places, scratch, resources.runtime.opaque)
+        if self.reads is not Reads.DEVICE:
+            begun = resources.runtime.begin(self._call)
+        self.rest = None
+        if reached is not None:
+            reached.run(own, self.scoring, resources.runtime.opaque)
         if self._search is not None and self._mass is not None and max_coded_keys:
-            given = self._search, own, self._ids, self.part.rows, scratch, self.scoring
+            given = self._search, own, ids, places, scratch, self.scoring
             self.rest = self._mass.run(*given, resources.runtime.opaque)
         return begun
+
+    def join(self, begun: Any) -> tuple[HostPart, Partial | None]:
+        """Record: wait for the call. What the host found, or the device in its place, and what the device found beside
+        the host, out (batch * q_heads, value_dim) and lse (batch * q_heads,).
+        """
+        if begun is not None:
+            self._resources.runtime.join(begun)
+        if self._reached is None or self.reads is Reads.HOST:
+            return self.part, None
+        return (self._reached.part, None) if begun is None else (self.part, self._reached.found)
 
     def raise_error(self) -> None:
         """Raise what the last replay left as the step's status; BackendError names the layer."""
@@ -240,6 +287,8 @@ class HostRows:
             self._search.forget()
         if self._mass is not None:
             self._mass.forget()
+        if self._reached is not None:
+            self._reached.forget()
 
 
 _NOTHING = CodedPieces([], [], None, None)

@@ -13,7 +13,7 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.host import HeadShape, HostResources, HostRows, split_microbatches
 from retrieval_attn.engine.graph.memory import StepMemory
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, split_count, window_partials
@@ -66,6 +66,11 @@ class LayerSlot:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return max((host.max_coded_keys for host in self.hosts), default=0)
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Who reads host memory in each of the host's parts, see `StepKind`."""
+        return tuple(int(host.reads) for host in self.hosts)
+
     def make_hosts(self, layer: RetrievalLayer, query: Tensor, value_dim: int, scoring: Scoring) -> None:
         """Make the host's parts for query (batch, q_heads, 1, head_dim) and the layers that will be bound here."""
         batch, q_heads, _, dim = query.shape
@@ -105,16 +110,23 @@ class LayerSlot:
             return merge_parts(parts, None, sinks, query.dtype, paged=exact)
         merged = []
         for host, call in begun:
-            self._resources.runtime.join(call)
+            part, beside = host.join(call)
             own = Parts(parts.out[host.rows], parts.lse[host.rows])
-            own_exact = None if exact is None else (exact.out[host.rows], exact.lse[host.rows])
-            merged.append(merge_parts(own, host.part, sinks, query.dtype, host.rest, own_exact))
+            own_exact = None if exact is None else Partial(exact.out[host.rows], exact.lse[host.rows])
+            if beside is not None:
+                own_exact = beside if own_exact is None else merge([_like(own_exact, beside), beside])
+            merged.append(merge_parts(own, part, sinks, query.dtype, host.rest, own_exact))
         return merged[0] if len(merged) == 1 else torch.cat(merged)
 
     def forget(self) -> None:
         """Drop what the host's parts hold of a cache."""
         for host in self.hosts:
             host.forget()
+
+
+def _like(partial: Partial, other: Partial) -> Partial:
+    """The same, in the shapes of another."""
+    return Partial(partial.out.reshape(other.out.shape), partial.lse.reshape(other.lse.shape))
 
 
 def slot_buffers(layer: RetrievalLayer | SlidingLayer, rows: int | None = None) -> Buffers:

@@ -1,0 +1,102 @@
+"""Of a captured layer's host rows, what the device reads itself: keys that its codes named, over the bus.
+
+Off so far: `NAMED_READER` says who reads. The host then has only the keys that have no codes yet, and none at all in a
+step in which no row has any: that step is recorded without a host call.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.cache.coded_clusters import CodedPieces
+from retrieval_attn.cache.reached_keys import late_pieces, reach_entries
+from retrieval_attn.cpu.host_attend import NamedPieces
+from retrieval_attn.cpu.step.plan import StepBuffers
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
+from retrieval_attn.gpu.decode.kernels import HostPart
+from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
+
+NAMED_READER: Literal["host", "device"] = "host"
+"""Who reads the keys that codes name, where estimates are on. "device" is an experiment, not measured on a card yet."""
+
+
+class Reads(enum.IntEnum):
+    """Who reads the host memory of some rows in a step."""
+
+    HOST = 0
+    """The host, all of it."""
+    BOTH = 1
+    """The device what is named, the host what has no codes."""
+    DEVICE = 2
+    """The device, all of it: there is no host call."""
+
+
+class ReachedRows:
+    """See the module, for the rows of one `HostRows`. part: the device's results in place of the host's.
+
+    ids: (rows * q_heads, room) int32, where the search names keys, in the order of queries.
+    """
+
+    def __init__(self, entries: int, queries: int, room: int, shape: RowShape, tally: Tensor, least: int) -> None:
+        """entries: key-value heads of all rows. tally: as in `HostPart`. least: keys that a search names at least."""
+        device = tally.device
+        self._reach, self._least, self._nothing = KeyReach(entries, shape, device), least, torch.zeros_like(tally[:, 0])
+        self._tally = tally
+        self.ids = torch.full((queries, room), -1, dtype=torch.int32, device=device)
+        self.found: Partial | None = None
+
+    def bind(self, paths: Sequence[SequenceKV | None], apart: Sequence[CodedPieces], rows_of: list[list[int]]) -> bool:
+        """Take the coded keys of a planned step; whether the device reads all of them. paths: None: nobody's row."""
+        device = self.ids.device
+        found = [
+            [] if path is None else reach_entries(path, one, self._least, device)
+            for path, one in zip(paths, apart, strict=True)
+        ]
+        if any(one is None for one in found):
+            self.forget()
+            return False
+        heads = len(self._reach.entries) // sum(map(len, rows_of))
+        entries: list[ReachEntry | None] = [None] * len(self._reach.entries)
+        for members, one in zip(rows_of, found, strict=True):
+            for row, head in itertools.product(members, range(heads if one else 0)):
+                entries[row * heads + head] = one[head] if one else None
+        self._reach.bind(entries)
+        return True
+
+    def bind_nothing(self) -> None:
+        """No row has any keys."""
+        self._reach.bind([None] * len(self._reach.entries))
+
+    def forget(self) -> None:
+        """Let go of keys and values until the next plan."""
+        self._reach.forget()
+
+    def run(self, query: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> None:
+        """Record: attend query (rows, q_heads, 1, head_dim) to what `ids` name."""
+        self.found = self._reach.run(query, self.ids, scoring, opaque)
+
+    @property
+    def part(self) -> HostPart:
+        """What `run` recorded, as if it came from the host."""
+        assert self.found is not None
+        return HostPart(self.found.out, self.found.lse, None, (self._nothing, self._tally))
+
+
+def late_only(apart: Sequence[CodedPieces]) -> list[NamedPieces]:
+    """What the host attends to where the device reads what it names: keys without codes."""
+    return [NamedPieces(late_pieces(one.pieces), one.table, 0) for one in apart]
+
+
+def clear_costs(buffers: StepBuffers) -> None:
+    """What the host's last step cost and how it ended is not to be read again: no step runs for a while."""
+    buffers.meters[:] = 0
+    buffers.descriptor[[STATUS, NANOSECONDS]] = 0

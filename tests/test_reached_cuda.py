@@ -1,0 +1,54 @@
+"""Captured steps in which a GPU reads the keys that it named over the bus: as if the host had read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from retrieval_attn.engine.graph import reached
+from retrieval_attn.engine.graph.reached import Reads
+from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded
+from tests.test_bucket import Rows
+from tests.test_graph_cuda import on_device
+from tests.test_reached import kinds_of
+from tests.tiny_models import build_model
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_decoders")]
+
+
+@pytest.fixture(autouse=True)
+def device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reached, "NAMED_READER", "device")
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("case", DEVICE_CASES)
+def test_steps_equal_eager_decoding(case: str, host_callback: str) -> None:
+    model, options = on_device("llama"), DEVICE_CASES[case]
+    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
+    assert graphed.difference(eager) <= 2e-5
+    assert any(any(reads) for reads in kinds_of(graphed.decoder))
+
+
+@pytest.mark.parametrize("host_dtype", ["bfloat16", "float16", "int8"])
+def test_keys_in_every_format(host_dtype: str) -> None:
+    """Across spills, before which nobody asks the host."""
+    options: dict[str, Any] = {"config": CONFIG.replace(**DEVICE, host_dtype=host_dtype), "prompt": 200, "new": 20}
+    model = on_device("llama")
+    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
+    assert graphed.difference(eager) <= 2e-4
+    layers = len(graphed.cache.layers)
+    assert set(kinds_of(graphed.decoder)) == {(Reads.DEVICE,) * layers, (Reads.BOTH,) * layers}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_rows_of_a_batch_are_as_alone() -> None:
+    model = build_model("llama", max_position_embeddings=8192).cuda()
+    rows = Rows(model, [50, 900, 6000], **DEVICE)
+    for pair in rows.pairs:  # what searches by rounded queries may name another key once in a while
+        pair.tolerance, pair.seldom = 1e-2, 3
+    rows.steps(rows.pairs[:2], 10)
+    rows.steps(rows.pairs, 30)
+    assert rows.runner.reason == ""

@@ -118,6 +118,7 @@ def test_rows_of_a_batch_are_as_alone() -> None:
     group: Any = rows.runner._group
     found = {read for bucket in group.buckets.values() for reads in kinds_of(bucket.decoder) for read in reads}
     assert found == {Reads.BOTH, Reads.DEVICE}
+    assert rows.runner.captures == sum(len(bucket.decoder.graphs) for bucket in group.buckets.values())
     rows.check_books(host_reads_all=False)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import retrieval_attn as ra
 from retrieval_attn.batch.engine import default_limits
-from retrieval_attn.batch.warm_up import DRAWS
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.eval.bench.serve.answered import Answered
 from retrieval_attn.eval.bench.serve.call import Call
@@ -56,9 +55,10 @@ class Drive:
         """
         gc.collect()  # caches of the way before this one
         with self._engine(way, len(calls)) as engine:
-            longest = max((call.request.prompt_tokens + call.request.max_tokens for call in calls), default=None)
-            draws = tuple(dict.fromkeys(call.request.draw for call in calls)) or DRAWS
-            engine.warm_up(tokens=longest, draws=draws, progress=False)
+            if calls:
+                longest = max(call.request.prompt_tokens + call.request.max_tokens for call in calls)
+                draws = tuple(dict.fromkeys(call.request.draw for call in calls))
+                engine.warm_up(tokens=longest, draws=draws, progress=False)
             if self._read_first and way != "tree-off":
                 self._read(engine, calls)
             filled = Filled(engine, 1 if way == "one" else self._slots)

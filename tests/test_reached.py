@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.cache.instruments import tail_shares
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.engine.graph import reached
@@ -19,6 +21,8 @@ from retrieval_attn.offload import page_lock
 from retrieval_attn.offload.page_lock import lock_pages, lock_rest
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded, enabled
 from tests.test_bucket import Rows
+from tests.test_bucket_pages import rows_of, trees
+from tests.test_rows import Pair
 from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.usefixtures("emulated_graphs")
@@ -119,6 +123,27 @@ def test_rows_of_a_batch_are_as_alone() -> None:
     found = {read for bucket in group.buckets.values() for reads in kinds_of(bucket.decoder) for read in reads}
     assert found == {Reads.BOTH, Reads.DEVICE}
     assert rows.runner.captures == sum(len(bucket.decoder.graphs) for bucket in group.buckets.values())
+    rows.check_books(host_reads_all=False)
+
+
+@pytest.mark.usefixtures("compiled", "one_thread")
+def test_rows_over_pages_are_as_alone() -> None:
+    """Pages, named keys and late ones; forks, crops and random members."""
+    model = build_model("llama", max_position_embeddings=8192)
+    rows = rows_of(model, trees(model, ExactPool(1000, 40), **DEVICE))
+    chance = random.Random(3)
+    for step in range(24):
+        if step in (5, 15):
+            rows.pairs.append(Pair(model, rows.pairs[step // 5].row.fork()))
+            rows.pairs[-1].token = 7 + step
+        present = [pair for pair in rows.pairs if chance.random() < 0.6] or rows.pairs
+        rows.steps(present, 1)
+        if chance.random() < 0.1:
+            chance.choice(rows.pairs).crop(chance.randint(1, 4))
+    assert rows.runner.replays == 24 and rows.runner.reason == ""
+    group: Any = rows.runner._group
+    kinds = [kind for bucket in group.buckets.values() for kind in bucket.decoder.graphs]
+    assert any(kind.levels and Reads.BOTH in kind.reads for kind in kinds)
     rows.check_books(host_reads_all=False)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
+from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.engine.graph import reached
 from retrieval_attn.engine.graph.reached import Reads
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded
 from tests.test_bucket import Rows
+from tests.test_bucket_pages import rows_of, trees
 from tests.test_graph_cuda import on_device
 from tests.test_reached import kinds_of
+from tests.test_rows import Pair
 from tests.tiny_models import build_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_decoders")]
@@ -52,3 +56,23 @@ def test_rows_of_a_batch_are_as_alone() -> None:
     rows.steps(rows.pairs[:2], 10)
     rows.steps(rows.pairs, 30)
     assert rows.runner.reason == ""
+
+
+@pytest.mark.usefixtures("compiled")
+def test_rows_over_pages_are_as_alone() -> None:
+    """Pages, named keys and late ones; forks, crops and random members."""
+    model = build_model("llama", max_position_embeddings=8192).cuda()
+    rows = rows_of(model, trees(model, ExactPool(1000, 40), **DEVICE))
+    for pair in rows.pairs:
+        pair.tolerance, pair.seldom = 1e-2, 3
+    chance = random.Random(3)
+    for step in range(24):
+        if step in (5, 15):
+            rows.pairs.append(Pair(model, rows.pairs[step // 5].row.fork()))
+            rows.pairs[-1].token = 7 + step
+            rows.pairs[-1].tolerance, rows.pairs[-1].seldom = 1e-2, 3
+        present = [pair for pair in rows.pairs if chance.random() < 0.6] or rows.pairs
+        rows.steps(present, 1)
+        if chance.random() < 0.1:
+            chance.choice(rows.pairs).crop(chance.randint(1, 4))
+    assert rows.runner.replays == 24 and rows.runner.reason == ""

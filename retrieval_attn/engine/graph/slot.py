@@ -114,7 +114,7 @@ class LayerSlot:
             own = Parts(parts.out[host.rows], parts.lse[host.rows])
             own_exact = None if exact is None else Partial(exact.out[host.rows], exact.lse[host.rows])
             if beside is not None:
-                own_exact = beside if own_exact is None else merge([_like(own_exact, beside), beside])
+                own_exact = beside if own_exact is None else merge([own_exact, _like(beside, own_exact)])
             merged.append(merge_parts(own, part, sinks, query.dtype, host.rest, own_exact))
         return merged[0] if len(merged) == 1 else torch.cat(merged)
 

@@ -111,9 +111,15 @@ class AnswerLoop:
         self.read_whole(cache, batch, progress)
         return time.perf_counter() - started
 
-    def read_whole(self, cache: RetrievalCache, batch: PromptRows, progress: bool = False) -> PromptState:
+    def read_whole(
+        self,
+        cache: RetrievalCache,
+        batch: PromptRows,
+        progress: bool = False,
+        read_done: Callable[[], object] | None = None,
+    ) -> PromptState:
         """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
-        once; with a bar if `progress`.
+        once; with a bar if `progress`. read_done: called when the model has read, and before the rest is waited for.
         """
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
         with (
@@ -122,6 +128,8 @@ class AnswerLoop:
             ReadingBar(cache, f"reading {tokens:,} tokens", progress) as bar,
         ):
             state = self.read(cache, batch)
+            if read_done is not None:
+                read_done()
             bar.wait()
             finish_prefill(cache, bar.show)
         with using_retrieval(self.model, cache.config.prefill_chunk):

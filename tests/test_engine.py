@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn import answer_loop
 from retrieval_attn.batch import bucket, chooser, readings
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import READ_TOKENS, Engine, default_limits
@@ -205,6 +206,31 @@ def test_rows_get_tokens_between_the_layers_of_questions(cancelled: bool) -> Non
             assert one.reason == "cancelled"
         else:
             assert one.tokens == alone(llm, Request((text, question), 5)).tokens
+
+
+def test_the_end_of_a_reading_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU indexes are still built when a prompt is read: rows get tokens meanwhile."""
+    llm, over = llm_of(), threading.Event()
+    real = answer_loop.finish_prefill
+
+    def slow(cache: Any, on_layer: Any = None) -> None:
+        if len(cache.layers[0].hosts[0]) == 400:
+            assert over.wait(20)
+        real(cache, on_layer)
+
+    monkeypatch.setattr(answer_loop, "finish_prefill", slow)
+    with Engine(llm) as engine:
+        row = engine.submit(Request((ids(60, 1),), 2_000, stop_ids=frozenset()))
+        events = iter(row)
+        next(events)
+        other = engine.submit(Request((ids(400, 2),), 3, stop_ids=frozenset()))
+        for _ in range(300):
+            next(events)
+        assert not over.is_set() and other._queue.empty()
+        over.set()
+        found = other.result()
+        row.cancel()
+    assert found.tokens == alone(llm, Request((ids(400, 2),), 3, stop_ids=frozenset())).tokens
 
 
 def test_a_text_that_another_goes_on_with() -> None:

@@ -16,8 +16,8 @@ class ReadCancelled(Exception):
 class Gate:
     """Between the thread of a read, which calls `enter` and `end`, and those who drive the read: everything else.
 
-    total: cells, as planned. granted: of these, those that were granted and have not begun. ended: the thread has said
-    its last.
+    total: cells, as planned. granted: of these, those that were granted and have not begun. finishing: the thread has
+    done its cells, and needs no more of them for what it still does. ended: it has said its last.
     """
 
     def __init__(self, total: int, settle: Callable[[], object] | None = None) -> None:
@@ -26,7 +26,7 @@ class Gate:
         """
         self.total = total
         self.granted = self._begun = self._holders = 0
-        self._inside = self._waiting = self._cancelled = self.ended = False
+        self._inside = self._waiting = self._cancelled = self.finishing = self.ended = False
         self._settle = settle
         self._changed = threading.Condition()
 
@@ -70,6 +70,14 @@ class Gate:
             self._begun += 1
             self._inside = True
 
+    def finish(self) -> None:
+        """Behind the last cell."""
+        if self._settle is not None:
+            self._settle()
+        with self._changed:
+            self.finishing, self._inside = True, False
+            self._changed.notify_all()
+
     def end(self) -> None:
         """The thread's last call."""
         with self._changed:
@@ -77,9 +85,11 @@ class Gate:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None) -> bool:
-        """Until the granted cells are done, or all is. False: not within `timeout` seconds."""
+        """Until the granted cells are done, or all are. False: not within `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.ended or (self._waiting and not self.granted), timeout)
+            return self._changed.wait_for(
+                lambda: self.ended or self.finishing or (self._waiting and not self.granted), timeout
+            )
 
     def wait_ended(self, timeout: float | None) -> bool:
         """Until the end. False: not within `timeout` seconds."""

@@ -10,7 +10,11 @@ import logging
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+
+import torch
+from transformers import PreTrainedModel
 
 from retrieval_attn.answer_loop import AnswerLoop, PromptRows
 from retrieval_attn.batch.gate import Gate
@@ -20,6 +24,7 @@ from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.engine.decode import PromptState
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.model.placement import devices
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ class PausedRead:
         """
         batch = read_batch(loop, cache, ids)
         chunks = -(-len(ids) // cache.config.prefill_chunk)
-        self._gate, self._end = Gate(chunks * len(cache.layers)), _End()
+        self._gate, self._end = Gate(chunks * len(cache.layers), settling(loop.model)), _End()
         self.cache = cache
         self._thread = threading.Thread(
             target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
@@ -72,6 +77,13 @@ class PausedRead:
         waited = self._gate.wait(timeout)
         if self.done:
             self._thread.join()  # it has nothing left to do
+        return waited
+
+    def wait_done(self, timeout: float) -> bool:
+        """Wait until it is `done`. False: not within `timeout` seconds."""
+        waited = self._gate.wait_ended(timeout)
+        if self.done:
+            self._thread.join()
         return waited
 
     def result(self, timeout: float | None = None) -> PromptState:
@@ -99,6 +111,11 @@ class PausedRead:
     def done(self) -> bool:
         """The thread has ended: all is read and indexed, or there is an `error`."""
         return self._gate.ended
+
+    @property
+    def finishing(self) -> bool:
+        """All cells are done, and nobody need wait: its thread brings to the host and indexes what is under way."""
+        return self._gate.finishing and not self.done
 
     @property
     def error(self) -> BaseException | None:
@@ -130,7 +147,7 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
         before = Rollback(cache) if cache.get_seq_length() else None
         cache.on_chunk = gate.enter
         try:
-            state = loop.read_whole(cache, batch)
+            state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:
             cache.on_chunk = None
         cache.batch.note_ids(batch.ids)
@@ -142,6 +159,22 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
         end.state = state
     finally:
         gate.end()
+
+
+def settling(model: PreTrainedModel) -> Callable[[], None] | None:
+    """Waits until CUDA devices have computed what this thread gave them of a model; None: there are none.
+
+    Cells are timed, and so is the step that comes next: by how long launching takes, far too many would be granted.
+    """
+    streams = [device for device in devices(model) if device.type == "cuda"]
+    if not streams:
+        return None
+
+    def settle() -> None:
+        for device in streams:
+            torch.cuda.current_stream(device).synchronize()
+
+    return settle
 
 
 def undo(cache: RetrievalCache, before: Rollback | None) -> None:

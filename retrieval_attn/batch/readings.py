@@ -20,6 +20,8 @@ CLAIM_SECONDS = 0.002
 """Between two looks, where all that is left to do is read by requests that wait for another, or opened in a thread."""
 
 
+END_SECONDS = 0.005
+"""That steps wait for the end of a read, which takes no time where nothing is under way any more."""
 ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
 """Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
 
@@ -69,14 +71,19 @@ class Readings:
                 continue
             row = self._rows[number]
             try:
+                self._packs = self._packs or (row.read is not None and row.read.done)
                 self._advance(row)
                 read = row.read.alone if isinstance(row.read, ShortRead) else row.read
-                busy = busy or (row.read is not None and number in granted)
-                if read is not None and number in granted:
+                if row.read is None or row.has_to_wait or number not in granted:
+                    continue
+                busy = True
+                if read is not None:
                     before = read.cells_done
                     read.go(granted[number])
                     read.wait()
                     cells[number] = read.cells_done - before
+                    if read.finishing:
+                        read.wait_done(END_SECONDS)
                     self._packs = self._packs or read.done
                     self._advance(row)
             except Exception as error:
@@ -163,7 +170,9 @@ class Readings:
         Those of one whose saved context is being opened, or that waits for pages, go to the next reading.
         """
         readers = {id(row.claim): number for number in reading if (row := self._rows[number]).claim is not None}
-        read = [number for number in reading if self._rows[number].read is not None]
+        read = [
+            number for number in reading if self._rows[number].read is not None and not self._rows[number].has_to_wait
+        ]
         found: dict[str, int] = {}
         for number, cells in granted.items():
             claim = self._rows[number].claim if number in self._rows else None

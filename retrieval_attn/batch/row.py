@@ -81,8 +81,12 @@ class Row:
 
     @property
     def has_to_wait(self) -> bool:
-        """For its saved context, which is being opened, or for pages: it has no use for cells meanwhile."""
-        return self._opening is not None or (self._pages is not None and self._pages.waiting)
+        """For its saved context, which is being opened, for pages, or for the end of a read whose cells are done: it
+        has no use for cells meanwhile.
+        """
+        read = self.read.alone if isinstance(self.read, ShortRead) else self.read
+        finishing = read is not None and read.finishing
+        return finishing or self._opening is not None or (self._pages is not None and self._pages.waiting)
 
     @property
     def claim(self) -> Claim | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.gate import Gate, ReadCancelled
 from retrieval_attn.batch.packed import PackedCache
-from retrieval_attn.batch.reading import PausedRead, let_go, read_batch, undo
+from retrieval_attn.batch.reading import PausedRead, let_go, read_batch, settling, undo
 from retrieval_attn.batch.rows import position_groups
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
@@ -26,7 +25,6 @@ from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState
 from retrieval_attn.engine.prefill import finish_prefill
-from retrieval_attn.model.placement import devices
 
 __all__ = ["SHORT_TOKENS", "PackedRead", "ShortRead", "packable"]
 
@@ -129,7 +127,7 @@ class PackedRead:
         """
         self.reads = _fitting(waiting, tokens)
         model = self.reads[0].loop.model
-        self._settle = _settle(model)
+        self._settle = settling(model)
         self._gate = Gate(len(self.reads[0].cache.layers), self._settle)
         self._befores: dict[int, Rollback | None] = {}
         self._packed: PackedCache | None = None
@@ -240,19 +238,6 @@ def _fitting(waiting: Items[ShortRead], tokens: int) -> list[ShortRead]:
     lasts = torch.tensor([read.batch.ids.shape[1] - 1 for read in found])
     groups = position_groups(found[0].loop.model, lasts)
     return [found[row] for row in next(rows for rows in groups if 0 in rows)]
-
-
-def _settle(model: Any) -> Callable[[], None] | None:
-    """Waits for what CUDA devices still compute of a model: cells are timed, and so is the step that comes next."""
-    streams = [device for device in devices(model) if device.type == "cuda"]
-    if not streams:
-        return None
-
-    def settle() -> None:
-        for device in streams:
-            torch.cuda.current_stream(device).synchronize()
-
-    return settle
 
 
 def _forward(model: Any, packed: PackedCache, reads: Items[ShortRead]) -> Tensor:

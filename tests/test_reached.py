@@ -44,6 +44,9 @@ def test_steps_equal_eager_decoding(case: str, host_callback: str) -> None:
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 1e-5
     assert any(any(reads) for reads in kinds_of(graphed.decoder))
+    assert all(
+        len(reads) in (0, len(graphed.cache.layers)) for reads in kinds_of(graphed.decoder)
+    )  # a batch is one part
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3"])

@@ -50,7 +50,7 @@ def lock_rest(segment: Segment) -> bool:
     """Register all that `segment` holds, to the last page of each head; whether a device can read all of it in place.
 
     Memory behind the last token is taken, too, as far as it is registered. Not for parts of a file that are too small
-    for `lock_file`. For one thread at a time. Raises StoreError.
+    for `lock_file`. Raises StoreError.
     """
     if segment.locked_tokens < segment.length and lockable(segment):
         lock_file(segment)
@@ -64,7 +64,16 @@ def lock_rest(segment: Segment) -> bool:
 
 
 def _lock(segment: Segment, start: int, stop: int) -> None:
-    """Register tokens [start, stop), all that there is room for in a segment whose heads begin no pages."""
+    """Register tokens [start, stop), all that there is room for in a segment whose heads begin no pages.
+
+    Threads take turns; one that comes late does nothing.
+    """
+    with _locking:
+        if segment.locked_tokens == start:
+            _register_tokens(segment, start, stop)
+
+
+def _register_tokens(segment: Segment, start: int, stop: int) -> None:
     done: list[int] = []
     for array in (segment.keys, segment.values):
         for rows in array[:, start:stop] if segment.page_tokens else [array]:

@@ -77,8 +77,8 @@ def code_shape(layer: RetrievalLayer, head_dim: int) -> CodeShape | None:
 
 
 def split_microbatches(layer: RetrievalLayer, batch: int, head_dim: int) -> list[slice]:
-    """The rows of each part, in order: one part, or two where the device has codes to search meanwhile."""
-    if batch < MAX_MICROBATCHES or code_shape(layer, head_dim) is None:
+    """The rows of each part, in order: one part, or two where the device has codes to search while the host works."""
+    if batch < MAX_MICROBATCHES or code_shape(layer, head_dim) is None or reached.device_reads(layer):
         return [slice(0, batch)]
     return [slice(0, batch // 2), slice(batch // 2, batch)]
 
@@ -137,7 +137,7 @@ class HostRows:
         self.rest: RestPart | None = None
         self.reads, rows_as_stored = Reads.HOST, row_shape(held_by(layer).fmt, dim, value_dim)
         self._reached = None
-        if estimated and codes is not None and reached.NAMED_READER == "device" and rows_as_stored.unit:
+        if codes is not None and reached.device_reads(layer) and rows_as_stored.unit:
             self._reached = ReachedRows(batch * kv_heads, count, room, rows_as_stored, self._tally, codes.k)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retrieval_attn.cache.coded_clusters import CodedPieces
 from retrieval_attn.cache.reached_keys import late_pieces, reach_entries
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import NamedPieces
 from retrieval_attn.cpu.step.plan import StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
@@ -38,6 +39,11 @@ class Reads(enum.IntEnum):
     """The device what is named, the host what has no codes."""
     DEVICE = 2
     """The device, all of it: there is no host call."""
+
+
+def device_reads(layer: RetrievalLayer) -> bool:
+    """Whether a device is to read what it names of such a layer, where it can."""
+    return NAMED_READER == "device" and layer.config.estimates
 
 
 class ReachedRows:

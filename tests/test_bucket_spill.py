@@ -12,7 +12,7 @@ from retrieval_attn.batch.bucket_row import BucketRow
 from retrieval_attn.cache.held import HeldTokens
 from retrieval_attn.offload.work import HostWork
 from tests.graph_cases import DEVICE
-from tests.test_bucket import Rows
+from tests.test_bucket import KINDS, Rows
 from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
@@ -107,3 +107,15 @@ def test_a_window_is_joined_ahead_by_what_will_leave_it(monkeypatch: pytest.Monk
     held = layers_of(rows)[0].held
     assert asked and all(stop - start == SIZES["spill"] for start, stop in asked)
     assert (held.ranges[0][1] - SIZES["spill"], held.ranges[0][1]) in asked
+
+
+@pytest.mark.parametrize("kind", ["device", "sketch"])
+def test_windows_of_short_indexed_texts_move_as_alone(kind: str) -> None:
+    """Their segment was copied, without its index, when the first tokens came: other keys were found from then on."""
+    rows = Rows(build_model("llama", head_dim=64), [195, 120], **{**KINDS[kind], "retrieve": 6})
+    rows.steps(rows.pairs, 40)
+    assert (rows.runner.replays, rows.runner.reason) == (40, "")
+    for pair in rows.pairs:
+        for layer in (*pair.row.layers, *pair.alone.layers):
+            assert layer.hosts[0].indexed_tokens > 0
+    rows.check_books()

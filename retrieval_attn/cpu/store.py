@@ -165,10 +165,13 @@ class SequenceKV:
         self._length += count
 
     def _new_tail(self, count: int) -> tuple[int, Segment]:
-        """A segment with room for `count` more, begun with a copy of a short frozen last one; spans it replaces."""
+        """A segment with room for `count` more, begun with a copy of a short frozen last one without an index; spans
+        that it replaces.
+        """
         replaced = 0
-        if self._spans and self._spans[-1].segment.frozen and self._spans[-1].length <= COPIED_TOKENS:
-            replaced = 1
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.segment.frozen and last.length <= COPIED_TOKENS and not last.segment.indexes:
+            replaced = 1  # one with an index keeps it: when tokens come here must not decide how others are searched
         copied = self._spans[-1].length if replaced else 0
         capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
         expected = max(copied + count, self._reserved)

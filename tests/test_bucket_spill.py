@@ -116,6 +116,7 @@ def test_windows_of_short_indexed_texts_move_as_alone(kind: str) -> None:
     rows.steps(rows.pairs, 40)
     assert (rows.runner.replays, rows.runner.reason) == (40, "")
     for pair in rows.pairs:
-        for layer in (*pair.row.layers, *pair.alone.layers):
+        layers: list[Any] = [*pair.row.layers, *pair.alone.layers]
+        for layer in layers:
             assert layer.hosts[0].indexed_tokens > 0
     rows.check_books()

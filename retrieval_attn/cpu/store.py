@@ -170,8 +170,9 @@ class SequenceKV:
         """
         replaced = 0
         last = self._spans[-1] if self._spans else None
-        if last is not None and last.segment.frozen and last.length <= COPIED_TOKENS and not last.segment.indexes:
-            replaced = 1  # one with an index keeps it: when tokens come here must not decide how others are searched
+        if last is not None and last.segment.frozen and last.length <= COPIED_TOKENS:
+            # one that is searched by an index keeps it: when tokens come must not decide how those before are found
+            replaced = int(all(head.exact for head in last.segment.indexes))
         copied = self._spans[-1].length if replaced else 0
         capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
         expected = max(copied + count, self._reserved)

@@ -57,7 +57,7 @@ def made(fmt: Format, *, dims: tuple[int, int] = (64, 64), rows: int = 2, group:
         stored = [pack(one, fmt)[0] for one in both]
         pieces = [one.pin_memory() if torch.cuda.is_available() else one for one in stored]
         numbers.append((unpack(stored[0], fmt, torch.float32), unpack(stored[1], fmt, torch.float32)))
-        entries.append(ReachEntry(*pieces, tokens, LEAST))
+        entries.append(ReachEntry(pieces[0], pieces[1], tokens, LEAST))
     ids = np.full((rows * 2 * group, ROOM), -1, np.int32)
     for number, row in enumerate(ids):
         count = ROOM if number == 0 else rng.integers(LEAST, ROOM)
@@ -122,7 +122,7 @@ def test_holes_among_ids_and_ids_that_do_not_count(device: str) -> None:
     """Of fewer keys than there are rows, behind others without an id; what is beyond the end is not attended to."""
     case = made(Format.INT8)
     case.ids[:, 3:9] = -1
-    entries = [one._replace(ids=270) for one in case.entries if one is not None]
+    entries: list[ReachEntry | None] = [one._replace(ids=270) for one in case.entries if one is not None]
     check(device, case._replace(entries=entries))
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ class Rows:
         for _ in range(count):
             for pair, row in zip(pairs, self.logits(pairs), strict=True):
                 pair.expect(row)
+
+    def come_and_go(
+        self, chance: random.Random, count: int, forks: dict[int, int], share: float = 0.8, crop: int = 5
+    ) -> Iterator[int]:
+        """So many steps with random members, `share` of all, some of which lose up to `crop` tokens; before each, its
+        number. forks: at which steps a fork of which pair comes, with its tolerance.
+        """
+        for step in range(count):
+            if step in forks:
+                like = self.pairs[forks[step]]
+                self.pairs.append(Pair(self.model, like.row.fork()))
+                self.pairs[-1].token, self.pairs[-1].tolerance = 7 + step, like.tolerance
+            yield step
+            present = [pair for pair in self.pairs if chance.random() < share] or self.pairs
+            chance.shuffle(present)
+            self.steps(present, 1)
+            if chance.random() < 0.1:
+                chance.choice(self.pairs).crop(chance.randint(1, crop))
 
     def check_books(self, *, host_reads_all: bool = True) -> None:
         """After the end: lengths, windows and estimated shares are as alone; of the host's work, all rows together.
@@ -116,16 +135,8 @@ def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPa
     if kind == "int8":  # a difference of one rounding may make a number the next step
         for pair in rows.pairs:
             pair.tolerance = 1e-3
-    chance = random.Random(kind)
-    for step in range(40):
-        if step in (5, 15, 30):
-            rows.pairs.append(Pair(model, rows.pairs[1].row.fork()))
-            rows.pairs[-1].token, rows.pairs[-1].tolerance = 7 + step, rows.pairs[0].tolerance
-        present = [pair for pair in rows.pairs if chance.random() < 0.8] or rows.pairs
-        chance.shuffle(present)
-        rows.steps(present, 1)
-        if chance.random() < 0.1:
-            chance.choice(rows.pairs).crop(chance.randint(1, 5))
+    for _ in rows.come_and_go(random.Random(kind), 40, dict.fromkeys((5, 15, 30), 1)):
+        pass
     found = rows.runner
     assert found.replays == 40 and found.reason == ""
     # one for each size that there was, and once more where the codes grew; none for who joins or leaves

@@ -20,7 +20,7 @@ from tests.test_bucket_draw import DRAWS, check_draws, requests
 from tests.test_bucket_pages import rows_of, trees
 from tests.test_engine import CONFIG, alone, ids, llm_of
 from tests.test_exact_prefix import requests_of, with_engine
-from tests.test_rows import Pair, read
+from tests.test_rows import read
 from tests.tiny_models import build_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiled", "fresh_decoders")]
@@ -49,18 +49,9 @@ def test_rows_join_leave_and_lose_tokens(kind: str, heads: tuple[int, int, int],
     model = build_model("llama", max_position_embeddings=8192, **options).cuda()
     # numbers by heads depend on the text, and rows of one graph agree in the largest
     rows = Rows(model, [900, 1000, 3000] if kind.startswith("by heads") else [50, 900, 6000], **CUDA_KINDS[kind])
-    chance = random.Random(kind)
-    for step in range(40):
-        if step in (5, 20):
-            rows.pairs.append(Pair(rows.model, rows.pairs[1].row.fork()))
-            rows.pairs[-1].token = 7 + step
+    for step in rows.come_and_go(random.Random(kind), 40, {5: 1, 20: 1}):
         for pair in rows.pairs if kind in SELDOM and step in (0, 5, 20) else ():
             pair.tolerance, pair.seldom = 1e-2, 3
-        present = [pair for pair in rows.pairs if chance.random() < 0.8] or rows.pairs
-        chance.shuffle(present)
-        rows.steps(present, 1)
-        if chance.random() < 0.1:
-            chance.choice(rows.pairs).crop(chance.randint(1, 5))
     assert (rows.runner.replays, rows.runner.reason) == (40, "") and rows.runner.captures <= 4
     rows.check_books()
 
@@ -159,18 +150,9 @@ def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int, ho
     options = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head_dim}
     model = build_model("llama", max_position_embeddings=8192, **options).cuda()
     rows = rows_of(model, trees(model, ExactPool(1000, 40), **CUDA_KINDS[kind]))
-    chance = random.Random(kind)
-    for step in range(40):
-        if step in (5, 20):
-            rows.pairs.append(Pair(model, rows.pairs[step // 5].row.fork()))
-            rows.pairs[-1].token = 7 + step
+    for step in rows.come_and_go(random.Random(kind), 40, {5: 1, 20: 4}, share=0.6, crop=4):
         for pair in rows.pairs if kind in SELDOM and step in (0, 5, 20) else ():
             pair.tolerance, pair.seldom = 1e-2, 3
-        present = [pair for pair in rows.pairs if chance.random() < 0.6] or rows.pairs
-        chance.shuffle(present)
-        rows.steps(present, 1)
-        if chance.random() < 0.1:
-            chance.choice(rows.pairs).crop(chance.randint(1, 4))
     rows.steps(rows.pairs[5:6], 40)  # without pages
     assert (rows.runner.replays, rows.runner.reason) == (80, "") and rows.runner.captures <= 5
     rows.check_books()

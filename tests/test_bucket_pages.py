@@ -87,16 +87,8 @@ def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPa
     model = build_model("llama", max_position_embeddings=8192, **heads)
     pool = ExactPool(1000, 40)
     rows = rows_of(model, trees(model, pool, **KINDS[kind]))
-    chance = random.Random(kind)
-    for step in range(30):
-        if step in (5, 15):
-            rows.pairs.append(Pair(model, rows.pairs[step // 5].row.fork()))
-            rows.pairs[-1].token = 7 + step
-        present = [pair for pair in rows.pairs if chance.random() < 0.6] or rows.pairs
-        chance.shuffle(present)
-        rows.steps(present, 1)
-        if chance.random() < 0.1:
-            chance.choice(rows.pairs).crop(chance.randint(1, 4))
+    for _ in rows.come_and_go(random.Random(kind), 30, {5: 1, 15: 3}, share=0.6, crop=4):
+        pass
     rows.steps(rows.pairs[5:6], 34)  # without pages
     captures = rows.runner.captures
     rows.steps(rows.pairs[:1], 2)

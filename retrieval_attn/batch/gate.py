@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Gate", "ReadCancelled"]
+from retrieval_attn.errors import ConfigError
+
+__all__ = ["Gate", "GatedRead", "ReadCancelled"]
 
 
 class ReadCancelled(Exception):
@@ -55,8 +57,8 @@ class Gate:
 
     def enter(self) -> None:
         """Before each cell. Raises ReadCancelled."""
-        if self._settle is not None and self._stops:
-            self._settle()
+        if self._stops:
+            self.settle()
         with self._changed:
             self._inside = False
             while self._stops:
@@ -70,10 +72,14 @@ class Gate:
             self._begun += 1
             self._inside = True
 
-    def finish(self) -> None:
-        """Behind the last cell."""
+    def settle(self) -> None:
+        """Wait until a device has computed what the thread gave it."""
         if self._settle is not None:
             self._settle()
+
+    def finish(self) -> None:
+        """Behind the last cell."""
+        self.settle()
         with self._changed:
             self.finishing, self._inside = True, False
             self._changed.notify_all()
@@ -111,3 +117,44 @@ class Gate:
     @property
     def _stops(self) -> bool:
         return (not self.granted or self._holders > 0) and not self._cancelled
+
+
+class GatedRead:
+    """A read in a thread behind a gate, as who drives it sees it."""
+
+    _gate: Gate
+    _thread: threading.Thread
+
+    @property
+    def done(self) -> bool:
+        """The thread has ended: all is read and indexed, or went wrong."""
+        return self._gate.ended
+
+    @property
+    def cells_done(self) -> int:
+        """Cells that ran, without the one that is running."""
+        return self._gate.cells_done
+
+    @property
+    def cells_left(self) -> int:
+        """Cells still to run, 0 when it is done. Chunks that do not fit the device's memory get halved: then, more."""
+        return self._gate.cells_left
+
+    def go(self, cells: int) -> None:
+        """Grant so many cells more. Returns at once. Raises ConfigError for a number below 1."""
+        if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
+            raise ConfigError(f"cells={cells!r} must be a whole number >= 1")
+        self._gate.grant(cells)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the granted cells are done, or all are. False: not within `timeout` seconds."""
+        return self._joined(self._gate.wait(timeout))
+
+    def wait_done(self, timeout: float | None) -> bool:
+        """Wait until it is `done`. False: not within `timeout` seconds."""
+        return self._joined(self._gate.wait_ended(timeout))
+
+    def _joined(self, waited: bool) -> bool:
+        if self.done:
+            self._thread.join()  # it has nothing left to do
+        return waited

@@ -17,13 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.answer_loop import AnswerLoop, PromptRows
-from retrieval_attn.batch.gate import Gate
+from retrieval_attn.batch.gate import Gate, GatedRead
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.engine.decode import PromptState
 from retrieval_attn.engine.prefill import abandon
-from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.errors import InputDataError
 from retrieval_attn.model.placement import devices
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> Prom
     return loop.batch([list(ids)], before=before)
 
 
-class PausedRead:
+class PausedRead(GatedRead):
     """Reads token ids into a cache, as many cells as it is granted. Use the cache when `done` without `error`.
 
     A read that is cancelled, or fails, leaves the cache as it was before. One that nobody refers to is cancelled.
@@ -66,34 +66,13 @@ class PausedRead:
         self._thread.start()
         weakref.finalize(self, self._gate.cancel)
 
-    def go(self, cells: int) -> None:
-        """Grant so many cells more. Returns at once. Raises ConfigError for a number below 1."""
-        if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
-            raise ConfigError(f"cells={cells!r} must be a whole number >= 1")
-        self._gate.grant(cells)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the granted cells are done, or all is. False: not within `timeout` seconds."""
-        waited = self._gate.wait(timeout)
-        if self.done:
-            self._thread.join()  # it has nothing left to do
-        return waited
-
-    def wait_done(self, timeout: float) -> bool:
-        """Wait until it is `done`. False: not within `timeout` seconds."""
-        waited = self._gate.wait_ended(timeout)
-        if self.done:
-            self._thread.join()
-        return waited
-
     def result(self, timeout: float | None = None) -> PromptState:
         """Wait for the end, which must have been granted: the logits of the last token and what goes with them.
 
         Raises what went wrong, ReadCancelled, or TimeoutError.
         """
-        if not self._gate.wait_ended(timeout):
+        if not self.wait_done(timeout):
             raise TimeoutError(f"the read has {self.cells_left} cells left, {self._gate.granted} of them granted")
-        self._thread.join()  # it has nothing left to do
         if self.error is not None:
             raise self.error
         assert self._end.state is not None
@@ -108,11 +87,6 @@ class PausedRead:
         self._thread.join()
 
     @property
-    def done(self) -> bool:
-        """The thread has ended: all is read and indexed, or there is an `error`."""
-        return self._gate.ended
-
-    @property
     def finishing(self) -> bool:
         """All cells are done, and nobody need wait: its thread brings to the host and indexes what is under way."""
         return self._gate.finishing and not self.done
@@ -121,16 +95,6 @@ class PausedRead:
     def error(self) -> BaseException | None:
         """What ended it early, ReadCancelled too."""
         return self._end.error
-
-    @property
-    def cells_done(self) -> int:
-        """Cells that ran, without the one that is running."""
-        return self._gate.cells_done
-
-    @property
-    def cells_left(self) -> int:
-        """Cells still to run, 0 when it is done. Chunks that do not fit the device's memory get halved: then, more."""
-        return self._gate.cells_left
 
 
 class _End:

@@ -10,7 +10,7 @@ from typing import Protocol
 from retrieval_attn.batch.job import State
 from retrieval_attn.batch.row import Row, begins_as
 from retrieval_attn.batch.scheduler import Scheduler
-from retrieval_attn.batch.short_read import PackedRead, ShortRead
+from retrieval_attn.batch.short_read import PackedRead, ShortRead, paused
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.config import Config
 
@@ -71,9 +71,8 @@ class Readings:
                 continue
             row = self._rows[number]
             try:
-                self._packs = self._packs or (row.read is not None and row.read.done)
                 self._advance(row)
-                read = row.read.alone if isinstance(row.read, ShortRead) else row.read
+                read = paused(row.read)
                 if row.read is None or row.has_to_wait or number not in granted:
                     continue
                 busy = True
@@ -84,7 +83,6 @@ class Readings:
                     cells[number] = read.cells_done - before
                     if read.finishing:
                         read.wait_done(END_SECONDS)
-                    self._packs = self._packs or read.done
                     self._advance(row)
             except Exception as error:
                 self._fail(number, error, failed)
@@ -100,6 +98,7 @@ class Readings:
         return cells, done, (time.perf_counter() - began) / total if total else 0.0
 
     def _advance(self, row: Row) -> None:
+        self._packs = self._packs or (row.read is not None and row.read.done)
         row.advance(self._config, self._tree, packs=self._packs)
 
     def _read_together(
@@ -111,7 +110,7 @@ class Readings:
         short = {
             number: read
             for number in reading
-            if isinstance(read := self._rows[number].read, ShortRead) and read.alone is None
+            if isinstance(read := self._rows[number].read, ShortRead) and paused(read) is None
         }
         room = sum(granted.get(number, 0) for number in short)
         if self._pack is not None and self._pack.done:  # all were cancelled

@@ -20,7 +20,7 @@ from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.saved_text import OpenedText, SavedText
-from retrieval_attn.batch.short_read import SHORT_TOKENS, ShortRead, packable
+from retrieval_attn.batch.short_read import SHORT_TOKENS, ShortRead, packable, paused
 from retrieval_attn.batch.teller import Summary, Teller
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
@@ -84,7 +84,7 @@ class Row:
         """For its saved context, which is being opened, for pages, or for the end of a read whose cells are done: it
         has no use for cells meanwhile.
         """
-        read = self.read.alone if isinstance(self.read, ShortRead) else self.read
+        read = paused(self.read)
         finishing = read is not None and read.finishing
         return finishing or self._opening is not None or (self._pages is not None and self._pages.waiting)
 

@@ -166,9 +166,10 @@ class Scheduler:
             return
         changed = replace(entry.job, cached_tokens=cached_tokens)
         self.limits.refuse_too_large(changed)
-        if entry.state is not State.WAITING:
+        if entry.state is State.WAITING:
+            entry.host_bytes = self.limits.job_bytes(changed)
+        else:
             self._places.shrink(entry, changed)
-        entry.host_bytes = self.limits.job_bytes(changed)
         _renew(entry, changed, self._queues[entry.interactive], self.limits)
 
     def set_known(self, job: str, known_tokens: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.gate import Gate, ReadCancelled
+from retrieval_attn.batch.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.batch.packed import PackedCache
 from retrieval_attn.batch.reading import PausedRead, let_go, read_batch, settling, undo
 from retrieval_attn.batch.rows import position_groups
@@ -26,7 +26,7 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState
 from retrieval_attn.engine.prefill import finish_prefill
 
-__all__ = ["SHORT_TOKENS", "PackedRead", "ShortRead", "packable"]
+__all__ = ["SHORT_TOKENS", "PackedRead", "ShortRead", "packable", "paused"]
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,12 @@ class ShortRead:
             self.fail(error)
 
 
-class PackedRead:
+def paused(read: PausedRead | ShortRead | None) -> PausedRead | None:
+    """What is driven by itself; None: nothing, or with others."""
+    return read.alone if isinstance(read, ShortRead) else read
+
+
+class PackedRead(GatedRead):
     """Reads several short parts in a thread, as many cells as it is granted. Let it end, or cancel all of its reads.
 
     reads: those that it reads. Where a forward of several fails as a whole, out of memory for one, each goes on alone.
@@ -127,40 +132,13 @@ class PackedRead:
         """
         self.reads = _fitting(waiting, tokens)
         model = self.reads[0].loop.model
-        self._settle = settling(model)
-        self._gate = Gate(len(self.reads[0].cache.layers), self._settle)
+        self._gate = Gate(len(self.reads[0].cache.layers), settling(model))
         self._befores: dict[int, Rollback | None] = {}
         self._packed: PackedCache | None = None
         for read in self.reads:
             read.begin(self)
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-read", daemon=True)
         self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """The thread has ended."""
-        return self._gate.ended
-
-    @property
-    def cells_done(self) -> int:
-        """As `PausedRead.cells_done`."""
-        return self._gate.cells_done
-
-    @property
-    def cells_left(self) -> int:
-        """As `PausedRead.cells_left`."""
-        return self._gate.cells_left
-
-    def go(self, cells: int) -> None:
-        """Grant so many cells more, of all of the reads at once. Returns at once."""
-        self._gate.grant(cells)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the granted cells are done, or all is. False: not within `timeout` seconds."""
-        waited = self._gate.wait(timeout)
-        if self.done:
-            self._thread.join()  # it has nothing left to do
-        return waited
 
     def leave_out(self, read: ShortRead) -> None:
         """This one is cancelled between two cells, and its cache as before; without the last one, all is over."""
@@ -224,8 +202,7 @@ class PackedRead:
                     read.fail(packed.errors[row])
                 else:
                     read.read(found)
-        if self._settle is not None:
-            self._settle()
+        self._gate.settle()
 
 
 def _fitting(waiting: Items[ShortRead], tokens: int) -> list[ShortRead]:

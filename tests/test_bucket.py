@@ -90,7 +90,9 @@ class Rows:
                     assert left.window is not None and right.window is not None
                     assert left.window.tail_len == right.window.tail_len
                 assert left.tail.count == right.tail.count
-                assert left.tail.means() == pytest.approx(right.tail.means(), abs=1e-5)
+                # a step that named another key estimated another share
+                off = 1e-5 + pair.share_off / max(1, left.tail.count)
+                assert left.tail.means() == pytest.approx(right.tail.means(), abs=off)
         assert (
             not host_reads_all or abs(scanned[0] - scanned[1]) <= 2 * LAYERS * len(self.pairs) * 100
         )  # in shares, rounded

@@ -51,7 +51,7 @@ def test_rows_join_leave_and_lose_tokens(kind: str, heads: tuple[int, int, int],
     rows = Rows(model, [900, 1000, 3000] if kind.startswith("by heads") else [50, 900, 6000], **CUDA_KINDS[kind])
     for step in rows.come_and_go(random.Random(kind), 40, {5: 1, 20: 1}):
         for pair in rows.pairs if kind in SELDOM and step in (0, 5, 20) else ():
-            pair.tolerance, pair.seldom = 1e-2, 3
+            pair.allow(1e-2, 3)
     assert (rows.runner.replays, rows.runner.reason) == (40, "") and rows.runner.captures <= 4
     rows.check_books()
 
@@ -152,7 +152,7 @@ def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int, ho
     rows = rows_of(model, trees(model, ExactPool(1000, 40), **CUDA_KINDS[kind]))
     for step in rows.come_and_go(random.Random(kind), 40, {5: 1, 20: 4}, share=0.6, crop=4):
         for pair in rows.pairs if kind in SELDOM and step in (0, 5, 20) else ():
-            pair.tolerance, pair.seldom = 1e-2, 3
+            pair.allow(1e-2, 3)
     rows.steps(rows.pairs[5:6], 40)  # without pages
     assert (rows.runner.replays, rows.runner.reason) == (80, "") and rows.runner.captures <= 5
     rows.check_books()

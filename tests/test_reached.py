@@ -33,6 +33,11 @@ def device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reached, "NAMED_READER", "device")
 
 
+@pytest.fixture
+def device_reads_half(monkeypatch: pytest.MonkeyPatch, device_reads: None) -> None:
+    monkeypatch.setattr(reached, "NAMED_READER", "half")
+
+
 def kinds_of(decoder: Any) -> list[tuple[int, ...]]:
     return [kind.reads for kind in decoder.graphs]
 
@@ -126,6 +131,21 @@ def test_rows_of_a_batch_are_as_alone() -> None:
     found = {read for bucket in group.buckets.values() for reads in kinds_of(bucket.decoder) for read in reads}
     assert found == {Reads.BOTH, Reads.DEVICE}
     assert rows.runner.captures == sum(len(bucket.decoder.graphs) for bucket in group.buckets.values())
+    rows.check_books(host_reads_all=False)
+
+
+@pytest.mark.usefixtures("compiled", "one_thread", "device_reads_half")
+def test_the_device_reads_for_half_of_the_rows(host_callback: str) -> None:
+    """One graph of a size serves rows before and after they spill, whoever of them has keys without codes."""
+    model = build_model("llama", max_position_embeddings=8192)
+    rows = Rows(model, [300, 900, 400, 700], **DEVICE)
+    rows.steps(rows.pairs[:3], 20)
+    rows.steps(rows.pairs, 60)
+    rows.steps(rows.pairs[1:3], 10)
+    assert rows.runner.reason == ""
+    group: Any = rows.runner._group
+    for bucket in group.buckets.values():
+        assert kinds_of(bucket.decoder) == [(Reads.HOST, Reads.BOTH) * len(model.model.layers)]
     rows.check_books(host_reads_all=False)
 
 

@@ -52,7 +52,7 @@ def test_rows_of_a_batch_are_as_alone() -> None:
     model = build_model("llama", max_position_embeddings=8192).cuda()
     rows = Rows(model, [50, 900, 6000], **DEVICE)
     for pair in rows.pairs:  # what searches by rounded queries may name another key once in a while
-        pair.tolerance, pair.seldom = 1e-2, 3
+        pair.allow(1e-2, 3)
     rows.steps(rows.pairs[:2], 10)
     rows.steps(rows.pairs, 30)
     assert rows.runner.reason == ""
@@ -64,7 +64,7 @@ def test_rows_over_pages_are_as_alone() -> None:
     model = build_model("llama", max_position_embeddings=8192).cuda()
     rows = rows_of(model, trees(model, ExactPool(1000, 40), **DEVICE))
     for pair in rows.pairs:
-        pair.tolerance, pair.seldom = 1e-2, 3
+        pair.allow(1e-2, 3)
     chance = random.Random(3)
     for step in range(24):
         if step in (5, 15):

@@ -17,6 +17,7 @@ from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
@@ -185,6 +186,47 @@ def test_rows_without_codes_and_places(device: str) -> None:
     places = torch.tensor([5, 3, 1, 0, 2, 4], device=device)
     turned = named(search, query, places)
     assert [turned[place] for place in places.tolist()] == straight
+
+
+@pytest.mark.parametrize(
+    "group,key_bytes,members",
+    [(4, 16, [0, 0, 1, 0, None, 0]), (3, 16, [0] * 12), (37, 8, [0, 1, 0]), (4, 256, [0, 0, 0])],
+)
+def test_rows_over_the_same_codes(device: str, group: int, key_bytes: int, members: list[int | None]) -> None:
+    """Each row gets what it gets alone, whoever shares its codes, and also when that changes."""
+    dim = 16 if key_bytes < 256 else 256
+    search, codes = search_of(device, [700, 650], group=group, dim=dim, key_bytes=key_bytes, wanted=10)
+    search = CodeSearch(len(members), group, 1, search.shape, search.table.device)
+    alone = CodeSearch(1, group, 1, search.shape, search.table.device)
+    query = torch.randn(len(members), group, 1, dim, generator=torch.Generator().manual_seed(2)).to(device)
+    for turned in (members, members[::-1]):
+        ranges = [None if member is None else (codes[member], 600 + 20 * member) for member in turned]
+        search.bind(ranges)
+        together = named(search, query)
+        for row, one in enumerate(ranges):
+            alone.bind([one])
+            assert together[row * group : (row + 1) * group] == named(alone, query[row : row + 1])
+
+
+def test_tiles_hold_each_query_once() -> None:
+    """In the widest tiles that they fill, with no two texts in one."""
+    tiles = QueryTiles(11, 4, (8, 32), torch.device("cpu"))
+    groups = [[0, 2, 3, 4, 5, 6, 7, 8, 9], [1], [10]]
+    for some in (groups, groups[1:], []):
+        tiles.write(some)
+        found: dict[frozenset[int], int] = {}
+        for table in tiles.tables:
+            for row in table[1 : 1 + int(table[0, 0])].tolist():
+                assert row[0] >= 0
+                found[frozenset(number for number in row if number >= 0)] = len(row)
+        assert sorted(number for tile in found for number in tile) == sorted(
+            entry * 4 + i for group in some for entry in group for i in range(4)
+        )
+        owners = [
+            {next(n for n, group in enumerate(some) if number // 4 in group) for number in tile} for tile in found
+        ]
+        assert all(len(owner) == 1 for owner in owners)
+        assert all(len(tile) > 8 for tile, width in found.items() if width == 32)
 
 
 def test_a_query_that_is_not_finite_gets_nothing(device: str) -> None:

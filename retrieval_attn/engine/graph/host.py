@@ -6,6 +6,7 @@ device searches the codes of the others. Nothing here is bound to a cache but by
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -136,8 +137,9 @@ class HostRows:
         self._mass = new_mass(batch * kv_heads, value_dim, device) if estimated else None
         self.rest: RestPart | None = None
         self.reads, rows_as_stored = Reads.HOST, row_shape(held_by(layer).fmt, dim, value_dim)
-        self._reached = None
-        if codes is not None and reached.device_reads(layer) and rows_as_stored.unit:
+        self._reached, self._has_late = None, False
+        self._beside: object = None
+        if codes is not None and reached.device_reads(layer, rows.start) and rows_as_stored.unit:
             self._reached = ReachedRows(batch * kv_heads, count, room, rows_as_stored, self._tally, codes.k)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
@@ -177,7 +179,7 @@ class HostRows:
             if self._reads_named([None if row is None else row.path for row in own], apart, rows_of):
                 named = late_only(apart)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
-            if self.reads is Reads.DEVICE or plan_named(
+            if (self.reads is not Reads.HOST and not self._has_late) or plan_named(
                 self._step, paths, named, (self._q_heads, n), retrieve, **options
             ):
                 if self.part.rows is not None and rows_of != self._placed:
@@ -197,11 +199,18 @@ class HostRows:
         if self._reached is None or not self._reached.bind(paths, apart, rows_of):
             self.reads = Reads.HOST
             return False
-        self.reads = Reads.BOTH if any(one.pieces for one in late_only(apart)) else Reads.DEVICE
-        if self.reads is Reads.DEVICE:
-            self._step.forget()
+        self._has_late = any(one.pieces for one in late_only(apart))
+        self.reads = Reads.BOTH if self._has_late or self.rows.start else Reads.DEVICE
+        if not self._has_late:
+            self._host_finds_nothing()
             clear_costs(self._buffers)
         return True
+
+    def _host_finds_nothing(self) -> None:
+        """What the host answers until the next plan."""
+        self._step.forget()
+        self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
+        self._rest[:] = 0
 
     @staticmethod
     def _take_apart(row: HostRow | None, most: int, known: tuple[HostRow, int, CodedPieces] | None) -> CodedPieces:
@@ -212,10 +221,8 @@ class HostRows:
         return take_apart(row.path, *row.span, most)
 
     def _answer_nothing(self) -> None:
-        self._step.forget()
+        self._host_finds_nothing()
         self._apart = {}
-        self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
-        self._rest[:] = 0
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
         if self._mass is not None:
@@ -223,7 +230,7 @@ class HostRows:
         if self._reached is not None:
             self._reached.bind_nothing()
             clear_costs(self._buffers)
-            self.reads = Reads.DEVICE
+            self.reads = Reads.BOTH if self.rows.start else Reads.DEVICE
 
     def begin(self, query: Tensor, max_coded_keys: int) -> Any:
         """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call.
@@ -244,7 +251,8 @@ class HostRows:
             begun = resources.runtime.begin(self._call)
         self.rest = None
         if reached is not None:
-            reached.run(own, self.scoring, resources.runtime.opaque)
+            run = functools.partial(reached.run, own, self.scoring, resources.runtime.opaque)
+            self._beside = resources.runtime.beside(run)  # it waits for the bus, what follows computes
         if self._search is not None and self._mass is not None and max_coded_keys:
             given = self._search, own, ids, places, scratch, self.scoring
             self.rest = self._mass.run(*given, resources.runtime.opaque)
@@ -254,8 +262,11 @@ class HostRows:
         """Record: wait for the call. What the host found, or the device in its place, and what the device found beside
         the host, out (batch * q_heads, value_dim) and lse (batch * q_heads,).
         """
+        runtime = self._resources.runtime
+        if self._reached is not None and self.reads is not Reads.HOST:
+            runtime.after(self._beside)
         if begun is not None:
-            self._resources.runtime.join(begun)
+            runtime.join(begun)
         if self._reached is None or self.reads is Reads.HOST:
             return self.part, None
         return (self._reached.part, None) if begun is None else (self.part, self._reached.found)

@@ -1,7 +1,8 @@
 """Of a captured layer's host rows, what the device reads itself: keys that its codes named, over the bus.
 
-Off so far: `NAMED_READER` says who reads. The host then has only the keys that have no codes yet, and none at all in a
-step in which no row has any: that step is recorded without a host call.
+`NAMED_READER` says who reads. The host then has only the keys that have no codes yet. Where the device reads for all
+rows and none has such keys, the step is recorded without a host call; of two parts both call it, or rows that spill
+would need another graph.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
 from retrieval_attn.gpu.decode.kernels import HostPart
 from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
 
-NAMED_READER: Literal["host", "device"] = "host"
-"""Who reads the keys that codes name, where estimates are on. "device" is an experiment, not measured on a card yet."""
+NAMED_READER: Literal["host", "half", "device"] = "host"
+"""Who reads the keys that codes name, where estimates are on: the host, the device, or either for half of the rows.
+
+"half": of a batch in two parts the host has the first; meanwhile the device searches and reads for the second.
+"""
 
 
 class Reads(enum.IntEnum):
@@ -41,9 +45,9 @@ class Reads(enum.IntEnum):
     """The device, all of it: there is no host call."""
 
 
-def device_reads(layer: RetrievalLayer) -> bool:
-    """Whether a device is to read what it names of such a layer, where it can."""
-    return NAMED_READER == "device" and layer.config.estimates
+def device_reads(layer: RetrievalLayer, first: int = 0) -> bool:
+    """Whether a device is to read what it names of such a layer, where it can. first: row of a part of the batch."""
+    return (NAMED_READER == "device" or (NAMED_READER == "half" and first > 0)) and layer.config.estimates
 
 
 class ReachedRows:

@@ -93,6 +93,16 @@ class CudaRuntime:
     def join(self, begun: Any) -> None:
         (self._calls or self.exchange).join(begun)
 
+    def beside(self, record: Callable[[], None]) -> object:
+        # memory of the side stream is taken again only behind the next of these waits: when nobody looks at it any more
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            record()
+        return self._side.record_event()
+
+    def after(self, begun: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(begun)
+
     def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
@@ -156,7 +166,7 @@ class CudaRuntime:
         A pool whose last graph is gone is dead: PyTorch refuses its handle with a failed assertion. This graph keeps
         the pool while decoders come and go.
         """
-        self._main = torch.cuda.Stream(self._device)
+        self._main, self._side = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._main):
             scratch, keeper = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()

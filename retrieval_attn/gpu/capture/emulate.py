@@ -95,6 +95,13 @@ class EmulatedRuntime:
         self._do(begun.wait)
         begun.call.results.device.copy_(begun.call.results.host)
 
+    def beside(self, record: Callable[[], None]) -> object:
+        record()
+        return None
+
+    def after(self, begun: Any) -> None:
+        """It was done at once."""
+
     def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
         def action() -> None:
             with _disable_current_modes(), torch.no_grad():

@@ -26,6 +26,12 @@ class Runtime(Protocol):
     def join(self, begun: Any) -> None:
         """What follows waits for the call and sees its results."""
 
+    def beside(self, record: Callable[[], None]) -> object:
+        """Record work that runs beside what follows. Returns what `after` takes; nothing else may look at it before."""
+
+    def after(self, begun: Any) -> None:
+        """What follows waits for work that `beside` began."""
+
     def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run, and at every replay, a function that looks up in memory what it works on."""
 

@@ -33,8 +33,8 @@ TABLE_WORDS = 2
 MIN_CLUSTERS = 16
 MEAN_DTYPE = torch.bfloat16
 """Of mean values on a device: half the bytes, and rounded less than the mean is off."""
-PROGRAMS = 528
-"""Programs that sum exponentials, of all heads together: four for each multiprocessor of an H100."""
+PROGRAMS = 1056
+"""Programs that sum exponentials, of all heads together: eight for each multiprocessor of an H100."""
 GROUP = 8
 """Queries of a head that a program serves at most."""
 MOST_VARIANCE = 2.0

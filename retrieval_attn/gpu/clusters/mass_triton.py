@@ -26,6 +26,7 @@ TILE = BLOCK_KEYS
 """Keys that a program looks at at a time: scores are written so far behind the last key, and need no mask."""
 FEW_CLUSTERS = 64
 """Up to which the lower digit of a cluster has 16 values, and 32 above: least numbers to make for a key."""
+MASS_WARPS = 4
 MOST_LOGIT = 60.0
 """Above the least score that was named: no exponential overflows, whatever was named."""
 TERMS = 4
@@ -221,7 +222,7 @@ def estimate(
         scratch.scores, terms, search.table, mass.table, sums,
         turn.first_entry, turn.members, scratch.max_keys, softcap,
         CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_LOGIT=MOST_LOGIT, LOG2_E=LOG2_E,
-        H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
+        H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=MASS_WARPS,
     )  # fmt: skip
     columns = min(64, triton.next_power_of_2(mass.value_dim))
     _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](

@@ -21,6 +21,7 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
 from retrieval_attn.gpu.codes.table import TableWriter
+from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
@@ -128,7 +129,8 @@ class CodeSearch:
 
     planes (queries, 4, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
     units (queries,) float32: what a score of 1 counts that kernels left in `Scratch`, see `code_scores`.
-    block: queries that a program scores at a time.
+    block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
+    entries have codes of their own.
     """
 
     def __init__(
@@ -150,6 +152,10 @@ class CodeSearch:
         width = max(MIN_WIDTH, _power(shape.num_8bit + shape.num_4bit // 2))
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
+        self.tiles: QueryTiles | None = None
+        if batch > 1:
+            widths = (self.block,) if width > WIDE_KEY or self.block == BLOCK else (self.block, BLOCK)
+            self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, widths, device)
         self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
         # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
         # kernels are compiled for
@@ -169,6 +175,11 @@ class CodeSearch:
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
         self._writer.write(rows)
+        if self.tiles is not None:
+            same: dict[tuple[int, ...], list[int]] = {}
+            for number, row in enumerate(rows):
+                same.setdefault(tuple(row), []).append(number)
+            self.tiles.write([group for row, group in same.items() if row[2]])
 
     def forget(self) -> None:
         """Let the codes go; `bind` names others before the next `run`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -21,6 +22,8 @@ BLOCK_KEYS = 128
 """Keys that a program scores at a time."""
 PROGRAMS = 1056
 """Programs that score keys, of all heads together: eight for each multiprocessor of an H100."""
+WIDE_TILE, WIDE_WARPS = 32, 8
+"""Queries of a tile from which on a program has more warps: four would hold 194 registers a thread."""
 MAX_ROUNDS = 24
 """Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
 FINE = 254
@@ -82,36 +85,27 @@ def _halves(codes, keep, FAST: tl.constexpr):
     return codes & keep, (codes >> 4) & 15
 
 
-@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
-def _score_kernel(
-    planes, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
-    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+@triton.jit
+def _score_keys(
+    codes, length, first, step, planes, factors, query, column_query, row, here, scores, best, max_keys,
+    NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
     GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """scores of all codes of an entry for `count` of its `members` queries, and the best of every GROUP of them.
+    """Scores of N codes from `first` on, and so on by `step`, for G queries, and the best of every GROUP of them.
 
-    A program has G of the queries: how many there are is no matter of the compiled code.
+    query, row (G,): their numbers, and rows of scores and best; column_query (2 * G,): query twice; here: which count.
     """
-    program, programs = tl.program_id(1), tl.num_programs(1)
-    entry, block = first_entry + tl.program_id(0), tl.program_id(2) * G
-    words = table + entry.to(tl.int64) * WORDS
-    length = tl.load(words + 2)
-    codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
-    # the two planes of a head's queries are columns of one product: codes are loaded once, for the whole group
-    k, column, member = tl.arange(0, K), tl.arange(0, 2 * G), tl.arange(0, G)
-    query = entry.to(tl.int64) * members + first_member + block + column % G
-    own = planes + query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
-    lower_planes = tl.load(own, mask=(block + column % G < count)[None, :], other=0)
-    upper_planes = tl.load(own + 2 * K, mask=(block + column % G < count)[None, :], other=0)
+    # the two planes of the queries are columns of one product: codes are loaded once, for all of them
+    k, column = tl.arange(0, K), tl.arange(0, 2 * G)
+    own = planes + column_query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
+    lower_planes = tl.load(own, mask=(column_query >= 0)[None, :], other=0)
+    upper_planes = tl.load(own + 2 * K, mask=(column_query >= 0)[None, :], other=0)
     # of 8-bit numbers the upper halves come along, too: they meet planes of zeros
     keep = tl.where(k < NUM_8BIT, -1, 15).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
     plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, :, None]
-    in_group = block + member < count
-    query = entry.to(tl.int64) * members + first_member + block + member
-    factor = tl.load(factors + query, mask=in_group, other=1.0)
-    query = tl.program_id(0).to(tl.int64) * count + block + member  # scratch has rows for the queries of this turn
+    factor = tl.load(factors + query, mask=here, other=1.0)
     # the grid is captured, the length is not: so many programs share whatever keys there are now
-    for start in range(program * N, length, programs * N):
+    for start in range(first, length, step):
         key = start + tl.arange(0, N)
         inside = key < length
         at = codes + key.to(tl.int64)[:, None] * BYTES + k[None, :]
@@ -122,12 +116,63 @@ def _score_kernel(
         total = tl.sum(tl.reshape(products, (N, 2, G)) * plane, axis=1).to(tl.float32) * factor[None, :]
         # what lies behind the last key is written as well: its group's best is then right, and scratch has room
         total = tl.where(inside[:, None], total, -float("inf"))
-        tl.store(scores + query[None, :] * max_keys + key.to(tl.int64)[:, None], total, mask=in_group[None, :])
+        tl.store(scores + row[None, :] * max_keys + key.to(tl.int64)[:, None], total, mask=here[None, :])
         highest = tl.max(tl.reshape(total, (N // GROUP, GROUP, G)), axis=1)
         some = start // GROUP + tl.arange(0, N // GROUP)
-        tl.store(
-            best + query[None, :] * (max_keys // GROUP) + some.to(tl.int64)[:, None], highest, mask=in_group[None, :]
-        )
+        tl.store(best + row[None, :] * (max_keys // GROUP) + some.to(tl.int64)[:, None], highest, mask=here[None, :])
+
+
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
+def _score_kernel(
+    planes, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
+    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Scores of all codes of an entry for `count` of its `members` queries, see `_score_keys`.
+
+    A program has G of the queries: how many there are is no matter of the compiled code.
+    """
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    entry, block = first_entry + tl.program_id(0), tl.program_id(2) * G
+    words = table + entry.to(tl.int64) * WORDS
+    length = tl.load(words + 2)
+    codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
+    own = entry.to(tl.int64) * members + first_member
+    member, column = block + tl.arange(0, G), block + tl.arange(0, 2 * G) % G
+    column_query = tl.where(column < count, own + column, -1)
+    row = tl.program_id(0).to(tl.int64) * count + member  # scratch has rows for the queries of this turn
+    _score_keys(
+        codes, length, program * N, programs * N, planes, factors, own + member, column_query, row, member < count,
+        scores, best, max_keys,
+        NUM_8BIT, BYTES, K, N, G, GROUP, FINE, FAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["members"])
+def _score_tiles_kernel(
+    planes, factors, table, tiles, scores, best, members, max_keys,
+    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Scores of all codes of a tile's entry for the tile's queries, see `_score_keys`; row i of scratch is query i's.
+
+    The grid is captured, the number of tiles is not: so many programs share whatever tiles there are now.
+    """
+    count = tl.maximum(tl.load(tiles).to(tl.int32), 1)
+    parts = tl.num_programs(0) // count
+    tile, part = tl.program_id(0) % count, tl.program_id(0) // count
+    own = tiles + (1 + tile) * G
+    query, column_query = tl.load(own + tl.arange(0, G)), tl.load(own + tl.arange(0, 2 * G) % G)
+    entry = tl.load(own) // members  # no tiles: -1 // members, which is not used
+    is_used = (part < parts) & (tl.load(own) >= 0)
+    words = table + tl.where(is_used, entry, 0) * WORDS
+    length = tl.where(is_used, tl.load(words + 2), 0)
+    codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
+    _score_keys(
+        codes, length, part * N, parts * N, planes, factors, query, column_query, query, query >= 0,
+        scores, best, max_keys,
+        NUM_8BIT, BYTES, K, N, G, GROUP, FINE, FAST,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -223,15 +268,7 @@ def search(
         R=triton.next_power_of_2(rank), FINE=FINE, num_warps=min(32, max(8, matrix // 2048)),
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
-        blocks = triton.cdiv(turn.members, search.block)
-        programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
-        _score_kernel[(turn.entries, programs, blocks)](
-            search.planes, search.factors, search.table, scratch.scores, scratch.best,
-            members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
-            WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, BYTES=shape.num_8bit + shape.num_4bit // 2, K=width,
-            N=BLOCK_KEYS, G=search.block, GROUP=group, FINE=FINE, FAST=not INTERPRETED,
-            num_warps=4, num_stages=max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))),
-        )  # fmt: skip
+        _score(search, scratch, turn, members)
         _pick_kernel[(turn.entries * turn.members,)](
             search.table, scratch.scores, scratch.least, scratch.best, scratch.groups, scratch.hits,
             scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
@@ -242,6 +279,32 @@ def search(
         )  # fmt: skip
         if after is not None:
             after(scratch, turn)
+
+
+def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> None:
+    """Score all codes for the queries of a turn: tile by tile where the turn has all that there are."""
+    shape, width = search.shape, search.planes.shape[2]
+    options: dict[str, Any] = {
+        "WORDS": TABLE_WORDS, "NUM_8BIT": shape.num_8bit, "BYTES": shape.num_8bit + shape.num_4bit // 2, "K": width,
+        "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "FAST": not INTERPRETED, "num_warps": 4,
+        "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))),
+    }  # fmt: skip
+    queries = search.planes, search.factors, search.table
+    if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):
+        for tiles in search.tiles.tables:
+            most = len(tiles) - 1
+            programs = max(most, min(PROGRAMS, most * scratch.max_keys // BLOCK_KEYS))
+            _score_tiles_kernel[(programs,)](
+                *queries, tiles, scratch.scores, scratch.best, members, scratch.max_keys, G=tiles.shape[1],
+                **{**options, "num_warps": WIDE_WARPS if tiles.shape[1] >= WIDE_TILE else 4},
+            )  # fmt: skip
+        return
+    blocks = triton.cdiv(turn.members, search.block)
+    programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
+    _score_kernel[(turn.entries, programs, blocks)](
+        *queries, scratch.scores, scratch.best,
+        members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, G=search.block, **options,
+    )  # fmt: skip
 
 
 def _warps(numbers: int) -> int:

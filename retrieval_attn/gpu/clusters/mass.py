@@ -7,7 +7,7 @@ summed per cluster, and a cluster's mean value stands for the values of its keys
 
 What codes lack of q . k is spread about 0, so that the mean of the exponential is larger by half its variance, of its
 logarithm. Three kernels (`mass_triton.py`), which a step records: they run while the device would wait for the host.
-Masses are sums of two bfloat16 numbers per key, good to 2^-16, added in float32 and in one order.
+Masses are sums of one float16 number per key, rounded to 2^-11 of itself, added in float32 and in one order.
 
 Where Triton does not run, plain PyTorch does the same from the codes: what the kernels are tested against.
 """

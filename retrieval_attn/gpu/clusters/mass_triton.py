@@ -27,8 +27,11 @@ TILE = BLOCK_KEYS
 FEW_CLUSTERS = 64
 """Up to which the lower digit of a cluster has 16 values, and 32 above: least numbers to make for a key."""
 MASS_WARPS = 4
-MOST_LOGIT = 60.0
-"""Above the least score that was named: no exponential overflows, whatever was named."""
+MOST_POWER, SHIFT = 15.0, 10.0
+"""Of 2, what a float16 weight is at most, and one like that of the least score that was named: no weight overflows,
+whatever was named, and one that is 2^24 times smaller keeps all of its bits. A key that was not named scores no more
+than those.
+"""
 TERMS = 4
 """Numbers of a query that `_prepare_kernel` leaves."""
 UNSEEN_ROWS = 16
@@ -92,22 +95,21 @@ def _prepare_kernel(
 
 @triton.jit
 def _one_hot(number, own, FAST: tl.constexpr):
-    """2^-7 where number is own, both float16, else 0: bfloat16, or float32 where not FAST."""
+    """1 where number is own, both float16, else 0: float16, or float32 where not FAST."""
     if FAST:
-        # two comparisons at once; the bits of a float16 1 are a bfloat16 2^-7
         return tl.inline_asm_elementwise(
-            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [number, own], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [number, own], dtype=tl.float16, is_pure=True, pack=2
+        )  # two comparisons at once
     else:
-        return tl.where(number == own, 0.0078125, 0.0)
+        return tl.where(number == own, 1.0, 0.0)
 
 
 @triton.jit
 def _kept(values, keep, FAST: tl.constexpr):
-    """values where keep, int16, is -1, 0 where it is 0: bfloat16, or float32 where not FAST."""
+    """values where keep, int16, is -1, 0 where it is 0: float16, or float32 where not FAST."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "and.b32 $0, $1, $2;", "=r,r,r", [values, keep], dtype=tl.bfloat16, is_pure=True, pack=2
+            "and.b32 $0, $1, $2;", "=r,r,r", [values, keep], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         return tl.where(keep != 0, values, 0.0)
@@ -116,8 +118,8 @@ def _kept(values, keep, FAST: tl.constexpr):
 @triton.jit(do_not_specialize=["first_entry", "count"])
 def _mass_kernel(
     scores, terms, code_table, table, sums, first_entry, count, max_keys, softcap,
-    CODE_WORDS: tl.constexpr, WORDS: tl.constexpr, TERMS: tl.constexpr, MOST_LOGIT: tl.constexpr, LOG2_E: tl.constexpr,
-    H: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, FAST: tl.constexpr,
+    CODE_WORDS: tl.constexpr, WORDS: tl.constexpr, TERMS: tl.constexpr, MOST_POWER: tl.constexpr, SHIFT: tl.constexpr,
+    LOG2_E: tl.constexpr, H: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """sums[i, program] (H * L,): the exponentials of every programs-th N keys of an entry, of G of its `count` queries.
 
@@ -133,37 +135,32 @@ def _mass_kernel(
     here = tl.program_id(0).to(tl.int64) * count + tl.minimum(member, count - 1)
     unit, base = tl.load(terms + here * TERMS)[:, None], tl.load(terms + here * TERMS + 1)[:, None]
     lacking, start = tl.load(terms + here * TERMS + 2)[:, None], tl.load(terms + here * TERMS + 3)[:, None]
+    slope_2, base_2 = unit * LOG2_E, (base + lacking - start) * LOG2_E + SHIFT
     upper, lower = tl.arange(0, H).to(tl.int16), tl.arange(0, L).to(tl.float16)
     rows = scores + here[:, None] * max_keys
-    total = tl.zeros((H * 2 * G, L), tl.float32)
+    total = tl.zeros((H * G, L), tl.float32)
     # the grid is captured, the length is not: so many programs share whatever keys there are now
     for first in range(program * N, length, programs * N):
         key = first + tl.arange(0, N)
         own = tl.load(clusters + key, mask=key < length, other=0).to(tl.int16)
         score = tl.load(rows + key[None, :])
-        logit = score * unit + base
         if softcap > 0:
-            bent = _tanh(logit / softcap)
+            bent = _tanh((score * unit + base) / softcap)
             slope = 1 - bent * bent
             logit = softcap * bent + lacking * slope * (slope - 2 * bent / softcap)
-            logit = tl.where(score > -float("inf"), logit, score)
+            power = tl.where(score > -float("inf"), (logit - start) * LOG2_E + SHIFT, score)
         else:
-            logit += lacking
-        weight = tl.exp2(tl.minimum((logit - start) * LOG2_E, MOST_LOGIT))
-        high = weight.to(tl.bfloat16)
-        low = (weight - high.to(tl.float32)).to(tl.bfloat16)
-        both = tl.permute(tl.join(high, low), (0, 2, 1))  # (G, 2, N)
-        if not FAST:  # the interpreter multiplies no bfloat16
-            both = both.to(tl.float32)
+            power = score * slope_2 + base_2
+        weight = tl.exp2(tl.minimum(power, MOST_POWER)).to(tl.float16)
+        if not FAST:  # the interpreter multiplies no float16
+            weight = weight.to(tl.float32)
         if H > 1:
             keep = tl.where((own // L)[None, :] == upper[:, None], -1, 0).to(tl.int16)
-            both = _kept(both[None], keep[:, None, None, :], FAST)
-        one_hot = _one_hot(lower[None, :], (own % L).to(tl.float16)[:, None], FAST)
-        total = tl.dot(tl.reshape(both, (H * 2 * G, N)), one_hot, total)
-    masses = tl.sum(tl.reshape(total, (H, G, 2, L)), axis=2) * 128
+            weight = tl.reshape(_kept(weight[None], keep[:, None, :], FAST), (H * G, N))
+        total = tl.dot(weight, _one_hot(lower[None, :], (own % L).to(tl.float16)[:, None], FAST), total)
     at = sums + ((here * programs + program) * (H * L))[None, :, None]
     at += tl.arange(0, H)[:, None, None] * L + tl.arange(0, L)[None, None, :]
-    tl.store(at, masses, mask=in_group[None, :, None])
+    tl.store(at, tl.reshape(total * tl.exp2(-SHIFT), (H, G, L)), mask=in_group[None, :, None])
 
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "programs"])
@@ -221,7 +218,7 @@ def estimate(
     _mass_kernel[(turn.entries, programs, blocks)](
         scratch.scores, terms, search.table, mass.table, sums,
         turn.first_entry, turn.members, scratch.max_keys, softcap,
-        CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_LOGIT=MOST_LOGIT, LOG2_E=LOG2_E,
+        CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_POWER=MOST_POWER, SHIFT=SHIFT, LOG2_E=LOG2_E,
         H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=MASS_WARPS,
     )  # fmt: skip
     columns = min(64, triton.next_power_of_2(mass.value_dim))

@@ -121,36 +121,31 @@ def sent(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def brought(tensor: Tensor) -> np.ndarray:
-    """A copy on the host of what a tensor, of a dtype that NumPy knows, has when the current stream's work is done.
-
-    The calling thread waits beside the driver: within it, in a copy to ordinary memory, it would hold up threads that
-    launch, until all that they launched is done.
-    """
-    if tensor.device.type != "cuda" or not tensor.nbytes:
-        return np.array(tensor.detach().cpu().numpy(), copy=True)
-    here, stream = torch.cuda.current_stream(tensor.device), _bringing_stream(tensor.device)
-    stream.wait_stream(here)
-    with torch.cuda.stream(stream), torch.no_grad():
-        held = pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        held.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)
-        done = torch.cuda.Event(blocking=True)
-        done.record(stream)
-    done.synchronize()
-    return held.numpy().copy()
+    """A copy on the host of what a tensor, of a dtype that NumPy knows, has when the current stream's work is done."""
+    [there] = brought_together([tensor.detach()])
+    return there.numpy().copy()  # page-locked memory is for copies under way
 
 
 def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each on the CPU, once the current stream has got there, with one wait for all. One that is there is itself."""
-    cuda = next((one.device for one in tensors if one.is_cuda), None)
-    if cuda is None:
+    """Each on the CPU, once the current stream has got there: one wait for all. One that is there is itself.
+
+    The calling thread waits beside the driver: within it, in a copy to ordinary memory, it would hold up threads that
+    launch, until all that they launched is done. What is launched meanwhile does not wait for the copies.
+    """
+    device = next((one.device for one in tensors if one.is_cuda), None)
+    if device is None:
         return [one.cpu() for one in tensors]
-    into = [pinned(one.nbytes).view(one.dtype).view(one.shape) for one in tensors]
-    for one, held in zip(tensors, into, strict=True):
-        held.copy_(one, non_blocking=True)
-    done = torch.cuda.Event(blocking=True)
-    done.record(torch.cuda.current_stream(cuda))
-    done.synchronize()  # beside the driver, see `brought`
+    stream = _bringing_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), torch.no_grad():
+        into = [pinned(one.nbytes).view(one.dtype).view(one.shape) if one.is_cuda else one for one in tensors]
+        for one, held in zip(tensors, into, strict=True):
+            if one.is_cuda:
+                held.copy_(one, non_blocking=True)
+                one.record_stream(stream)
+        done = torch.cuda.Event(blocking=True)
+        done.record(stream)
+    done.synchronize()
     return into
 
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch import packed
 from retrieval_attn.batch.gate import ReadCancelled
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.rows import step
 from retrieval_attn.batch.short_read import SHORT_TOKENS, PackedRead, ShortRead, packable
+from retrieval_attn.cache import read_together
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn.offload import copy as kv_copy
+from retrieval_attn.offload import transfer
+from retrieval_attn.offload import work as host_work
+from retrieval_attn.offload.staging import Staging
+from retrieval_attn.offload.threads import ThreadPool
+from retrieval_attn.offload.traffic import Traffic
 from tests.test_hybrid import new_model
 from tests.test_rows import BASE, Pair, steps
 from tests.tiny_models import CONFIGS, build_model, random_ids
@@ -137,27 +147,101 @@ def test_questions_over_one_text_attend_to_it_together(
         assert float((logits - want).abs().max() / want.abs().max()) < 1e-5
         pairs.append(Pair(model, cache))
         pairs[-1].alone, pairs[-1].tolerance = other, 1e-3 if host_dtype == "int8" else pairs[-1].tolerance
-        assert all(layer.past is None for layer in cache.layers if isinstance(layer, RetrievalLayer))
     steps(model, pairs, 4)
 
 
-def test_a_row_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["at once", "in threads"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How new keys go to the host: "in threads" is what happens beside a GPU, on any device."""
+    if request.param == "in threads":
+        monkeypatch.setattr(host_work, "overlaps", lambda device: True)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("at", ["hold", "host_work", "_append", "take_pass", "extend_index"])
+def test_a_row_fails_by_itself(at: str, copies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it attends, when its keys are to go to the host, while they are copied, behind that, while indexed.
+
+    In threads an index that fails is told at the end of the read: then each is read alone.
+    """
     model = build_model("llama")
     loop = loop_of(model)
     caches = [begun(loop, 60, seed) for seed in range(3)]
     others = [begun(loop, 60, seed) for seed in range(3)]
     layer: Any = caches[1].layers[1]
+    owner = {"host_work": layer.held, "take_pass": layer.held, "extend_index": layer.hosts[0]}.get(at, layer)
+    broken_host, append = layer.hosts[0], kv_copy._append
 
     def broken(*given: Any, **options: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(layer, "_attend", broken)
+    def append_to(host: Any, *given: Any) -> None:
+        (broken if host is broken_host else append)(host, *given)
+
+    if at == "_append":
+        monkeypatch.setattr(kv_copy, "_append", append_to)
+    else:
+        monkeypatch.setattr(owner, at, broken)
     pack, reads = begin(loop, caches, [ids(20, seed) for seed in range(3)])
     finish(pack)
-    with pytest.raises(MemoryError, match="no room"):
-        reads[1].result()
+    for read in reads:
+        if read.alone is not None:
+            assert copies == "in threads" and at in ("_append", "extend_index")
+            read.alone.go(1000)
+    with pytest.raises((MemoryError, ra.MemoryPlanError), match="no room"):
+        reads[1].result(WAIT)
     for number in (0, 2):
-        assert torch.allclose(reads[number].result().logits[0], alone(loop, others[number], ids(20, number)), atol=1e-5)
+        wanted = alone(loop, others[number], ids(20, number))
+        assert torch.allclose(reads[number].result(WAIT).logits[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_rows_go_to_the_host_together(device: str, copies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's new tokens of five rows over two texts: one copy, two pieces of host work, three calls of attention.
+
+    Each row's own would be five of each, and each row would wait for the copy of the one before.
+    """
+    model = build_model("llama").to(device)
+    loop = loop_of(model)
+    texts = [begun(loop, tokens, seed) for seed, tokens in enumerate((700, 300))]
+    for text in texts:
+        seal(text)
+    caches, others = ([texts[number].fork() for number in (0, 1, 0, 0, 1)] for _ in range(2))
+    news = [ids(count, 50 + count) for count in (20, 17, 30, 32, 24)]
+    wanted = [alone(loop, other, new) for other, new in zip(others, news, strict=True)]
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            many = len(given[2]) if name == "_submit_all" else 1
+            counts[what] += many
+            if name == "_submit_all" and given[0]._name in ("retrieval_attn-upload", "retrieval_attn-gather"):
+                counts["uploads"] += many  # keys that come back to a GPU
+            return real(*given, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Staging, "_send", "copies")
+    count(transfer, "brought_together", "copies")
+    count(ThreadPool, "_submit_all", "host works")
+    count(Traffic, "make_room", "waits")
+    count(Past, "_attend_paths", "attention")
+    count(read_together, "attend", "attention")
+    found = together(loop, caches, news)
+    each = {"copies": 1, "waits": 1, "attention": 3} | ({"host works": 2} if copies == "in threads" else {})
+    if device == "cuda":
+        each["host works"] = 2
+        counts["host works"] -= counts.pop("uploads", 0)
+    assert counts == {what: number * len(caches[0].layers) for what, number in each.items()}
+    for logits, want, cache, other in zip(found, wanted, caches, others, strict=True):
+        assert float((logits - want).abs().max() / want.abs().max()) < (1e-5 if device == "cpu" else 1e-4)
+        layers: Any = zip(cache.layers, other.layers, strict=True)
+        for mine, alike in layers:
+            host, same = mine.hosts[0], alike.hosts[0]
+            for left, right in zip(host.read(0, len(host)), same.read(0, len(same)), strict=True):
+                assert np.allclose(left, right, atol=1e-4)
 
 
 def test_what_fails_as_a_whole_is_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,14 +359,14 @@ def test_all_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = [begun(loop, 100, seed) for seed in range(2)]
     pack, reads = begin(loop, caches, [ids(20, seed) for seed in range(2)])
     entered, released = threading.Event(), threading.Event()
-    real = RetrievalLayer.attend
+    real = packed.read_together
 
     def held(*given: Any, **options: Any) -> Any:
         entered.set()
         assert released.wait(WAIT)
         return real(*given, **options)
 
-    monkeypatch.setattr(RetrievalLayer, "attend", held)
+    monkeypatch.setattr(packed, "read_together", held)
     pack.go(100)
     assert entered.wait(WAIT)
     ends = [threading.Thread(target=read.cancel) for read in reads]

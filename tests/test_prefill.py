@@ -278,7 +278,7 @@ def test_a_cache_that_is_gone_leaves_no_keys(threaded: None) -> None:
 def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """While layer 0 is being indexed, layer 1's queries and lists are already on the host: they would pile up."""
     pool = ThreadPool(1, "retrieval_attn-layer")
-    monkeypatch.setattr(host_work, "_layers", lambda: pool)
+    monkeypatch.setattr(host_work, "layers", lambda: pool)
     release = threading.Event()
     around_each_build(monkeypatch, lambda: release.wait(20))
     try:

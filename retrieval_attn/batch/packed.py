@@ -18,9 +18,10 @@ from retrieval_attn.batch.gate import ReadCancelled
 from retrieval_attn.batch.rows import RowsCache, RowsLayer
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
-from retrieval_attn.cache.past import Past, attend_together
-from retrieval_attn.cache.retrieval import RetrievalLayer, begin_past
+from retrieval_attn.cache.read_together import Lanes, NewTokens, RowRead, read_together
+from retrieval_attn.cache.retrieval import RetrievalLayer, reads_plainly
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.model.hooks import KVView, MaskSpec
 
 __all__ = ["PackedCache"]
@@ -39,6 +40,7 @@ class PackedCache(RowsCache):
         (`leave_out`). Raises UnsupportedModelError, the layer named.
         """
         self.on_cell = on_cell
+        self.lanes = Lanes()
         self.spans = [slice(*span) for span in pairwise(accumulate(lengths, initial=0))]
         starts = [cache.get_seq_length() for cache in caches]
         self.places = [range(start, start + count) for start, count in zip(starts, lengths, strict=True)]
@@ -62,7 +64,7 @@ class PackedCache(RowsCache):
 
 
 class PackedLayer(RowsLayer):
-    """One layer of all rows: takes what is new, attends row by row."""
+    """One layer of all rows: takes what is new; full-attention layers read it together, others row by row."""
 
     packs = True
     _rows: PackedCache
@@ -92,35 +94,24 @@ class PackedLayer(RowsLayer):
             self._rows.on_cell()
         key, value = self._take_pending(module)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
-        try:
-            self._attend_to_pasts(query, value.shape[3], scale, softcap)
-            for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):
-                if row in self._rows.errors:
-                    continue
-                try:
-                    layer.update(key[:, :, span], value[:, :, span])
-                    own = self._rows.spec_of(row, layer.columns, spec)
-                    out[:, :, span] = layer.attend(
-                        module, query[:, :, span], own, scale=scale, softcap=softcap, sink_logits=sink_logits
-                    )
-                except Exception as error:
-                    self._rows.fail(row, error)
-        finally:
-            for layer in self._layers:
-                if isinstance(layer, RetrievalLayer):
-                    layer.past = None  # it was for this query
-        return out
-
-    def _attend_to_pasts(self, query: Tensor, value_dim: int, scale: float, softcap: float | None) -> None:
-        """Questions over one text attend to it together, before each attends to itself."""
-        asked: list[tuple[Past, Tensor]] = []
+        together: list[RowRead] = []
         for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):
-            if row not in self._rows.errors and isinstance(layer, RetrievalLayer):
-                try:
-                    past = begin_past(layer, self._rows.new_tokens(row))
-                except Exception as error:
-                    self._rows.fail(row, error)
-                    continue
-                if past is not None:
-                    asked.append((past, query[:, :, span]))
-        attend_together([past for past, _ in asked], [own for _, own in asked], value_dim, scale, softcap)
+            if row in self._rows.errors:
+                continue
+            own = self._rows.spec_of(row, layer.columns, spec)
+            if isinstance(layer, RetrievalLayer) and reads_plainly(layer, self._rows.new_tokens(row)):
+                together.append(RowRead(row, layer, own, span))
+                continue
+            try:
+                layer.update(key[:, :, span], value[:, :, span])
+                out[:, :, span] = layer.attend(
+                    module, query[:, :, span], own, scale=scale, softcap=softcap, sink_logits=sink_logits
+                )
+            except Exception as error:
+                self._rows.fail(row, error)
+        if together:
+            new, scoring = NewTokens(query, key, value), Scoring(scale, softcap)
+            errors = read_together(together, module, new, scoring, sink_logits, self._rows.lanes, out)
+            for row, problem in errors.items():
+                self._rows.fail(row, problem)
+        return out

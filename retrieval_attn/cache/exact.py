@@ -23,8 +23,8 @@ class ExactPass:
         self.total = total
         self.filled = 0
         self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
+        self.past = past
         self._new: tuple[Tensor, Tensor] | None = None
-        self._past = past
 
     @property
     def new(self) -> tuple[Tensor, Tensor]:
@@ -37,20 +37,25 @@ class ExactPass:
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
     ) -> Partial:
         """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
+        start = self.filled
+        self.take(key, value, valid)
+        return self.answer(query, start, scale, softcap)
+
+    def take(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Store one chunk; see `step`."""
         batch, count = key.shape[0], key.shape[2]
         start = self.filled
         self._store(key, value, start)
         self.valid = join(self.valid, start, valid, count, batch)
         self.filled += count
-        return self.answer(query, start, scale, softcap)
 
     def answer(self, query: Tensor, start: int, scale: float, softcap: float | None) -> Partial:
         """What the newest chunk's queries see; the chunk began at token `start` of the pass and is stored."""
         key, value = (tensor[:, :, : self.filled] for tensor in self.new)
         own = self._own(query, key, value, start, scale, softcap)
-        if self._past.empty:
+        if self.past.empty:
             return own
-        past = self._past.attend(query, value.shape[3], scale, softcap, last=self.filled == self.total)
+        past = self.past.attend(query, value.shape[3], scale, softcap, last=self.filled == self.total)
         if self.valid is not None:  # a query that is no token sees nothing
             here = self.valid[:, None, start : self.filled].to(query.device)
             past = Partial(past.out.where(here[..., None], 0.0), past.lse.where(here, -torch.inf))
@@ -86,7 +91,7 @@ class ExactPass:
 
     def _of(self, row: int, which: int) -> Tensor:
         new = self.new_of(row, which)
-        past = self._past.rows_of(row, which)
+        past = self.past.rows_of(row, which)
         return new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
 
     def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:

@@ -117,9 +117,11 @@ class HeldTokens:
                 work.copy_now()
                 self.host_columns = self.columns
 
-    def host_work(self, key: Tensor, value: Tensor, valid: Tensor | None) -> HostWork:
+    def host_work(
+        self, key: Tensor, value: Tensor, valid: Tensor | None, make: Callable[..., HostWork] = HostWork
+    ) -> HostWork:
         """New columns (batch, kv_heads, new, dim) that are to go to each row's path; shared paths split first."""
-        work = HostWork(self._number, self.fmt, self._config.threads, self._stats, (key, value))
+        work = make(self._number, self.fmt, self._config.threads, self._stats, (key, value))
         for row, host in enumerate(self._batch.writable(self._number)):
             if len(host) == 0:
                 # address space only; memory is taken as tokens come

@@ -44,7 +44,6 @@ class Past:
         self._exact = batch.exact if batch.exact is not None and batch.exact.tokens else None
         turned = batch.forgotten.tokens > 0 and sinks[0].shape[2] > 0
         self._sinks = (sinks[0].clone(), sinks[1].clone()) if turned else None
-        self._answer: Partial | None = None
 
     @property
     def empty(self) -> bool:
@@ -56,8 +55,6 @@ class Past:
 
         last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
         """
-        if self._answer is not None:
-            return self._answer
         parts = []
         if self._sinks is not None:
             parts.append(attend(query, *self._sinks, scale=scale, softcap=softcap))
@@ -111,21 +108,34 @@ class Past:
 
 def attend_together(
     pasts: Items[Past], queries: Items[Tensor], value_dim: int, scale: float, softcap: float | None
-) -> None:
-    """Each of queries (1, q_heads, new, head_dim) over its past, which then knows the answer to it, and to no other.
+) -> Partial:
+    """Each of queries (1, q_heads, new, head_dim) over its past; the answers one behind another.
 
     The keys of pasts that are alike visit the device once, and all queries over them attend to them in one call that
     needs no mask (Juravsky et al. 2024, "Hydragen", section 3.2: inter-sequence batching).
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, past in enumerate(pasts):
-        if not past.empty:
-            groups.setdefault(past.likeness, []).append(number)
+        groups.setdefault(past.likeness, []).append(number)
+    found: list[tuple[list[int], Partial]] = []
     for members in groups.values():
-        if len(members) == 1:
-            continue
-        asked = [queries[number] for number in members]
-        found = pasts[members[0]].attend(torch.cat(asked, dim=2), value_dim, scale, softcap, last=True)
-        counts = [one.shape[2] for one in asked]
-        for number, out, lse in zip(members, found.out.split(counts, 2), found.lse.split(counts, 2), strict=True):
-            pasts[number]._answer = Partial(out, lse)
+        query = torch.cat([queries[number] for number in members], dim=2)
+        past = pasts[members[0]]
+        answer = empty_partial(query, value_dim) if past.empty else past.attend(query, value_dim, scale, softcap, True)
+        found.append((members, answer))
+    return in_order(found, [one.shape[2] for one in queries])
+
+
+def in_order(groups: Items[tuple[Items[int], Partial]], counts: Items[int]) -> Partial:
+    """What groups of rows got, for the queries of one row behind another's, with the rows in order, each in one group.
+
+    groups: rows, ascending, and what they got. counts: queries of each row.
+    """
+    if len(groups) == 1:
+        return groups[0][1]
+    parts: dict[int, tuple[Tensor, Tensor]] = {}
+    for rows, found in groups:
+        own = [counts[row] for row in rows]
+        parts.update(zip(rows, zip(found.out.split(own, 2), found.lse.split(own, 2), strict=True), strict=True))
+    out, lse = zip(*(parts[row] for row in range(len(counts))), strict=True)
+    return Partial(torch.cat(out, dim=2), torch.cat(lse, dim=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
-from retrieval_attn.cpu.store import SequenceKV, indexed_from
+from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.index.spec import IndexSpec
@@ -46,36 +46,48 @@ class ReadingMark(NamedTuple):
 class Reading:
     """A pass under way over what a layer holds."""
 
-    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, config: Config, past: Past | None = None) -> None:
+    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, config: Config) -> None:
         """Bring the layer's past to its device: `total` new tokens attend to it exactly.
 
-        spec: the index that the keys will get. past: what is held, if somebody asked for it already.
+        spec: the index that the keys will get.
         """
         self._held, self._budgets = held, config.retrieve == "auto"
         self._scoring: tuple[float, float | None] = 1.0, None
         self._first = held.columns == 0
-        self.done = ExactPass(total, held.past() if past is None else past)
+        self.done = ExactPass(total, held.past())
         count = spec.training_queries(total, config.train_queries)
-        self._sample = TrainingQueries(total, count) if spec.trains else None
+        anew = self._first or _may_begin_anew(held, total)  # else no query is ever asked for
+        self._sample = TrainingQueries(total, count) if spec.trains and anew else None
         # of its own: clusters are the same whatever the index trains on
-        self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates else None
+        self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
     ) -> Partial:
         """See `ExactPass.step`; keeps the sampled queries of the chunk."""
+        self._take_sample(query, scale, softcap)
+        return self.done.step(query, key, value, valid, scale, softcap)
+
+    def take(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> None:
+        """As `step`, of real tokens whose queries somebody else attends with."""
+        self._take_sample(query, scale, softcap)
+        self.done.take(key, value, None)
+
+    def _take_sample(self, query: Tensor, scale: float, softcap: float | None) -> None:
         for sample in (self._sample, self._metric_sample):
             if sample is not None:
                 sample.take(query, self.done.filled)
         self._scoring = scale, softcap
-        return self.done.step(query, key, value, valid, scale, softcap)
 
-    def host_work(self) -> HostWork:
-        """What brings the pass to the host; nothing has begun. Raises CacheMismatchError if tokens are missing."""
+    def host_work(self, make: Callable[..., HostWork] = HostWork) -> HostWork:
+        """What brings the pass to the host; nothing has begun. Raises CacheMismatchError if tokens are missing.
+
+        make: takes what `HostWork` takes.
+        """
         done = self.done
         if done.filled != done.total:
             raise CacheMismatchError(f"A pass announced {done.total} tokens and brought {done.filled}.")
-        return self._held.host_work(*done.new, done.valid)
+        return self._held.host_work(*done.new, done.valid, make)
 
     def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None) -> None:
         """Move the pass to its places, host, window, sinks and index, by `work`, which goes on beside a GPU.
@@ -144,6 +156,16 @@ class Reading:
         for sample, sampled in zip((self._sample, self._metric_sample), mark.sampled, strict=True):
             if sample is not None:
                 sample.restore(sampled)
+
+
+def _may_begin_anew(held: HeldTokens, total: int) -> bool:
+    """Whether so many tokens more could be enough for a new index or new clusters of any row, see `Reading.finish`."""
+    for host, (row, *_) in rows_by_path(held.hosts):
+        start, stop = held.ranges[row]
+        indexed = indexed_from(host, start) - COPIED_TOKENS  # a short last segment may be copied, without its index
+        if 2 * indexed < held.columns + total - start or DRIFT_SHARE * total >= stop - start:
+            return True
+    return False
 
 
 def warn_of_whole_prompts(model: nn.Module | None, tokens: int, chunk: int) -> None:

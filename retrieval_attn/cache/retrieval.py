@@ -7,17 +7,18 @@ host `cache/host_part.py`. Here these come together.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from retrieval_attn.cache.audit import HeadAudit
+from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.held import HeldTokens, take_paged
 from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layer_uploads import LayerUploads
-from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.tail_share import TailShare
@@ -38,8 +39,7 @@ class RetrievalLayer(CacheLayer):
     """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
 
     mass_heads: query heads for which every eager decode step also computes exact attention's denominator. exact_part:
-    for the next token, what it attends to in pages, where who steps several rows has it already. past: for the next
-    pass, what it attends to before itself, where who reads several prompts has asked for it.
+    for the next token, what it attends to in pages, where who steps several rows has it already.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class RetrievalLayer(CacheLayer):
         self.number = number
         self.mass_heads = 0
         self.exact_part: Partial | None = None
-        self.past: Past | None = None
         self.held: HeldTokens | None = None
         self._model = None if model is None else weakref.ref(model)
         self.index = index
@@ -114,8 +113,7 @@ class RetrievalLayer(CacheLayer):
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
             self.stats.wait_seconds += traffic(held.device).make_room(self._alone)
-            past, self.past = self.past, None
-            self._reading = Reading(held, total, self.index.spec, self.config, past)
+            self._reading = Reading(held, total, self.index.spec, self.config)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._reading.step(query, key, value, valid, scale, softcap)
         if self._announced is None:
@@ -165,9 +163,8 @@ class RetrievalLayer(CacheLayer):
             take_paged(self.held, reading.done.total)
             self._note_stored(reading.done.total)
         elif reading is not None:
-            self._work = work = reading.host_work()
-            reading.finish(work, alive(self._model), alive(self._owner))
-            self._note_stored(reading.done.total)
+            self._work = reading.host_work()
+            _finish_reading(self, reading, self._work)
         super().end_pass()
 
     def _appends_exactly(self, total: int) -> bool:
@@ -261,13 +258,48 @@ def decodes_plainly(layer: RetrievalLayer) -> bool:
     return layer.held.device.type == "cpu" and not layer.index.spec.cls.keeps_device_keys
 
 
-def begin_past(layer: RetrievalLayer, new: int) -> Past | None:
-    """What a pass of so many new tokens will attend to exactly before itself; None: nothing, or not in this way."""
-    layer.past = None
-    if layer._reading is None and layer.held is not None and layer.columns and layer._appends_exactly(new):
-        layer.finish_index()
-        layer.past = layer.held.past()
-    return layer.past
+def reads_plainly(layer: RetrievalLayer, new: int) -> bool:
+    """Whether so many new tokens of one row are a pass of their own, of which nothing else is wanted: `begin_read`."""
+    watched = layer.audit is not None or layer.watch is not None or layer._reading is not None
+    if watched or layer._announced is not None or layer.batch.valid is not None:
+        return False
+    exact = layer.batch.exact
+    to_pages = exact is not None and exact.reading is not None
+    return not to_pages and (not layer.columns or layer._appends_exactly(new))
+
+
+def begin_read(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec, scoring: Scoring) -> ExactPass:
+    """Take the pending tokens as a pass, whose queries others attend with; `send_read` and `end_read` follow."""
+    layer.invalidate_graph()
+    key, value = layer._take(module, query, spec)
+    layer.finish_index()
+    layer.q_heads = query.shape[1]
+    layer._reading = Reading(layer.hold(key, value), key.shape[2], layer.index.spec, layer.config)
+    layer._reading.take(query, key, value, *scoring)
+    return layer._reading.done
+
+
+def send_read(layer: RetrievalLayer, make: Callable[..., HostWork]) -> None:
+    """The pass goes to the host by a work that others begin. make: takes what `HostWork` takes."""
+    assert layer._reading is not None
+    layer._work = layer._reading.host_work(make)
+
+
+def end_read(layer: RetrievalLayer) -> None:
+    """Its work has begun to copy: the tokens move to their places, and all that is wanted of the work is asked for.
+
+    Raises what went wrong so far.
+    """
+    assert layer._reading is not None and layer._work is not None
+    layer._work.check()
+    reading, layer._reading = layer._reading, None
+    _finish_reading(layer, reading, layer._work)
+    CacheLayer.end_pass(layer)
+
+
+def _finish_reading(layer: RetrievalLayer, reading: Reading, work: HostWork) -> None:
+    reading.finish(work, alive(layer._model), alive(layer._owner))
+    layer._note_stored(reading.done.total)
 
 
 def begin_token(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec) -> HeldTokens:

@@ -69,6 +69,11 @@ class IndexBuild:
         """Whether anything is to be built."""
         return bool(self._jobs)
 
+    @property
+    def fetches(self) -> bool:
+        """Whether `fetch` has anything to bring."""
+        return any(isinstance(part, Tensor) for job in self._jobs for part in (job.queries, job.lists))
+
     def extend(self, host: SequenceKV, stop: int) -> None:
         """The index of `host` takes in the tokens up to `stop`."""
         self._jobs.append(_Job(host, 0, stop, True))

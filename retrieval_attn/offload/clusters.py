@@ -55,6 +55,11 @@ class ClusterBuild:
         """Whether anything is to be done."""
         return bool(self._jobs)
 
+    @property
+    def fetches(self) -> bool:
+        """Whether `fetch` has anything to bring."""
+        return any(job.made for job in self._jobs)
+
     def add(self, host: SequenceKV, span: tuple[int, int], kv: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
         """Tokens span[0] .. span[1] of `host` get clusters.
 
@@ -80,7 +85,7 @@ class ClusterBuild:
 
     def fetch(self, ready: torch.cuda.Event | None) -> None:
         """Bring what was made to the host, once `ready` is over."""
-        for job in self._jobs:
+        for job in (one for one in self._jobs if one.made):
             arrays: list[list[Any]] = [[] for _ in job.made]
 
             def take(place: int, array: Any, into: list[list[Any]] = arrays) -> None:

@@ -24,6 +24,11 @@ FILLERS = 4
 SHARED_COPY = 4 << 20
 """Bytes of keys from which they do it together."""
 
+TOO_LARGE = (
+    "host_dtype='float16' holds numbers up to 65504, and this model's keys or values are larger; use "
+    "host_dtype='bfloat16', 'int8' or 'auto'"
+)
+
 
 class KVCopy:
     """Keys and values (batch, kv_heads, new, dim) of a pass. They must not be written to any more, and are let go when
@@ -55,6 +60,20 @@ class KVCopy:
         for key, value in self._kv:
             staging(self.device).bring(self._pieces(key, value), ready)
         self._require_finite()
+        self.filled()
+
+    def fill(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Tokens of the one row that is copied with those of others, in order, (kv_heads, tokens, width) as stored.
+
+        Raises as `direct`. `filled` behind the last.
+        """
+        if self._checked and any(np.isinf(part.view(np.float16)).any() for part in (keys, values)):
+            raise ConfigError(TOO_LARGE)
+        [(_, host, real)] = self._rows
+        _append(host, real, keys, values)
+
+    def filled(self) -> None:
+        """All tokens are there."""
         self._kv.clear()  # the device has read them: whoever takes their memory next may write to it at once
         for segment in {id(one): one for _, host, _ in self._rows if host.page_lock for one in host.segments}.values():
             lock_pages(segment)
@@ -81,10 +100,7 @@ class KVCopy:
     def _require_finite(self) -> None:
         # without this, scores are infinite or NaN, and answers empty
         if any(map(bool, self._too_large)):
-            raise ConfigError(
-                "host_dtype='float16' holds numbers up to 65504, and this model's keys or values are larger; use "
-                "host_dtype='bfloat16', 'int8' or 'auto'"
-            )
+            raise ConfigError(TOO_LARGE)
 
     def _pieces(self, key: Tensor, value: Tensor) -> Iterator[CopyChunk]:
         """As many tokens of a row as fit a buffer, keys and values together."""

@@ -75,16 +75,21 @@ class ThreadPool:
                         return
                 future, work, args = self._todo.popleft()
                 self._running += 1
-            self._do(future, work, args)
+            run_for(future, work, *args)
             del future, work, args  # what they hold must not live until the next piece of work comes
             with self._changed:
                 self._running -= 1
 
-    @staticmethod
-    def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work(*args))
-        except BaseException as error:
-            future.set_exception(error)
+
+def run_for(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
+    """`future` gets what work(*args) returns or raises; one that was cancelled before gets nothing done."""
+    if future.set_running_or_notify_cancel():
+        settle(future, work, *args)
+
+
+def settle(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
+    """As `run_for`, of one that runs already."""
+    try:
+        future.set_result(work(*args))
+    except BaseException as error:
+        future.set_exception(error)

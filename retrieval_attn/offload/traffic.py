@@ -45,18 +45,19 @@ class Traffic:
         with self._lock:
             self._works = [one for one in self._works if one() is not None] + [weakref.ref(work)]
 
-    def make_room(self, alone: bool = False) -> float:
-        """Wait before a layer takes memory for its keys: one earlier layer may still be copied (alone: none may), and
-        few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own `finish`.
+    def make_room(self, alone: bool = False, earlier: int = 1) -> float:
+        """Wait before a layer takes memory for its keys: so many earlier layers may still be copied (alone: none may),
+        and few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own
+        `finish`.
         """
         began = time.perf_counter()
         works = self._under_way()
         leaving = [left for work in works if (left := work.leaving())]
-        earlier = leaving if alone else leaving[:-1]
-        concurrent.futures.wait([future for left in earlier for future in left])
+        before = leaving if alone else leaving[:-earlier]
+        concurrent.futures.wait([future for left in before for future in left])
         building = [future for work in works for future in work.building()]
         concurrent.futures.wait(building[: max(0, len(building) - BACKLOG)])
-        return time.perf_counter() - began if earlier or building[BACKLOG:] else 0.0
+        return time.perf_counter() - began if before or building[BACKLOG:] else 0.0
 
     def drain(self) -> None:
         """Wait until nothing is being copied from the device any more, so that the memory is free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -43,7 +43,11 @@ def to_host(tensor: Tensor, fmt: Format) -> np.ndarray:
 
 def all_to_host(tensors: Iterable[Tensor], fmt: Format) -> list[np.ndarray]:
     """`to_host` of each, by the device's current stream, with one wait for all: through page-locked memory."""
-    packed = [pack(tensor.detach(), fmt) for tensor in tensors]
+    return packed_to_host([pack(tensor.detach(), fmt) for tensor in tensors], fmt)
+
+
+def packed_to_host(packed: Sequence[Tensor], fmt: Format) -> list[np.ndarray]:
+    """`all_to_host` of what `pack` made."""
     copied = brought_together(packed)
     return [one.view(torch.uint16).numpy() if fmt.dtype == np.uint16 else one.numpy() for one in copied]
 

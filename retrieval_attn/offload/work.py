@@ -85,7 +85,7 @@ class HostWork:
         self._ready = event_now(self.device)
         traffic(self.device).add(self)
         copy = functools.partial(self._copy.staged, self._ready)
-        self._futures["copy"] = _copier().submit(self._timed, "copy_seconds", copy)
+        self._futures["copy"] = copier().submit(self._timed, "copy_seconds", copy)
 
     def copy_now(self) -> None:
         """Copy and return when it is done: for few tokens, and in the middle of a step."""
@@ -93,20 +93,23 @@ class HostWork:
 
     def start_build(self) -> None:
         """Begin to build what was asked for as soon as the keys are copied, or build now on the CPU."""
-        fetch = functools.partial(self._fetch, event_now(self.device))
-        requested = self._build.requested or self.clusters.requested
-        if requested and self._overlaps:
-            # fetched at once, not when their turn to be built comes: many layers may wait for that
-            self._futures["fetch"] = _copier().submit(self._named, fetch)
-            self._futures["build"] = _layers().submit(self._named, self._build_after_copy)
-        elif requested:
-            self._named(fetch)
-            self._named(self._build_after_copy)
+        if self._start_fetch():
+            if self._overlaps:
+                self._futures["build"] = layers().submit(self._named, self._build_after_copy)
+            else:
+                self._named(self._build_after_copy)
         self._complete = True
 
-    def _fetch(self, ready: torch.cuda.Event | None) -> None:
-        self._build.fetch(ready)
-        self.clusters.fetch(ready)
+    def _start_fetch(self) -> bool:
+        """Begin to bring what the builds need, or bring it now on the CPU; whether there is anything to build."""
+        if self._build.fetches or self.clusters.fetches:
+            fetch = functools.partial(_fetch, self._build, self.clusters, event_now(self.device))
+            if self._overlaps:
+                # fetched at once, not when their turn to be built comes: many layers may wait for that
+                self._futures["fetch"] = copier().submit(self._named, fetch)
+            else:
+                self._named(fetch)
+        return self._build.requested or self.clusters.requested
 
     def _build_after_copy(self) -> None:
         for name in ("copy", "fetch"):
@@ -193,16 +196,23 @@ class HostWork:
             raise
 
 
+def _fetch(build: IndexBuild, clusters: ClusterBuild, ready: torch.cuda.Event | None) -> None:
+    build.fetch(ready)
+    clusters.fetch(ready)
+
+
 def overlaps(device: torch.device) -> bool:
     """Whether the host works while the device computes. On the CPU both want the same cores."""
     return device.type == "cuda"
 
 
 @functools.cache
-def _copier() -> ThreadPool:
+def copier() -> ThreadPool:
+    """Copies keys and values to the host, in order."""
     return ThreadPool(1, "retrieval_attn-copy")
 
 
 @functools.cache
-def _layers() -> ThreadPool:
+def layers() -> ThreadPool:
+    """Builds the indexes of layers."""
     return ThreadPool(LAYERS_AT_ONCE, "retrieval_attn-layer")

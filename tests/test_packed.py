@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ from retrieval_attn.batch.rows import step
 from retrieval_attn.batch.short_read import SHORT_TOKENS, PackedRead, ShortRead, packable
 from retrieval_attn.cache import read_together
 from retrieval_attn.cache.cache import RetrievalCache, seal
+from retrieval_attn.cache.common_past import LEAST_SHARED, runs_of
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.segment import PathPart
+from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.offload import copy as kv_copy
@@ -30,6 +34,7 @@ from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import Traffic
+from retrieval_attn.offload.upload import Stretch
 from tests.test_hybrid import new_model
 from tests.test_rows import BASE, Pair, steps
 from tests.tiny_models import CONFIGS, build_model, random_ids
@@ -132,13 +137,7 @@ def test_questions_over_one_text_attend_to_it_together(
     news = [ids(count, 50 + count) for count in (40, 20, 9, 60)]
     wanted = [alone(loop, other, new) for other, new in zip(others, news, strict=True)]
     walks: list[int] = []
-    real = Past._attend_paths
-
-    def watched(past: Past, query: torch.Tensor, *given: Any, **options: Any) -> Any:
-        walks.append(query.shape[2])
-        return real(past, query, *given, **options)
-
-    monkeypatch.setattr(Past, "_attend_paths", watched)
+    watch_walks(monkeypatch, lambda stretch, queries: walks.append(queries))
     found = together(loop, caches, news)
     layers = sum(isinstance(layer, RetrievalLayer) for layer in caches[0].layers)
     assert sorted(walks) == sorted([109, 20] * layers)
@@ -148,6 +147,86 @@ def test_questions_over_one_text_attend_to_it_together(
         pairs.append(Pair(model, cache))
         pairs[-1].alone, pairs[-1].tolerance = other, 1e-3 if host_dtype == "int8" else pairs[-1].tolerance
     steps(model, pairs, 4)
+
+
+def watch_walks(monkeypatch: pytest.MonkeyPatch, on_walk: Callable[[Stretch, int], object]) -> None:
+    """Tell of each walk over keys on the host: which, and the number of queries."""
+    real = Past._walk
+
+    def watched(past: Past, asked: Any, *given: Any) -> Any:
+        for stretch, query in asked:
+            on_walk(stretch, query.shape[2])
+        return real(past, asked, *given)
+
+    monkeypatch.setattr(Past, "_walk", watched)
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["whole", "forgotten"])
+def test_questions_share_what_their_texts_have_in_common(forget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text, the same with two turns behind it, and a part of it: its keys are walked over once, as are a turn's.
+
+    Rows 0 and 1 have the text, 3 and 4 a turn behind it, 2 another turn, 5 the first part of the text; 6 nothing.
+    """
+    model = build_model("llama")
+    loop = loop_of(model)
+    text = begun(loop, 1400, 1)
+    if forget:
+        forget_tokens(text, model, 4, 200)
+    seal(text)
+    turns = [text.fork() for _ in range(2)]
+    for number, turn in enumerate(turns):
+        alone(loop, turn, ids(300, 9 + number))
+        seal(turn)
+    part = text.fork()
+    part.crop(-500)
+    seal(part)
+    known = [text, text, turns[1], turns[0], turns[0], part]
+    caches, others = ([*(one.fork() for one in known), begun(loop, 0, 0)] for _ in range(2))
+    news = [ids(count, 50 + count) for count in (40, 20, 11, 9, 60, 30, 12)]
+    wanted = [alone(loop, other, new) for other, new in zip(others, news, strict=True)]
+    walks: list[tuple[int, int, int]] = []
+    watch_walks(monkeypatch, lambda one, queries: walks.append((one.start, one.stop, queries)))
+    found = together(loop, caches, news)
+    start = 200 if forget else 0
+    each = [(start, 900, 170), (900, 1400, 140), (1400, 1700, 11), (1400, 1700, 69)]
+    assert sorted(walks) == sorted(each * len(caches[0].layers))
+    for logits, want in zip(found, wanted, strict=True):
+        assert float((logits - want).abs().max() / want.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_cover_each_path_once(seed: int) -> None:
+    """Of random paths through segments that they share: each token in one run, shared ones where memory is."""
+    draw = random.Random(seed)
+    segments: list[Any] = [object() for _ in range(4)]
+    paths: list[list[PathPart]] = []
+    for _ in range(6):
+        first, path = 0, []
+        for _ in range(draw.randrange(4)):
+            high = draw.choice([300, 700, 1000])
+            path.append(PathPart(draw.choice(segments), 0, high, first))
+            first += high
+        paths.append(path)
+    runs = runs_of(paths)
+    for row, path in enumerate(paths):
+        own = [run for run in runs if row in run.rows]
+        assert [run.level for run in own] == list(range(len(own)))
+        edges = [0, *(run.stop for run in own)]
+        assert [run.start for run in own] == edges[:-1] and edges[-1] == sum(part.high for part in path)
+    for run in runs:
+        memory = {tuple(places(paths[row], run.start, run.stop)) for row in run.rows}
+        assert len(memory) == 1 and (len(run.rows) == 1 or run.stop - run.start >= LEAST_SHARED)
+    # all pieces are of 300 tokens and more, so every beginning that rows have in common is walked over once
+    beginnings = {
+        tuple(places(path, 0, stop)) for path in paths for stop in range(100, sum(p.high for p in path) + 1, 100)
+    }
+    assert sum(run.stop - run.start for run in runs) == 100 * len(beginnings)
+
+
+def places(path: list[PathPart], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Where tokens [start, stop) lie: segment, from, to."""
+    cut = [(part, max(start - part.first, 0), min(stop - part.first, part.high)) for part in path]
+    return [(id(part.segment), low, high) for part, low, high in cut if low < high]
 
 
 @pytest.fixture(params=["at once", "in threads"])
@@ -227,7 +306,7 @@ def test_rows_go_to_the_host_together(device: str, copies: str, monkeypatch: pyt
     count(transfer, "brought_together", "copies")
     count(ThreadPool, "_submit_all", "host works")
     count(Traffic, "make_room", "waits")
-    count(Past, "_attend_paths", "attention")
+    count(Past, "_walk", "attention")
     count(read_together, "attend", "attention")
     found = together(loop, caches, news)
     each = {"copies": 1, "waits": 1, "attention": 3} | ({"host works": 2} if copies == "in threads" else {})

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Items
 
-import torch
 from torch import Tensor
 
-from retrieval_attn.cache.layer_uploads import LayerUploads
+from retrieval_attn.cache.layer_uploads import Cutter, LayerUploads
 from retrieval_attn.cache.rows import rows_by_path, stacked, unstacked
 from retrieval_attn.cache.sequence import Batch, own_start
+from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
@@ -55,14 +55,22 @@ class Past:
 
         last: whether no further query of this pass will ask; the next layer's keys are then sent ahead.
         """
-        parts = []
-        if self._sinks is not None:
-            parts.append(attend(query, *self._sinks, scale=scale, softcap=softcap))
-        if self._exact is not None:
-            parts.append(self._exact.attend(self._number, query, Scoring(scale, softcap)))
+        parts = [
+            part
+            for part in (self.attend_sinks(query, scale, softcap), self.attend_exact(query, scale, softcap))
+            if part is not None
+        ]
         if self._paths:
             parts.append(self._attend_paths(query, value_dim, scale, softcap, last))
         return merge(parts)
+
+    def attend_sinks(self, query: Tensor, scale: float, softcap: float | None) -> Partial | None:
+        """The part of sinks that were turned; None without such."""
+        return None if self._sinks is None else attend(query, *self._sinks, scale=scale, softcap=softcap)
+
+    def attend_exact(self, query: Tensor, scale: float, softcap: float | None) -> Partial | None:
+        """The part of tokens in pages; None without such."""
+        return None if self._exact is None else self._exact.attend(self._number, query, Scoring(scale, softcap))
 
     def _attend_paths(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
         """What lies on the host, behind what is forgotten."""
@@ -70,29 +78,49 @@ class Past:
         groups = [
             (one, rows[start : start + at_once]) for one, rows in self._paths for start in range(0, len(rows), at_once)
         ]
-        found: list[Partial | None] = [None] * len(groups)
-        queries = [stacked(query, rows)[None] for _, rows in groups]
-        uploads = LayerUploads(self._batch, self._number, self._like.device)
-        for number, key, value in uploads.walk([one for one, _ in groups], self._like.dtype, last=last, cut=self._cut):
-            part = attend(queries[number], key, value, scale=scale, softcap=softcap)
-            before = found[number]
-            found[number] = part if before is None else merge([before, part])
-        if len(query) == 1 and found and found[0] is not None:
+        asked = [(one, stacked(query, rows)[None]) for one, rows in groups]
+        found = self._walk(asked, scale, softcap, last, self._cut)
+        if len(query) == 1 and found:
             return found[0]
         whole = empty_partial(query, value_dim)
         for done, (_, rows) in zip(found, groups, strict=True):
-            assert done is not None
             whole.out[rows] = unstacked(done.out[0], len(rows))
             whole.lse[rows] = unstacked(done.lse[0], len(rows))
         return whole
 
+    def attend_spans(
+        self, asked: Items[tuple[tuple[int, int], Tensor]], scale: float, softcap: float | None
+    ) -> list[Partial]:
+        """asked: tokens [start, stop) of the one row's path, which there are, and what asks them (1, q_heads, n,
+        head_dim). Nothing else is asked in this pass: the next layer's keys, of the first span, are sent ahead.
+        """
+        [(path, _)] = self._paths
+        cuts = [functools.partial(Stretch.of, stop=stop, start=start) for (start, stop), _ in asked]
+        stretches = [(cut(path.host), query) for cut, (_, query) in zip(cuts, asked, strict=True)]
+        return self._walk(stretches, scale, softcap, True, cuts[0])
+
+    def _walk(
+        self, asked: Items[tuple[Stretch, Tensor]], scale: float, softcap: float | None, last: bool, cut: Cutter
+    ) -> list[Partial]:
+        """What each query (1, q_heads, n, head_dim) gets of its stretch, block by block."""
+        found: list[Partial | None] = [None] * len(asked)
+        uploads = LayerUploads(self._batch, self._number, self._like.device)
+        for number, key, value in uploads.walk([one for one, _ in asked], self._like.dtype, last=last, cut=cut):
+            part = attend(asked[number][1], key, value, scale=scale, softcap=softcap)
+            before = found[number]
+            found[number] = part if before is None else merge([before, part])
+        assert all(part is not None for part in found), "a stretch has tokens"
+        return [part for part in found if part is not None]
+
     @property
-    def likeness(self) -> tuple[object, ...]:
-        """Equal for layers of caches of one sequence whose past is the same tokens in the same memory."""
-        parts = [part for one, _ in self._paths for part in one.host.parts(one.start, one.stop)]
-        spans = () if self._exact is None else self._exact.spans
-        own = () if self._sinks is None else (id(self),)
-        return (*((id(part.segment), part.low, part.high) for part in parts), *map(id, spans), *own)
+    def pages(self) -> tuple[int, ...]:
+        """What tokens in pages are: equal where they are the same ones; () without such."""
+        return () if self._exact is None else tuple(map(id, self._exact.spans))
+
+    @property
+    def parts(self) -> list[PathPart]:
+        """Where the one row's tokens behind those lie on the host, in order."""
+        return [part for one, _ in self._paths for part in one.host.parts(one.start, one.stop)]
 
     def rows_of(self, row: int, which: int) -> Tensor | None:
         """All past keys (which 0) or values (1) of a row (kv_heads, tokens, dim), on the device; None without any.
@@ -104,38 +132,3 @@ class Past:
             if row in rows:
                 return to_device(one.host.read(0, one.stop)[which], one.host.fmt, self._like)
         return None
-
-
-def attend_together(
-    pasts: Items[Past], queries: Items[Tensor], value_dim: int, scale: float, softcap: float | None
-) -> Partial:
-    """Each of queries (1, q_heads, new, head_dim) over its past; the answers one behind another.
-
-    The keys of pasts that are alike visit the device once, and all queries over them attend to them in one call that
-    needs no mask (Juravsky et al. 2024, "Hydragen", section 3.2: inter-sequence batching).
-    """
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for number, past in enumerate(pasts):
-        groups.setdefault(past.likeness, []).append(number)
-    found: list[tuple[list[int], Partial]] = []
-    for members in groups.values():
-        query = torch.cat([queries[number] for number in members], dim=2)
-        past = pasts[members[0]]
-        answer = empty_partial(query, value_dim) if past.empty else past.attend(query, value_dim, scale, softcap, True)
-        found.append((members, answer))
-    return in_order(found, [one.shape[2] for one in queries])
-
-
-def in_order(groups: Items[tuple[Items[int], Partial]], counts: Items[int]) -> Partial:
-    """What groups of rows got, for the queries of one row behind another's, with the rows in order, each in one group.
-
-    groups: rows, ascending, and what they got. counts: queries of each row.
-    """
-    if len(groups) == 1:
-        return groups[0][1]
-    parts: dict[int, tuple[Tensor, Tensor]] = {}
-    for rows, found in groups:
-        own = [counts[row] for row in rows]
-        parts.update(zip(rows, zip(found.out.split(own, 2), found.lse.split(own, 2), strict=True), strict=True))
-    out, lse = zip(*(parts[row] for row in range(len(counts))), strict=True)
-    return Partial(torch.cat(out, dim=2), torch.cat(lse, dim=2))

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.cache.past import Past, attend_together, in_order
+from retrieval_attn.cache.common_past import attend_together, in_order
+from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.retrieval import RetrievalLayer, begin_read, end_read, send_read
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial

@@ -25,6 +25,7 @@ from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigErro
 from retrieval_attn.gpu.shared import partials
 from tests.test_engine import CONFIG, ids, llm_of, same
 from tests.test_hybrid import new_model
+from tests.test_packed import alone, loop_of, together
 from tests.test_rows import BASE, GPU_TOLERANCE, TOLERANCE, feed
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 from tools.engine_schedules import run, schedule_of, wrong
@@ -130,6 +131,35 @@ def test_all_rows_over_a_span_ask_it_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(partials, "node_partial", counted)
     steps(model, texts, 2)
     assert asked == [5] * 2 * LAYERS
+
+
+def test_questions_read_together_ask_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they hold behind it: one text has 300 tokens of its own on the host, the other 40, two have none."""
+    model = build_model("llama")
+    loop = loop_of(model)
+    root = Text(model, ExactPool(1000, 40))
+    root.read(random_ids(1, 150, 1), paged=True)
+    caches, known = [], [random_ids(1, 150, 1)]
+    for seed, own in enumerate((300, 40, 0, 0)):
+        text = root.fork()
+        if own:
+            text.read(random_ids(1, own, 7 + seed), paged=False)
+        text.cache.batch.note_ids(torch.cat([*known, *([random_ids(1, own, 7 + seed)] if own else [])], dim=1))
+        caches.append(text.cache)
+    news = [random_ids(1, count, count)[0].tolist() for count in (20, 30, 9, 12)]
+    wanted = [alone(loop, cache.fork(), new) for cache, new in zip(caches, news, strict=True)]
+    asked: list[int] = []
+    plain = partials.node_partial
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(query.shape[2])
+        return plain(query, *args, **kwargs)
+
+    monkeypatch.setattr(partials, "node_partial", counted)
+    found = together(loop, caches, news)
+    assert asked == [20 + 30 + 9 + 12] * len(root.cache.layers)
+    for logits, want in zip(found, wanted, strict=True):
+        assert float((logits - want).abs().max() / want.abs().max()) < 1e-5
 
 
 def test_no_key_of_it_is_on_the_host_or_in_a_window() -> None:

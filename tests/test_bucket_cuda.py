@@ -20,6 +20,8 @@ from tests.test_bucket_draw import DRAWS, check_draws, requests
 from tests.test_bucket_pages import rows_of, trees
 from tests.test_engine import CONFIG, alone, ids, llm_of
 from tests.test_exact_prefix import requests_of, with_engine
+from tests.test_hybrid import CONFIGS as HYBRIDS
+from tests.test_hybrid import new_model
 from tests.test_rows import read
 from tests.tiny_models import build_model
 
@@ -62,6 +64,19 @@ def test_rows_of_other_models_are_as_alone(name: str) -> None:
     rows.steps(rows.pairs, 24)
     if name != "gpt_oss":  # whose experts may look at values on the CPU
         assert rows.runner.replays == 24
+    rows.check_books()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_with_states_are_as_alone(name: str) -> None:
+    """Rows that come, go and are forked; weights so large that states move the logits."""
+    options = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
+    rows = Rows(new_model(name, initializer_range=0.2, **options).cuda(), [40, 150, 700])
+    for pair in rows.pairs:
+        pair.tolerance = 1e-3
+    for _ in rows.come_and_go(random.Random(name), 30, {4: 1, 12: 0}, crop=0):
+        pass
+    assert (rows.runner.replays, rows.runner.reason) == (30, "") and rows.runner.captures <= 3
     rows.check_books()
 
 

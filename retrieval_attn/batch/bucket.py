@@ -28,7 +28,6 @@ from retrieval_attn.batch.rows import step as eager_step
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.decode import note_eager
@@ -218,8 +217,6 @@ class BucketRunner:
         if self._runtime is None:
             return "" if cache.config.graph == "auto" else f"the model runs on {input_device(self._model)}"
         cache.require_room(1)
-        if any(isinstance(layer, StateLayer) for layer in cache.layers):
-            return "rows of a batch with layers that keep a state are not recorded"
         model = self._known.look()
         reason = cache_refusal(cache) or model.reason
         if reason is not None:

@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from retrieval_attn.batch.bucket_draw import BucketDraw
 from retrieval_attn.batch.bucket_pages import BucketPages
-from retrieval_attn.batch.bucket_row import BucketRow
+from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers
+from retrieval_attn.batch.bucket_states import BucketStates
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
@@ -48,20 +49,21 @@ class Bucket:
     rows choose their tokens.
     """
 
-    states: Sequence[GraphState] = ()
-
     def __init__(
         self,
         model: PreTrainedModel,
         like: RetrievalCache,
         runtime: Runtime,
-        buffers: Sequence[Buffers],
+        buffers: GroupBuffers,
         resources: HostResources,
     ) -> None:
-        """For rows like `like`. buffers: of each layer that attends, all of their rows. resources: of all buckets."""
-        self.size = len(buffers[0][0])
+        """For rows like `like`. buffers: of its places. resources: of all buckets."""
+        key = buffers.windows[0][0]
+        self.size = len(key)
         self.model = model
-        self.decoder = GraphDecoder(model, like, runtime, buffers, resources)
+        states = BucketStates(buffers.states, key.device, runtime)
+        self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states)
+        self.states: Sequence[GraphState] = states.bind(like)
         self.cache = _BucketCache(self, like)
         self.draw = BucketDraw(runtime, self.decoder.memory)
         self.rows: list[BucketRow | None] = [None] * self.size
@@ -144,10 +146,15 @@ class Bucket:
 
     def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Count a token of every row. Returns work and nanoseconds as `StepMemory.host_meters` does."""
+        self.decoder.states.confirmed += 1
         for row in self.rows:
             if row is not None:
                 row.commit()
         return self.decoder.memory.host_meters()
+
+    def undo(self) -> None:
+        """A step that was launched, if there is one, does not count."""
+        self.decoder.states.undo()
 
     def forget(self, place: int | None = None) -> None:
         """Drop what host parts hold of the row at a place, None: of all; the next step is planned before it comes."""
@@ -280,14 +287,18 @@ class _BucketCache(Cache):
     def __init__(self, bucket: Bucket, like: RetrievalCache) -> None:
         numbers = {number: row for row, (number, _) in enumerate(attending(like))}
         held: list[Any] = list(like.layers)
+        states = iter(bucket.states)
         layers: list[Any] = [
             _BucketLayer(bucket, numbers[number], isinstance(layer, RetrievalLayer), layer.is_sliding)
+            if number in numbers
+            else next(states).layer
             for number, layer in enumerate(held)
         ]
         super().__init__(layers=layers)
         self.batch = SimpleNamespace(columns=0)
         for layer in layers:
-            layer.batch = self.batch
+            if isinstance(layer, _BucketLayer):
+                layer.batch = self.batch
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

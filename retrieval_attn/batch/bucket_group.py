@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_graph import Bucket
 from retrieval_attn.batch.bucket_pages import levels_for
-from retrieval_attn.batch.bucket_row import BucketRow, StepCosts
+from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers, StepCosts
+from retrieval_attn.batch.bucket_states import StateBuffers
 from retrieval_attn.batch.chooser import Choice
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.cache import RetrievalCache
@@ -42,7 +43,8 @@ class BucketGroup:
         """like: a cache of the shape. most: rows at most, a power of 2. Raises torch.OutOfMemoryError."""
         self._model, self._prefill_chunk, self._runtime = model, like.config.prefill_chunk, runtime
         layers = attending(like)
-        self.buffers = [slot_buffers(layer, most) for _, layer in layers]
+        windows = [slot_buffers(layer, most) for _, layer in layers]
+        self.buffers = GroupBuffers(windows, StateBuffers.of(like, most))
         self.buckets: dict[int, Bucket] = {}
         self.rows: dict[int, BucketRow] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
@@ -122,8 +124,15 @@ class BucketGroup:
         with contextlib.ExitStack() as stack:
             if not bucket.is_captured:  # the model itself runs
                 stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
-            logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place, launched)
-        found = bucket.draw.choices(places) if draws is not None else logits[torch.tensor(places, device=logits.device)]
+            try:
+                logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place, launched)
+                if draws is not None:
+                    found: Tensor | list[Choice | None] = bucket.draw.choices(places)
+                else:
+                    found = logits[torch.tensor(places, device=logits.device)]
+            except BaseException:
+                bucket.undo()
+                raise
         retrieving = sum(row.retrieves for row in self.rows.values())
         work = bucket.commit()  # at last: what raises before did not happen
         if retrieving:
@@ -179,8 +188,8 @@ class BucketGroup:
                 if row.place >= size:
                     row.move_in(self.buffers, self._free_place(size))
             if size not in self.buckets:
-                buffers = [(key[:size], value[:size]) for key, value in self.buffers]
-                self.buckets[size] = Bucket(self._model, like, self._runtime, buffers, self._resources)
+                own = self.buffers.rows(0, size)
+                self.buckets[size] = Bucket(self._model, like, self._runtime, own, self._resources)
             self._bucket = self.buckets[size]
             self._changed = set(range(size))
         assert self._bucket is not None

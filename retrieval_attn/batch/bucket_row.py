@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn.batch.bucket_pages import prefix_of
+from retrieval_attn.batch.bucket_states import RowStates, StateBuffers
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.held import prepare_spill
 from retrieval_attn.cache.prefix import ExactPrefix
@@ -29,9 +30,21 @@ from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.build import event_now
 from retrieval_attn.offload.staging import bringing
 
-__all__ = ["BucketRow", "StepCosts"]
+__all__ = ["BucketRow", "GroupBuffers", "StepCosts"]
 
 log = logging.getLogger(__name__)
+
+
+class GroupBuffers(NamedTuple):
+    """What rows of graphs lie in. windows: of each layer that attends. states: of the layers that keep one."""
+
+    windows: Sequence[Buffers]
+    states: StateBuffers
+
+    def rows(self, start: int, stop: int) -> GroupBuffers:
+        """Views of the places [start, stop)."""
+        windows = [(key[start:stop], value[start:stop]) for key, value in self.windows]
+        return GroupBuffers(windows, self.states.rows(start, stop))
 
 
 class StepCosts:
@@ -64,7 +77,8 @@ class BucketRow:
         self._cache = weakref.ref(cache, gone)
         self._costs, self._paid = costs, (costs.work.copy(), costs.nanoseconds.copy())
         self._slots: Sequence[LayerSlot] = ()
-        self._views: list[Buffers] = []
+        self._views: Sequence[Buffers] = []
+        self._states = RowStates()
         self._spans = np.zeros((len(attending(cache)), 2), np.int32)
         self._unsynced = 0
         self.behind: list[int] = []
@@ -95,14 +109,18 @@ class BucketRow:
         spans[:, 1] += self._unsynced
         return spans
 
-    def move_in(self, buffers: Sequence[Buffers], place: int) -> None:
-        """Have the windows in this row of each layer's buffers, with room for a token. Raises CaptureError."""
+    def move_in(self, buffers: GroupBuffers, place: int) -> None:
+        """Have windows, with room for a token, and states in this row of the buffers. Raises CaptureError."""
+        cache = self._cache()
         if self.place >= 0:
             self.sync()
-        if place != self.place:
+        moved = place != self.place
+        if moved:
             self.add_tail()
-            self._views = [(key[place : place + 1], value[place : place + 1]) for key, value in buffers]
+            self._views = buffers.rows(place, place + 1).windows
             self.place, self._slots = place, ()  # what others left at the new place is not of this row
+        if cache is not None:
+            self._states.move_in(cache, buffers.states, place, moved=moved)
         for layer, view in zip(self.layers, self._views, strict=True):
             layer.finish_index()
             layer.graph = self
@@ -168,6 +186,9 @@ class BucketRow:
             layer.graph = None
             if layer.window is not None and layer.window.buffers[0] is view[0]:
                 layer.window.own()
+        cache = self._cache()
+        if cache is not None:
+            self._states.leave(cache)
         self.place, self._views, self._slots, self.behind = -1, [], (), []
 
     # -- GraphHook -----------------------------------------------------------------------------------

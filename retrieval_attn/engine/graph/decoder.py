@@ -20,7 +20,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import HostResources, code_shape
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
 from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, SlotPlace, window_of
-from retrieval_attn.engine.graph.states import StateMemory
+from retrieval_attn.engine.graph.states import StateMemory, StepStates
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -65,11 +65,13 @@ class GraphDecoder:
         runtime: Runtime,
         buffers: Sequence[Buffers] | None = None,
         resources: HostResources | None = None,
+        states: StepStates | None = None,
     ) -> None:
         """For caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet.
 
         buffers: of each layer that attends, for as many rows as a step has; None: new ones, for the rows of `cache`.
         resources: shared with other decoders of the runtime, whose steps do not run at the same time; None: its own.
+        states: of all rows; None: new ones, as those of `cache`.
         """
         layers = attending(cache)
         key = layers[0][1].window.buffers[0] if buffers is None else buffers[0][0]
@@ -84,7 +86,9 @@ class GraphDecoder:
             LayerSlot(SlotPlace(number, row), layer, resources, self.memory, None if buffers is None else buffers[row])
             for row, (number, layer) in enumerate(layers)
         ]
-        self.states = StateMemory([layer for _, layer in keeping_state(cache)], key.device, runtime)
+        self.states: StepStates = states or StateMemory(
+            [layer for _, layer in keeping_state(cache)], key.device, runtime
+        )
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
 

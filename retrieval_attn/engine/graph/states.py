@@ -7,6 +7,7 @@ places in turn: the newest two steps can be undone, the one that is awaited and 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,29 @@ _ALIGNED = 64  # elements; fused kernels load several at once
 Key = tuple[str, int]
 """Which state of a layer: the name of transformers' attribute, and the number in it."""
 Views = dict[Key, Tensor]
+
+
+class StepStates(Protocol):
+    """The states that a decoder's graphs advance. confirmed: steps that count."""
+
+    confirmed: int
+
+    @property
+    def layers(self) -> Items[Views]:
+        """For each layer that keeps a state its states, in the memory that graphs read and write."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states, and of the copies by which steps are undone."""
+
+    def begin_step(self) -> None:
+        """Record: keep the states as they are before this step, and count it."""
+
+    def undo(self, keep: int = 0) -> None:
+        """Be as before all steps that are not confirmed, but for the first `keep` of them. Waits for the device."""
+
+    def confirmed_views(self, number: int) -> Views:
+        """States of layer `number` of `layers` as the last confirmed step left them. Waits for the device."""
 
 
 class StateMemory:
@@ -92,7 +116,7 @@ class StateMemory:
 class GraphState:
     """A bound cache layer whose states lie in the decoder's buffers. Implements `StateHook` of `cache/state.py`."""
 
-    def __init__(self, memory: StateMemory, place: tuple[int, int], layer: StateLayer) -> None:
+    def __init__(self, memory: StepStates, place: tuple[int, int], layer: StateLayer) -> None:
         """place: the layer's number in the model, and in `memory.layers`."""
         self._memory, self.layer = memory, layer
         self._number, self._row = place

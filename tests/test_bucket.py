@@ -21,6 +21,7 @@ from retrieval_attn.batch.request import Request
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.engine import ready
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
@@ -152,14 +153,37 @@ def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
-    """Rows whose numbers of keys by heads differ are stepped beside the graphs, also where none of a graph is there."""
-    rows = Rows(build_model("llama", max_position_embeddings=8192), [50, 900], retrieve="auto", index="flat")
+    """A row for which nothing was measured has one number for all heads: it is stepped beside the graphs, also where
+    none of a graph is there.
+    """
+    rows = Rows(build_model("llama", max_position_embeddings=8192), [20, 900], retrieve="auto", index="flat")
     short, long = rows.pairs
     rows.steps([long], 2)
     rows.steps([long, short], 2)
     rows.steps([short], 2)
     rows.steps([long, short], 2)
     assert (rows.runner.replays, rows.runner.reason) == (6, "")
+    rows.check_books()
+
+
+@pytest.mark.parametrize("index", ["flat", "sketch", "roargraph"])
+def test_rows_with_other_numbers_by_heads_are_in_one_graph(index: str) -> None:
+    """Each with its own, whoever else is there; one that attends to all is stepped beside it."""
+    options = {"index_options": {"exact_below": 0}, "train_queries": 64} if index == "roargraph" else {}
+    model = build_model("llama", num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192)
+    rows = Rows(model, [900, 700, 800, 300], retrieve="auto", index=index, **options)
+    for number, pair in enumerate(rows.pairs):
+        for cache in (pair.row, pair.alone):
+            for layer in cache.layers:
+                layer.hosts[0].budgets = HeadBudgets(((100, 400, 25, 200)[number], 25, 10, 50) * 2)  # type: ignore[union-attr]
+    whole = Pair(model, read(model, 200, 9, retrieve="all"))
+    rows.steps(rows.pairs[:1], 2)
+    rows.pairs.append(whole)
+    for _ in rows.come_and_go(random.Random(index), 24, {8: 1, 16: 3}):
+        pass
+    assert rows.runner.reason == "" and rows.runner.captures <= 4 and rows.runner.replays >= 25
+    assert {id(cache) for cache in (pair.row for pair in rows.pairs)} & set(rows.runner._group.rows)  # type: ignore[union-attr]
+    assert whole.row in rows.runner._refused and len(rows.runner._refused) == 1
     rows.check_books()
 
 

@@ -330,7 +330,7 @@ def _likeness(cache: RetrievalCache) -> tuple[Any, ...]:
     for layer in _layers(cache):
         if isinstance(layer, RetrievalLayer):
             count = retrieved_keys(layer.config, layer.hosts[0], 1)
-            found.append(("most", count.most) if isinstance(count, HeadBudgets) else count)
+            found.append("by heads" if isinstance(count, HeadBudgets) else count)
     return tuple(found)
 
 

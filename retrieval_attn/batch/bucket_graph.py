@@ -270,7 +270,7 @@ def _together(counts: Sequence[tuple[HostRow, int | HeadBudgets | None] | None])
         return 1
     budgets = [one for one in given if isinstance(one, HeadBudgets)]
     numbers = {one for one in given if isinstance(one, int)}
-    if len(budgets) == len(given) and len({one.most for one in budgets}) == 1:
+    if len(budgets) == len(given):
         # rows without keys get those of another
         own = iter(budgets)
         return tuple(budgets[0] if one is None else next(own) for one in counts)

@@ -55,10 +55,10 @@ class RowAsks(NamedTuple):
         """Rows that agree in it may be searched in one step, each as alone; None: alone."""
         if self.top_k is None:
             return None
-        most = (self.top_k.most, True) if isinstance(self.top_k, HeadBudgets) else (self.top_k, False)
+        numbers = "by heads" if isinstance(self.top_k, HeadBudgets) else self.top_k
         host = self.host
         shape = host.num_kv_heads, host.head_dim, host.value_dim, host.fmt
-        return most, shape, host.threads, id(host.pool), host.layer
+        return numbers, shape, host.threads, id(host.pool), host.layer
 
 
 class StepPlans:

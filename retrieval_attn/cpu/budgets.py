@@ -7,7 +7,7 @@ is estimated instead, KL to full attention fell less, docs/log.md: a share says 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import Partial, merge_partials
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, ShapeError
 
 LEVELS = (25, 50, 100, 200, 400)
 """Keys that a head may get."""
@@ -39,6 +39,26 @@ class HeadBudgets:
     def most(self) -> int:
         """The largest."""
         return max(self.counts)
+
+
+def budgets_of(
+    top_k: int | HeadBudgets | tuple[HeadBudgets, ...], rows: int
+) -> tuple[tuple[HeadBudgets, ...], tuple[int, ...]]:
+    """The budgets of each row, none where there are none, and the most keys of a head of each. Raises ConfigError."""
+    if not isinstance(top_k, HeadBudgets | tuple):
+        return (), (top_k,) * rows
+    budgets = top_k if isinstance(top_k, tuple) else (top_k,) * rows
+    if len(budgets) != rows:
+        raise ConfigError(f"{rows} rows need budgets each, got those of {len(budgets)}; give them as a tuple")
+    return budgets, tuple(one.most for one in budgets)
+
+
+def budget_counts(budgets: Sequence[HeadBudgets], q_heads: int, positions: int) -> npt.NDArray[np.int64]:
+    """Keys per query, (rows, q_heads, positions). Raises ShapeError for budgets of another number of heads."""
+    for one in budgets:
+        if len(one.counts) != q_heads:
+            raise ShapeError(f"budgets of {len(one.counts)} heads were given for {q_heads} query heads")
+    return np.tile(np.array([one.counts for one in budgets], np.int64)[..., None], (1, 1, positions))
 
 
 class Sample(NamedTuple):

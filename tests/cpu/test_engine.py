@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from retrieval_attn.cpu import host_attend
-from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, step_pieces
+from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, plan_paths, step_pieces
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
 from retrieval_attn.cpu.step.plan import LayerStep
@@ -190,6 +191,36 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
             assert results[-1].keys_scanned == expected.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
     assert same(results[0], results[1])
     assert_close(results[0], expected)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("flat", {"codes": "none"}),
+        ("flat", {"codes": "int8", "rescore": 2}),
+        ("sketch", {"key_bytes": 12, "rescore": 2}),
+        ("roargraph", {"exact_below": 0, "beam": 48}),
+    ],
+    ids=["scan", "codes", "sketch", "graph"],
+)
+def test_rows_of_several_largest_numbers_are_as_alone(
+    pool: Pool, heads: list[SyntheticHead], kind: str, options: dict[str, Any]
+) -> None:
+    """The same bits in one step. Breaks if a row is searched for the largest number of all."""
+    path = trained_path(pool, heads, kind, options)
+    queries = np.concatenate([head.decode for head in heads])[:, :3]
+    budgets = tuple(HeadBudgets((most, 3) * GROUP) for most in (4, 200, 30))
+    spans = [(SINKS, TOKENS - 500), (SINKS, TOKENS), (SINKS, TOKENS - 450)]
+    step = LayerStep(pool, BF16)
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 0)):
+        asked = tuple(budgets[row] for row in order)
+        assert plan_paths(step, [path] * 3, [spans[row] for row in order], (len(queries), 1), asked, scale=SCALE)
+        for place, row in enumerate(order):
+            step.queries[place] = queries[:, row : row + 1]
+        step.run()
+        for place, row in enumerate(order):
+            alone = attend_path(path, queries[:, row : row + 1], *spans[row], budgets[row], scale=SCALE)
+            assert np.array_equal(step.out[place], alone.out) and np.array_equal(step.lse[place], alone.lse)
 
 
 def test_a_sketch_that_finds_too_few_gets_an_exact_answer(pool: Pool, heads: list[SyntheticHead]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.attend import check_score_options
-from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.cpu.budgets import HeadBudgets, budget_counts, budgets_of
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.samples import columns_for
@@ -160,9 +160,9 @@ class LayerStep:
     ) -> bool:
         """Prepare steps over the pieces of each row (in order of their tokens) for (rows, q_heads, positions) queries.
 
-        Each query attends to its top_k best keys, as many as its head has with budgets; a tuple has those of each row,
-        of which the largest must be the same. threads: at most this many of the pool's. rest: what is done about the
-        others; None: they are left out.
+        Each query attends to its top_k best keys, as many as its head has with budgets; a tuple has those of each row.
+        A row is searched for its own largest number, as if it were alone. threads: at most this many of the pool's.
+        rest: what is done about the others; None: they are left out.
 
         Cheap if nothing but the end of the last pieces changed since the last plan, and a tenth of the whole if pieces
         that are searched alike lie elsewhere now: another layer's, or those of another context. Returns False, without
@@ -170,21 +170,23 @@ class LayerStep:
         ShapeError for arrays that do not fit together, ConfigError for numbers.
         """
         check_score_options(scale, softcap)
-        budgets, top_k = _budgets_of(top_k, len(rows))
+        budgets, numbers = budgets_of(top_k, len(rows))
+        top_k = max(numbers, default=1)
         if top_k < 1 or positions < 0 or (threads is not None and threads < 1):
             raise ConfigError(f"top_k={top_k}, positions={positions}, threads={threads} must be at least 1")
         threads = self.pool.threads if threads is None else min(threads, self.pool.threads)
         entries = len(rows) * next((len(piece.keys) for row in rows for piece in row), 1)
         parts = -(-TASKS_PER_THREAD * threads // entries) if threads > 1 else 1
         kept = _rounded_top_k(rows, top_k)
+        keeps = tuple(min(kept, number) for number in numbers)
         tables, named = ([None] * len(rows), 0) if rest is None else rest
         sizes = tuple((0, 0) if table is None else (table.clusters, table.sampled) for table in tables)
         candidates = None if self._buffers is None else self._buffers.candidates
         room = 0 if not named or candidates is None else candidates.shape[1]
         most = kept + room
-        request = StepRequest(q_heads, positions, most, float(scale), float(softcap or 0.0), parts, sizes, kept, named)
+        request = StepRequest(q_heads, positions, most, float(scale), float(softcap or 0.0), parts, sizes, keeps, named)
         pieces = tuple(tuple(request.signature(piece, piece is row[-1]) for piece in row) for row in rows)
-        counts = _budget_counts(budgets, q_heads, positions) if budgets else None
+        counts = budget_counts(budgets, q_heads, positions) if budgets else None
         plan = request, pieces, tuple(map(id, tables)), budgets
         if plan != self._plan:
             known = self._made.know_some(rows, request)  # then tables are made for the others only
@@ -252,7 +254,7 @@ class LayerStep:
             head_dim=dim,
             value_dim=value_dim,
             top_k=request.top_k,
-            keep=request.keep,
+            keep=max(request.keeps),
             scale=request.scale,
             softcap=request.softcap,
             lists=tables.lists,
@@ -411,25 +413,6 @@ def _rounded_top_k(rows: Sequence[Sequence[SearchRange]], top_k: int) -> int:
     """top_k, but no more than there are tokens: rounded up, for they come one by one and each number is a plan."""
     tokens = max((sum(piece.high - piece.low for piece in row) for row in rows), default=0)
     return int(min(top_k, max(1, -(-tokens // 256)) * 256))
-
-
-def _budgets_of(top_k: int | HeadBudgets | tuple[HeadBudgets, ...], rows: int) -> tuple[tuple[HeadBudgets, ...], int]:
-    """The budgets of each row, none where there are none, and the most keys of a head. Raises ConfigError."""
-    if not isinstance(top_k, HeadBudgets | tuple):
-        return (), top_k
-    budgets = top_k if isinstance(top_k, tuple) else (top_k,) * rows
-    most = {one.most for one in budgets}
-    if len(budgets) != rows or len(most) != 1:
-        raise ConfigError(f"{rows} rows need budgets of one largest number, got {len(budgets)} of {sorted(most)}")
-    return budgets, most.pop()
-
-
-def _budget_counts(budgets: Sequence[HeadBudgets], q_heads: int, positions: int) -> npt.NDArray[np.int64]:
-    """Keys per query, (rows, q_heads, positions)."""
-    for one in budgets:
-        if len(one.counts) != q_heads:
-            raise ShapeError(f"budgets of {len(one.counts)} heads were given for {q_heads} query heads")
-    return np.tile(np.array([one.counts for one in budgets], np.int64)[..., None], (1, 1, positions))
 
 
 def _scratch_places(

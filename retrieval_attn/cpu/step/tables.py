@@ -23,8 +23,8 @@ class StepRequest(NamedTuple):
     """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least.
 
     clusters: of each row, and samples of each, by which it estimates what it does not attend to; 0: it leaves that out.
-    top_k: keys that a query attends to at most, of which `keep` are chosen by score. named: keys that a device names,
-    all of which are attended to, at least.
+    top_k: keys that a query attends to at most, of which `keeps` are chosen by score, of each row. named: keys that a
+    device names, all of which are attended to, at least.
     """
 
     q_heads: int
@@ -34,8 +34,12 @@ class StepRequest(NamedTuple):
     softcap: float
     parts: int
     clusters: tuple[tuple[int, int], ...]
-    keep: int
+    keeps: tuple[int, ...]
     named: int
+
+    def of_row(self, row: int) -> StepRequest:
+        """What the tables of a row depend on."""
+        return self._replace(clusters=(), keeps=self.keeps[row : row + 1])
 
     def parts_of(self, piece: SearchRange, tokens: int = SCAN_TOKENS) -> int:
         """Tasks that a scanned piece is cut into. The more, the more candidates are joined; results are the same."""
@@ -58,12 +62,12 @@ def likeness_of(rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> 
     None where tables hold more of the pieces: addresses of what their indexes hold.
     """
     found: list[tuple[Any, ...]] = [request]
-    for row in rows:
+    for keep, row in zip(request.keeps, rows, strict=True):
         for piece in row:
             searched: tuple[Any, ...] = ()
             if piece.indexes is not None:
                 visible = piece.high - piece.low
-                searched = tuple(index.search_likeness(request.keep, visible) for index in piece.indexes)
+                searched = tuple(index.search_likeness(keep, visible) for index in piece.indexes)
                 if None in searched:
                     return None
             shapes = piece.keys.shape[::2], piece.values.shape[2]
@@ -121,7 +125,7 @@ class MadeRows:
 
     def know_some(self, rows: Sequence[Sequence[SearchRange]], request: StepRequest) -> bool:
         """Whether the tables of some row are known."""
-        return any(len(own) and self._find(row, _key(own, request)) is not None for row, own in enumerate(rows))
+        return any(len(own) and self._find(row, _key(row, own, request)) is not None for row, own in enumerate(rows))
 
     def of(
         self, rows: Sequence[Sequence[SearchRange]], request: StepRequest, make: Callable[[int], RowTables | None]
@@ -129,7 +133,7 @@ class MadeRows:
         """The tables of all rows; make: those of a row that are not known. None: there are none for some row."""
         found: dict[int, tuple[object, RowTables]] = {}
         for row, own in enumerate(rows):
-            key = _key(own, request)
+            key = _key(row, own, request)
             tables = self._find(row, key)
             tables = make(row) if tables is None else tables
             if tables is None:
@@ -146,7 +150,7 @@ class MadeRows:
         known, self._searches[row] = self._searches.get(row, {}), {}
 
         def of(piece: SearchRange) -> Searches:
-            key = request._replace(clusters=()), request.signature(piece, False)
+            key = request.of_row(row), request.signature(piece, False)
             found = known[key][1] if key in known else make(piece)
             if found is not None and piece.indexes is not None:  # a scan is made at once
                 self._searches[row][key] = piece, found  # the piece lives: its arrays' ids are its own
@@ -168,9 +172,9 @@ class MadeRows:
         return known[1] if known is not None and known[0] == key else None
 
 
-def _key(row: Sequence[SearchRange], request: StepRequest) -> object:
+def _key(row: int, own: Sequence[SearchRange], request: StepRequest) -> object:
     """What the tables of a row depend on, but for the end of its last piece: who plans writes that anew."""
-    return request._replace(clusters=()), tuple(request.signature(piece, piece is row[-1]) for piece in row)
+    return request.of_row(row), tuple(request.signature(piece, piece is own[-1]) for piece in own)
 
 
 def make_tables(
@@ -190,7 +194,8 @@ def make_tables(
     def make(row: int) -> RowTables | None:
         entry = row * sizes[0] * sizes[1]
         own = None if candidates is None else candidates[entry : entry + sizes[0] * sizes[1]]
-        searches = made.searches(row, request, lambda piece: _piece_searches(piece, request, fmt, sizes, own))
+        asked = request.of_row(row)
+        searches = made.searches(row, request, lambda piece: _piece_searches(piece, asked, fmt, sizes, own))
         return _row_tables(row, rows[row], request, sizes, searches)
 
     found = made.of(rows, request, make)
@@ -282,7 +287,7 @@ def _piece_searches(
     sizes: tuple[int, int, int],
     candidates: npt.NDArray[np.int32] | None,
 ) -> Searches:
-    """How each head searches a piece; None: some head has no compiled search. candidates: those of the row."""
+    """How each head searches a piece; None: some head has no compiled search. request: `of_row`. candidates: of it."""
     heads, queries, padded = sizes
     visible, hidden = piece.high - piece.low, piece.low - piece.index_first
     found: list[CompiledSearch] = []
@@ -290,7 +295,7 @@ def _piece_searches(
         search: CompiledSearch | None = exact_search(fmt)
         if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
             own = None if candidates is None else candidates[head * queries : (head + 1) * queries]
-            keep, first = request.keep, piece.index_first
+            (keep,), first = request.keeps, piece.index_first
             search = piece.indexes[head].compiled_search(
                 SearchRequest(fmt, queries, padded, keep, first, visible, own, request.named, hidden)
             )

@@ -50,7 +50,7 @@ class HostResources:
 
 
 Retrieve = int | HeadBudgets | tuple[HeadBudgets, ...]
-"""Keys of a query: a number, one for each query head, or these for each row, of one largest number."""
+"""Keys of a query: a number, one for each query head, or these for each row."""
 
 
 class HostRow(NamedTuple):
@@ -164,17 +164,16 @@ class HostRows:
         if not any(row is not None and row.span[1] > row.span[0] for row in rows):
             self._answer_nothing()
             return
-        first = retrieve[0] if isinstance(retrieve, tuple) else retrieve
-        most = first.most if isinstance(first, HeadBudgets) else first
         for rows_of in _layouts(rows):
+            mosts = [_most_of(retrieve, members[0]) for members in rows_of]
             own, n = [rows[members[0]] for members in rows_of], len(rows_of[0])
             paths = [row.path for row in own if row is not None]
             known = self._apart if changed is not None and n == 1 else {}
             apart = [
-                self._take_apart(row, most, None if number in (changed or ()) else known.get(number))
+                self._take_apart(row, mosts[number], None if number in (changed or ()) else known.get(number))
                 for number, row in enumerate(own)
             ]
-            self._apart = {i: (row, most, apart[i]) for i, row in enumerate(own) if row is not None and n == 1}
+            self._apart = {i: (row, mosts[i], apart[i]) for i, row in enumerate(own) if row is not None and n == 1}
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
             if self._reads_named([None if row is None else row.path for row in own], apart, rows_of):
                 named = late_only(apart)
@@ -303,6 +302,12 @@ class HostRows:
 
 
 _NOTHING = CodedPieces([], [], None, None)
+
+
+def _most_of(retrieve: Retrieve, row: int) -> int:
+    """The largest number of keys of a query head of a row."""
+    own = retrieve[row] if isinstance(retrieve, tuple) else retrieve
+    return own.most if isinstance(own, HeadBudgets) else own
 
 
 def _layouts(rows: Sequence[HostRow | None]) -> list[list[list[int]]]:

@@ -54,6 +54,7 @@ GRAPH = np.dtype(
         ("scale_at", _WORD),  # float32 (head_dim,)
         ("keys_at", _WORD),  # stored keys of the index, from id 0 on
         ("first", _WORD),  # token of the key with id 0
+        ("best", _WORD),  # keys to find: a step may have room for more, of other rows
         ("room", _WORD),
         ("beam", _WORD),
         # byte offsets into the search's own scratch, and sizes there: the largest of all graphs of the row
@@ -99,9 +100,10 @@ def _search(descriptor, number, worker, like):
     step = step_at(descriptor)
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
-    query, top_k, dim = task.part, step.top_k, step.head_dim
+    query, dim = task.part, step.head_dim
     graphs = carray(at_address(span.index_at), 1, GRAPH)[0].graphs
     row = carray(at_address(span.index_at), graphs, GRAPH)[query * graphs // step.queries]
+    top_k = row.best
     codes = carray(at_address(row.codes_at), (row.rows, row.width), np.uint8)
     edges = carray(at_address(row.edges_at), (row.rows, row.degree), np.int32)
     node_ids = carray(at_address(row.ids_at), row.rows, np.int32)
@@ -220,6 +222,7 @@ def graph_search(
             "degree": graph.adjacency.shape[1],
             "entries": len(graph.entries),
             "landmarks": len(graph.cells.starts) - 1,
+            "best": request.k,
             "room": room,
             "beam": -(-given.beam * length // request.visible),
         }

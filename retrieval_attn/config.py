@@ -52,7 +52,7 @@ class Config:
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
         largest number of each key and value of each head, with the step as float32 behind them: 132 bytes instead
-        of 256 for head_dim 128 in bfloat16.
+        of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
     page_lock: whether the host's keys and values are page-locked once they are there, so that exact questions bring
         them back to a GPU at the bus's full rate; .05 s per GiB. False, or a refusal: they go through page-locked
         buffers.

@@ -184,6 +184,15 @@ def test_rows_over_pages_of_other_models_are_as_alone(name: str) -> None:
     rows.check_books()
 
 
+def test_rows_over_pages_of_int8_are_as_alone() -> None:
+    """The kernel reads rows as they are stored, alone and in a graph."""
+    model = build_model("llama", head_dim=64, num_attention_heads=8).cuda()
+    rows = rows_of(model, trees(model, ExactPool(1000, 40, int8=True)))
+    rows.steps(rows.pairs, 20)
+    assert (rows.runner.replays, rows.runner.reason) == (20, "")
+    rows.check_books()
+
+
 def test_the_others_change_no_bit_over_pages() -> None:
     """In a bucket of four, bfloat16: of a row over pages, and of one without beside such."""
     model = build_model("llama", head_dim=64, num_attention_heads=8, max_position_embeddings=8192).cuda().bfloat16()

@@ -78,6 +78,25 @@ def test_rows_of_every_model_are_as_alone(name: str) -> None:
     rows.check_books()
 
 
+@pytest.mark.parametrize("name", ["llama31", "gemma2"])
+def test_rows_over_pages_of_int8_are_as_alone(name: str) -> None:
+    """And alone they are within int8's error of pages in the model's dtype."""
+    model, caches = build_model(name), {}
+    for int8 in (True, False):
+        caches[int8] = trees(model, ExactPool(1000, 40, int8=int8))
+    for packed, plain in zip(caches[True], caches[False], strict=True):
+        got, right = (feed(model, one.fork(), torch.tensor([[5]])) for one in (packed, plain))
+        error = float((got - right).abs().max() / right.abs().max())
+        assert error < 0.02 and (error > 0) == (packed.batch.exact is not None)
+    halves = [one[0].batch.exact.nbytes for one in (caches[True], caches[False])]  # type: ignore[union-attr]
+    head_dim = caches[False][0].batch.exact.layers.any_layer.dims[0]  # type: ignore[union-attr]
+    assert halves[0] * 4 * head_dim == halves[1] * (head_dim + 4)
+    rows = rows_of(model, caches[True])
+    rows.steps(rows.pairs, 18)
+    assert (rows.runner.replays, rows.runner.reason) == (18, "")
+    rows.check_books()
+
+
 @pytest.mark.parametrize("kind", ["flat", "device", "sketch"])
 def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty steps with random members; forks, crops; no graph for who joins or leaves."""

@@ -262,6 +262,21 @@ def test_tree_on_is_tree_off_is_alone_is_full_attention() -> None:
         assert all(same(one, alone[0]) for one in found)
 
 
+def test_pages_are_int8_where_the_host_is() -> None:
+    """Twice the pages in as much memory; answers are those that each gets alone."""
+    plain, packed = (llm_of(CONFIG.replace(retrieve="all", host_dtype=dtype)) for dtype in ("auto", "int8"))
+    limits = replace(default_limits(plain.model, plain.config), host_bytes=1 << 22)
+    pages = []
+    for llm in (plain, packed):
+        with Engine(llm, limits=limits, exact_tokens=400) as engine:
+            assert engine._exact is not None
+            pages.append((engine._exact.layers.int8, engine._exact.layers.pages))
+    assert [int8 for int8, _ in pages] == [False, True] and pages[1][1] > 2 * pages[0][1]  # float32: a quarter
+    requests, options = requests_of(1), {"exact_tokens": 1000, "limits": limits}
+    for request, found in zip(requests, with_engine(packed, requests, shared_bytes=1 << 26, **options), strict=True):
+        assert same(found, with_engine(packed, [request], **options)[0])
+
+
 @pytest.mark.parametrize("seed", [0, 6, 12])
 def test_random_schedules(seed: int) -> None:
     """Requests that come, go and are cancelled at any time, and wait for others' pages."""

@@ -64,9 +64,7 @@ class BucketPages:
         if query.is_cuda:
             return shared_partials(query, pool, plan, **scoring._asdict())
         sizes = query.shape[:3]
-        found = Partial(
-            *(query.new_empty(*shape, dtype=torch.float32) for shape in ((*sizes, pool.value.shape[3]), sizes))
-        )
+        found = Partial(*(query.new_empty(*shape, dtype=torch.float32) for shape in ((*sizes, pool.dims[1]), sizes)))
         opaque(_attend_into, found, query, pool, plan, scoring)
         return found
 
@@ -78,7 +76,7 @@ class BucketPages:
             key = self.layers.layer(number).key
             shape = PlanShape.of(
                 self._rows, q_heads, key.shape[0], key.shape[1], levels=levels, processors=processors(key.device),
-                exact=key.element_size() > 2,
+                exact=self.layers.dtype == torch.float32,
             )  # fmt: skip
             if shape not in made:
                 made[shape] = SharedPlan(shape, key.device)
@@ -95,7 +93,7 @@ def prefix_of(cache: RetrievalCache) -> ExactPrefix | None:
 def is_recordable(prefix: ExactPrefix) -> bool:
     """Whether a graph can attend to it: on a GPU, kernels have to read the lists there."""
     pool = prefix.layers.any_layer
-    return pool is None or not pool.key.is_cuda or follows_its_plan(pool.key)
+    return pool is None or not pool.key.is_cuda or follows_its_plan(pool)
 
 
 def levels_for(prefixes: Sequence[ExactPrefix | None]) -> int:

@@ -41,6 +41,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.engine.saving import Saved, template_digest
 from retrieval_attn.errors import EngineFullError, InputDataError
+from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
@@ -105,9 +106,9 @@ class Engine:
         """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
         memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. exact_tokens: prefixes
         of prompts that end there or before have their keys beside the model, in pages of 64 tokens, and no index: all
-        of them are attended to, by the requests over one prefix together. exact_pages: of all such prefixes; None: as
-        many as all rows can need, in at most half of a GPU's free memory, or a quarter of the requests'. Raises
-        ConfigError.
+        of them are attended to, by the requests over one prefix together. They are int8 where the host's are
+        (`Config(host_dtype="int8")`). exact_pages: of all such prefixes; None: as many as all rows can need, in at most
+        half of a GPU's free memory, or a quarter of the requests'. Raises ConfigError.
         """
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
@@ -121,7 +122,10 @@ class Engine:
             shared_bytes = self._limits.host_bytes // 4
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
-        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device)
+        packed = 0  # bytes of a token in int8
+        if self._config.host_dtype == "int8":
+            packed = HostSize(model_shape(self._loop.model), self._config).token_bytes
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, packed)
         self._outbox = Outbox()
         self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)

@@ -40,10 +40,13 @@ class ExactPool:
     tokens: prefixes of a prompt that end there or before lie in pages. layers: the memory.
     """
 
-    def __init__(self, tokens: int, pages: int) -> None:
-        """pages: of all prefixes together. Raises ConfigError for fewer than one of `tokens` tokens takes."""
+    def __init__(self, tokens: int, pages: int, *, int8: bool = False) -> None:
+        """pages: of all prefixes together. int8: of int8 rows with a step each, half the bytes.
+
+        Raises ConfigError for fewer pages than one of `tokens` tokens takes.
+        """
         self.tokens = tokens
-        self.layers = PagedLayers(pages)
+        self.layers = PagedLayers(pages, int8=int8)
         self._pool = PagePool(pages, PAGE_TOKENS)
         self._collected_at = 0.0
         self._returned: deque[NDArray[np.int32]] = deque()  # a finalizer may run anywhere, where a lock is held, too
@@ -54,11 +57,11 @@ class ExactPool:
             )
 
     @classmethod
-    def of(cls, tokens: Any, pages: Any, limits: Limits, device: torch.device) -> Self | None:
+    def of(cls, tokens: Any, pages: Any, limits: Limits, device: torch.device, int8_bytes: int = 0) -> Self | None:
         """For an engine's options `exact_tokens` and `exact_pages`; None where no prefix lies in pages.
 
-        device: where the pages are; without a number they get a part of the memory that is free there. Raises
-        ConfigError.
+        device: where the pages are; without a number they get a part of the memory that is free there. int8_bytes: of a
+        token in all layers, where rows are int8; 0: they are in the model's dtype. Raises ConfigError.
         """
         for name, value in (("exact_tokens", tokens), ("exact_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -68,8 +71,8 @@ class ExactPool:
         if pages is None:
             room = spare_bytes(device) // 2 if device.type == "cuda" else limits.host_bytes // 4
             each = -(-tokens // PAGE_TOKENS) + PARTS
-            pages = max(each, min(each * limits.rows, room // (limits.token_bytes * PAGE_TOKENS)))
-        return cls(tokens, pages)
+            pages = max(each, min(each * limits.rows, room // ((int8_bytes or limits.token_bytes) * PAGE_TOKENS)))
+        return cls(tokens, pages, int8=int8_bytes > 0)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that so many tokens take."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.shared.partials import PagedKeys, empty_pages, path_partial, shared_partials, write_pages
 from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedNode, SharedPlan, processors
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.transfer import pack
 
 __all__ = ["ExactPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
 
@@ -26,12 +29,14 @@ __all__ = ["ExactPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPl
 class PagedLayers:
     """Pages of all layers of a model: a page has the same number in each. Memory is taken when a layer's tokens come.
 
-    nbytes_per_page: of all layers that have tokens so far.
+    int8: rows are stored as on the host in int8. nbytes_per_page: of all layers that have tokens so far. dtype: of the
+    tokens that came; None: none did.
     """
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
+    def __init__(self, pages: int, *, int8: bool = False) -> None:
+        self.pages, self.int8 = pages, int8
         self.nbytes_per_page = 0
+        self.dtype: torch.dtype | None = None
         self._layers: dict[int, PagedKeys] = {}
         self._lock = threading.Lock()
 
@@ -46,6 +51,9 @@ class PagedLayers:
 
     def write(self, number: int, span: PagedSpan, key: Tensor, value: Tensor) -> None:
         """The span's keys and values (1, kv_heads, tokens, dim) in one layer."""
+        self.dtype = key.dtype
+        if self.int8:
+            key, value = pack(key, Format.INT8), pack(value, Format.INT8)
         with self._lock:
             pool = self._layers.get(number)
             if pool is None:

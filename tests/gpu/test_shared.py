@@ -6,7 +6,7 @@ Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest te
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,8 @@ from retrieval_attn.gpu.shared.partials import (
     write_pages,
 )
 from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.transfer import pack, unpack
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 SCALE = 0.125
@@ -75,14 +77,17 @@ class Forest:
         *,
         seed: int = 0,
         pages: int = 0,
+        int8: bool = False,
     ) -> None:
-        """pages: of the pool; 0: 64. heads: of queries, of keys."""
+        """pages: of the pool; 0: 64. heads: of queries, of keys. int8: the pool's rows are."""
         self.rows, self.heads, self.dim, self.dtype, self.device = rows, heads, dim, dtype, device
         self.generator = torch.Generator().manual_seed(seed)
         like = torch.empty(1, heads[1], 1, dim, dtype=dtype, device=device)
+        self.fmt = Format.INT8 if int8 else Format.FLOAT32
+        like = pack(like, self.fmt) if int8 else like
         self.pool = empty_pages(pages or 64, like, like)
         for part in self.pool:
-            part.fill_(torch.nan)
+            part.fill_(-1 if int8 else torch.nan)  # a step of such bits is NaN
         self.free = torch.randperm(pages or 64, generator=self.generator).tolist()
         self.spans: list[Span] = []
         self.nodes: list[SharedNode] = []
@@ -97,7 +102,13 @@ class Forest:
     def put(self, span: Span) -> None:
         tokens = span.key.shape[1]
         pages = [self.free.pop() for _ in range(-(-tokens // PAGE_TOKENS))]
-        write_pages(self.pool, pages, span.key, span.value)
+        if self.fmt is Format.INT8:  # what is attended to is what they are rounded to; plain operations round that, too
+            packed = [pack(one, self.fmt) for one in span[1:]]
+            dtype = torch.float32 if partials.follows_its_plan(self.pool) else self.dtype
+            span = Span(span.rows, *(unpack(one, self.fmt, dtype) for one in packed))
+            write_pages(self.pool, pages, *packed)
+        else:
+            write_pages(self.pool, pages, span.key, span.value)
         self.spans.append(span)
         self.nodes.append(SharedNode(pages, tokens, span.rows))
 
@@ -168,6 +179,66 @@ def test_dtypes_groups_and_caps(
     for rows, tokens in (([0, 1, 2, 4], 700), ([1], 3), ([2], 64), ([4], 129)):
         forest.add(rows, tokens)
     forest.require(forest.partials(softcap=softcap), softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [((14, 2), 64), ((4, 4), 96), ((8, 1), 256)])
+def test_rows_of_int8(heads: tuple[int, int], dim: int, dtype: torch.dtype, softcap: float | None, device: str) -> None:
+    """Within the same bounds of what their numbers and steps say; tokens of zeros, and of numbers that are tiny."""
+    if dtype == torch.bfloat16 and INTERPRETED:
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
+    forest = Forest(5, heads, dim, dtype, device, int8=True)
+    for rows, tokens in (([0, 1, 2, 4], 700), ([1], 3), ([2], 64), ([4], 129)):
+        key, value = (forest.random(heads[1], tokens, dim) for _ in range(2))
+        value[:, ::7] = 0
+        value[:, 1::7] *= 1e-3
+        forest.put(Span(rows, key, value))
+    forest.require(forest.partials(softcap=softcap), softcap)
+
+
+def test_numbers_that_are_tiny_stay_numbers(device: str) -> None:
+    """Of float16: a weight times a step below its smallest number would be 0."""
+    forest = Forest(3, (4, 2), 64, torch.float16, device, int8=True)
+    key, value = (forest.random(2, 500, 64).float() for _ in range(2))
+    forest.put(Span([0, 1, 2], key, 1e-3 * value))
+    found, right = forest.partials(), Forest(3, (4, 2), 64, torch.float16, device, int8=True)
+    right.query = forest.query
+    right.put(Span([0, 1, 2], key, value))
+    wanted = right.partials().out
+    assert float((1e3 * found.out - wanted).abs().max()) < 2e-3 * float(wanted.abs().max())
+
+
+def test_pages_of_int8_have_half_the_bytes_and_int8s_error() -> None:
+    """Against what was rounded, in float64: below the bound of a row's half step, and not 0."""
+    forest, packed = (Forest(3, (4, 2), 128, torch.bfloat16, "cpu", int8=int8) for int8 in (False, True))
+    key, value = forest.random(2, 900, 128), forest.random(2, 900, 128)
+    for one in (forest, packed):
+        one.put(Span([0, 1, 2], key, value))
+    assert packed.pool.key.nbytes == forest.pool.key.nbytes * 132 // 256
+    query = forest.query.transpose(0, 2)
+    right = reference_attention(query, key[None].double(), value[None].double(), scale=SCALE)
+    found = shared_partials(forest.query, packed.pool, packed.plan(), scale=SCALE).out.double().transpose(0, 2)
+    error = float((found - right.out).abs().max() / right.out.abs().max())
+    assert 1e-4 < error < 0.02, error
+
+
+def test_long_nodes_of_int8_are_turned_into_numbers_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partials, "PACKED_PAGES", 3)
+    forest = Forest(4, (4, 2), 64, torch.float32, "cpu", int8=True)
+    forest.free = list(range(63, -1, -1))  # pages follow each other
+    forest.add([0, 1, 2, 3], 1000)
+    assert runs(forest.nodes[0].pages) == [(0, 16)]
+    most: list[int] = []
+    plain = partials.attend
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        most.append(key.shape[2])
+        return plain(query, key, value, **options)
+
+    monkeypatch.setattr(partials, "attend", counted)
+    forest.require(forest.partials())
+    assert most == [192] * 5 + [40]
 
 
 def test_a_long_prefix(device: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
+from retrieval_attn.gpu.codes.named import STEP_BYTES, numbers_of
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, Ids, SharedNode, SharedPlan
 
@@ -25,14 +26,25 @@ SHARE_FROM_TOKENS = 512
 """On an H100, 32 over 8 heads of 128: below, up to 32 rows gain nothing; from here on, none loses more than 2 %."""
 
 
+PACKED_PAGES = 256
+"""Pages of int8 rows that are turned into numbers at once, where no kernel reads them as they are."""
+
+
 class PagedKeys(NamedTuple):
     """Keys and values of one layer in pages: key (kv_heads, pages, PAGE_TOKENS, head_dim), value (..., value_dim).
 
-    Which pages hold what is known elsewhere; of the others, and behind the last token of a page, anything may be there.
+    int8: each row STEP_BYTES longer, a float32 step by which its numbers count. Which pages hold what is known
+    elsewhere; of the others, and behind the last token of a page, anything may be there.
     """
 
     key: Tensor
     value: Tensor
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """head_dim and value_dim."""
+        extra = STEP_BYTES if self.key.dtype == torch.int8 else 0
+        return self.key.shape[3] - extra, self.value.shape[3] - extra
 
 
 def empty_pages(pages: int, key: Tensor, value: Tensor) -> PagedKeys:
@@ -73,14 +85,15 @@ def shared_partials(
     shape = plan.shape
     if query.ndim != 4 or query.shape[:3] != (shape.rows, shape.q_heads, 1):
         raise ShapeError(f"the plan is for queries ({shape.rows}, {shape.q_heads}, 1, dim), got {tuple(query.shape)}.")
-    if pool.key.shape[0] != shape.kv_heads or pool.key.shape[2:] != (PAGE_TOKENS, query.shape[3]):
+    dim, value_dim = pool.dims
+    if (pool.key.shape[0], pool.key.shape[2], dim) != (shape.kv_heads, PAGE_TOKENS, query.shape[3]):
         raise ShapeError(
             f"the plan needs pages ({shape.kv_heads}, *, {PAGE_TOKENS}, {query.shape[3]}), got {tuple(pool.key.shape)}."
         )
-    kernels = _kernels(query)
+    kernels = _kernels(pool)
     if kernels is not None:
         return Partial(*kernels.shared_partials(query, *pool, plan, scale, softcap))
-    whole = empty_partial(query, pool.value.shape[3])
+    whole = empty_partial(query, value_dim)
     reached = torch.zeros(shape.rows, dtype=torch.bool)
     for node in plan.nodes:
         rows = torch.as_tensor(np.asarray(node.rows, np.int64))
@@ -97,9 +110,9 @@ def shared_partials(
     return whole
 
 
-def follows_its_plan(query: Tensor) -> bool:
-    """Whether `shared_partials` for a query like this one reads its plan on the device, as a captured call must."""
-    return _kernels(query) is not None
+def follows_its_plan(pool: PagedKeys) -> bool:
+    """Whether `shared_partials` over these pages reads its plan on the device, as a captured call must."""
+    return _kernels(pool) is not None
 
 
 def node_partial(
@@ -108,19 +121,20 @@ def node_partial(
     """query (1, q_heads, queries, head_dim) over all tokens of one node: any queries of any rows over it side by side.
 
     The query heads of a key-value head are folded into one matrix with the queries, and the call is not causal: the
-    keys come before all of them. Pages that follow each other are read where they lie.
+    keys come before all of them. Pages that follow each other are read where they lie; int8 rows are turned into the
+    query's dtype, PACKED_PAGES at once.
     """
     kv_heads, queries = pool.key.shape[0], query.shape[2]
     folded = query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2)[None]  # (1, kv_heads, group * queries, head_dim)
     found: list[Partial] = []
     start = 0
-    for first, stop in runs(pages):
+    for first, stop in _pieces(pool, pages):
         count = min((stop - first) * PAGE_TOKENS, tokens - start)
-        key, value = (part[:, first:stop].flatten(1, 2)[None, :, :count] for part in pool)
+        key, value = (_numbers(part[:, first:stop].flatten(1, 2)[None, :, :count], query.dtype) for part in pool)
         found.append(attend(folded, key, value, scale=scale, softcap=softcap))
         start += count
     if not found:
-        return empty_partial(query, pool.value.shape[3])
+        return empty_partial(query, pool.dims[1])
     part = merge(found)
     shape = query.shape[1], queries
     return Partial(part.out.reshape(1, *shape, -1), part.lse.reshape(1, *shape))
@@ -137,7 +151,7 @@ def path_partial(
     side_by_side = query.transpose(0, 1).flatten(1, 2)[None]
     parts = [node_partial(side_by_side, pool, one.pages, one.tokens, scale=scale, softcap=softcap) for one in nodes]
     if not parts:
-        return empty_partial(query, pool.value.shape[3])
+        return empty_partial(query, pool.dims[1])
     part = merge(parts)
     by_row = (one[0].unflatten(1, (batch, queries)).transpose(0, 1) for one in part)
     return Partial(*by_row)
@@ -151,5 +165,19 @@ def worth_sharing(rows: int, tokens: int) -> bool:
     return rows >= SHARE_FROM_ROWS and tokens >= SHARE_FROM_TOKENS
 
 
-def _kernels(query: Tensor) -> Any:
-    return kernels_for(query, "shared.shared_triton")
+def _pieces(pool: PagedKeys, pages: Ids) -> list[tuple[int, int]]:
+    """`runs`, cut where they are to be turned into numbers."""
+    if pool.key.dtype != torch.int8:
+        return runs(pages)
+    cut = [(range(first, stop, PACKED_PAGES), stop) for first, stop in runs(pages)]
+    return [(begin, min(begin + PACKED_PAGES, stop)) for begins, stop in cut for begin in begins]
+
+
+def _numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    return stored if stored.dtype != torch.int8 else numbers_of(stored).to(dtype)
+
+
+def _kernels(pool: PagedKeys) -> Any:
+    if pool.key.dtype == torch.int8 and any(dim % STEP_BYTES for dim in pool.dims):
+        return None  # no float32 can be loaded behind such a row
+    return kernels_for(pool.key, "shared.shared_triton")

@@ -1,7 +1,8 @@
 """The Triton kernels behind `partials.py`: one walks a plan's work list, one merges what it leaves for each query head.
 
 Scores are exact products summed in float32. Where a batch is small, and memory is what bounds the kernel, weights meet
-the values in two 16-bit terms, elsewhere in one, as flash attention has it.
+the values in two 16-bit terms, elsewhere in one, as flash attention has it. Rows of int8 come as they are stored: their
+numbers are exact in any of a model's dtypes, and their steps meet the scores, and the weights, in float32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrieval_attn.gpu.codes.named import STEP_BYTES
 from retrieval_attn.gpu.shared.plan import ITEM, PAGE_TOKENS, SharedPlan, processors
 
 LOG2_E = 1.4426950408889634
@@ -43,22 +45,29 @@ def _scores(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _block(
-    queries, key_at, value_at, key_t, value_t, left, scale, softcap, top, total, mixed,
-    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr,
+    queries, key_at, value_at, key_step_at, value_step_at, key_t, value_t, left, scale, softcap, top, total, mixed,
+    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, INT8: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """One page: key_at and value_at point to it. MASKED: only its first `left` tokens are there."""
+    """One page: key_at and value_at point to it, key_step_at and value_step_at to its first steps, of INT8. MASKED:
+    only its first `left` tokens are there. key_t, value_t: see `_attend_kernel`.
+    """
+    UNIT: tl.constexpr = 4 if INT8 else 1
     token, column, value_column = tl.arange(0, N), tl.arange(0, D), tl.arange(0, V)
     # what lies behind the last token of a page may be NaN, and 0 times NaN is no 0: it is not loaded
-    keys_from = key_at + token[None, :] * key_t + column[:, None]
-    values_from = value_at + token[:, None] * value_t + value_column[None, :]
+    keys_from = key_at + token[None, :] * (key_t * UNIT) + column[:, None]
+    values_from = value_at + token[:, None] * (value_t * UNIT) + value_column[None, :]
     if MASKED:
         keys = tl.load(keys_from, mask=(token < left)[None, :] & (column < DIM)[:, None], other=0.0)
     elif DIM == D:
         keys = tl.load(keys_from)
     else:
         keys = tl.load(keys_from, mask=(column < DIM)[:, None], other=0.0)
-    scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
+    if INT8:
+        key_steps = tl.load(key_step_at + token * key_t, mask=token < left, other=0.0)
+        scores = _scores(queries, keys.to(queries.dtype), scale * key_steps[None, :], softcap, HAS_SOFTCAP)
+    else:
+        scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
     if MASKED:
         scores = tl.where((token < left)[None, :], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: a page has at least one token
@@ -72,8 +81,22 @@ def _block(
     else:
         values = tl.load(values_from, mask=(value_column < VALUE_DIM)[None, :], other=0.0)
     mixed = mixed * decay[:, None]
+    largest = 1.0
+    if INT8:
+        steps = tl.load(value_step_at + token * value_t, mask=token < left, other=0.0)
+        if not EXACT:  # as shares of the largest: weights times small steps would be none of a 16-bit float
+            largest = tl.max(steps, axis=0)
+            largest = tl.where(largest > 0, largest, 1.0)
+        weights = weights * (steps / largest)[None, :]
+        values = values.to(queries.dtype)
     if EXACT:
         mixed += tl.dot(weights, values, input_precision="ieee")
+    elif INT8:
+        coarse = weights.to(values.dtype)
+        found = tl.dot(coarse, values)
+        if FINE:
+            found = tl.dot((weights - coarse.to(tl.float32)).to(values.dtype), values, found)
+        mixed += found * largest
     else:
         coarse = weights.to(values.dtype)
         mixed = tl.dot(coarse, values, mixed)
@@ -84,15 +107,18 @@ def _block(
 
 @triton.jit(do_not_specialize=["group", "slots"])
 def _attend_kernel(
-    query, key, value, count, work, rows, pages, out, lse, scale, softcap,
+    query, key, value, key_steps, value_steps, count, work, rows, pages, out, lse, scale, softcap,
     query_b, query_h, key_h, key_p, key_t, value_h, value_p, value_t, group, q_heads, slots,
-    HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ITEM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, INT8: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Items program_id, program_id + programs, ... of the work list: M queries of one key-value head over some pages.
 
-    Strides end in _b (row), _h (head), _p (page) and _t (token).
+    Strides end in _b (row), _h (head), _p (page) and _t (token). key_steps, value_steps: of INT8, the same memory as
+    key and value, as float32. The strides of both count such numbers: the compiler then loads 4 bytes at once.
     """
+    UNIT: tl.constexpr = 4 if INT8 else 1
     column, value_column = tl.arange(0, D), tl.arange(0, V)
     # from memory, as all that follows: a graph is replayed while the batch changes
     for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
@@ -112,19 +138,23 @@ def _attend_kernel(
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         mixed = tl.zeros((M, V), tl.float32)
-        key_from, value_from = key + head.to(tl.int64) * key_h, value + head.to(tl.int64) * value_h
+        key_from, value_from = head.to(tl.int64) * key_h, head.to(tl.int64) * value_h
         table = pages + first_page
         for block in range(begin // N, end // N):
             page = tl.load(table + block).to(tl.int64)
+            key_at, value_at = key_from + page * key_p, value_from + page * value_p
             top, total, mixed = _block(
-                queries, key_from + page * key_p, value_from + page * value_p, key_t, value_t, N, scale, softcap,
-                top, total, mixed, HAS_SOFTCAP, False, EXACT, FINE, DIM, VALUE_DIM, N, D, V,
+                queries, key + key_at * UNIT, value + value_at * UNIT, key_steps + key_at + DIM // 4,
+                value_steps + value_at + VALUE_DIM // 4, key_t, value_t, N, scale, softcap, top, total, mixed,
+                HAS_SOFTCAP, False, EXACT, FINE, INT8, DIM, VALUE_DIM, N, D, V,
             )  # fmt: skip
         if end % N != 0:
             page = tl.load(table + end // N).to(tl.int64)
+            key_at, value_at = key_from + page * key_p, value_from + page * value_p
             top, total, mixed = _block(
-                queries, key_from + page * key_p, value_from + page * value_p, key_t, value_t, end % N, scale, softcap,
-                top, total, mixed, HAS_SOFTCAP, True, EXACT, FINE, DIM, VALUE_DIM, N, D, V,
+                queries, key + key_at * UNIT, value + value_at * UNIT, key_steps + key_at + DIM // 4,
+                value_steps + value_at + VALUE_DIM // 4, key_t, value_t, end % N, scale, softcap, top, total, mixed,
+                HAS_SOFTCAP, True, EXACT, FINE, INT8, DIM, VALUE_DIM, N, D, V,
             )  # fmt: skip
         # an item has at least one token: total is 1 or more
         place = (row * q_heads + q_head) * slots + slot
@@ -191,8 +221,11 @@ def shared_partials(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `partials.shared_partials`: out (rows, q_heads, 1, value_dim) and lse (rows, q_heads, 1), float32."""
     query = query if query.stride(3) == 1 else query.contiguous()
-    shape, (rows, q_heads, _, dim), value_dim = plan.shape, query.shape, value.shape[3]
-    exact = query.dtype == torch.float32
+    shape, (rows, q_heads, _, dim) = plan.shape, query.shape
+    exact, packed = query.dtype == torch.float32, key.dtype == torch.int8
+    value_dim = value.shape[3] - STEP_BYTES if packed else value.shape[3]
+    steps = (key.view(torch.float32), value.view(torch.float32)) if packed else (key, value)
+    strides = (*steps[0].stride()[:3], *steps[1].stride()[:3])
     launch = launch_for(shape.tile, max(dim, value_dim), query.element_size()) if launch is None else launch
     if two_terms is None:
         two_terms = rows * shape.group <= TWO_TERMS
@@ -201,10 +234,10 @@ def shared_partials(
     widths = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     programs = min(shape.items, launch.programs * processors(query.device))
     _attend_kernel[(programs,)](
-        query, key, value, plan.count, plan.work, plan.rows, plan.pages, parts, parts_lse,
+        query, key, value, *steps, plan.count, plan.work, plan.rows, plan.pages, parts, parts_lse,
         scale if softcap is not None else scale * LOG2_E, softcap or 0.0,
-        query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], shape.group, q_heads, shape.slots,
-        HAS_SOFTCAP=softcap is not None, EXACT=exact, FINE=two_terms, DIM=dim, VALUE_DIM=value_dim,
+        query.stride(0), query.stride(1), *strides, shape.group, q_heads, shape.slots,
+        HAS_SOFTCAP=softcap is not None, EXACT=exact, FINE=two_terms, INT8=packed, DIM=dim, VALUE_DIM=value_dim,
         ITEM=ITEM, M=shape.tile, N=PAGE_TOKENS, D=max(16, widths[0]),
         V=max(16, widths[1]), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

@@ -183,7 +183,7 @@ def test_rows_with_other_numbers_by_heads_are_in_one_graph(index: str) -> None:
         pass
     assert rows.runner.reason == "" and rows.runner.captures <= 4 and rows.runner.replays >= 25
     assert {id(cache) for cache in (pair.row for pair in rows.pairs)} & set(rows.runner._group.rows)  # type: ignore[union-attr]
-    assert whole.row in rows.runner._refused and len(rows.runner._refused) == 1
+    assert whole.row in rows.runner._refusals and len(rows.runner._refusals) == 1
     rows.check_books()
 
 

@@ -3,7 +3,7 @@
 There is a graph for 1, 2, 4, ... rows; a step takes the smallest that has room for its rows. All graphs read and write
 the same window buffers. A row of these is a page of constant size: it holds all that a sequence has on the device but
 for codes of its keys, so admission by pages is exact. A row joins by copies of its windows and leaves the same way.
-Caches that no graph serves are stepped eagerly beside it (`batch/rows.py`).
+Caches that no graph serves are stepped eagerly beside it (`batch/rows.py`), until what refused them has changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_group import BucketGroup
 from retrieval_attn.batch.bucket_pages import NO_KERNELS, is_recordable, prefix_of
+from retrieval_attn.batch.bucket_refusals import Refusals
 from retrieval_attn.batch.chooser import Choice
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.rows import require_rows
@@ -73,7 +74,7 @@ class BucketRunner:
         self._runtime: Runtime | None = None
         self._group: BucketGroup | None = None
         self._key: tuple[Any, ...] = ()
-        self._refused: weakref.WeakKeyDictionary[RetrievalCache, str] = weakref.WeakKeyDictionary()
+        self._refusals = Refusals()
         self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
         self._gone: list[int] = []
         self._turn = threading.Lock()
@@ -121,11 +122,7 @@ class BucketRunner:
         choices = {} if isinstance(found, Tensor) else dict(zip(graphed, found, strict=True))
         logits, errors = _eager(self._model, caches, inputs, apart) if apart else (None, {})
         if isinstance(found, Tensor):
-            together = found.new_empty(len(caches), found.shape[1])
-            together[graphed] = found
-            if logits is not None:
-                together[apart] = logits
-            logits = together
+            logits = _in_order(found, graphed, logits, apart)
         return Stepped(choices, apart if draws is not None else range(len(caches)), logits, errors)
 
     def expect(self, tokens: int) -> None:
@@ -154,6 +151,7 @@ class BucketRunner:
         """The rows that a graph served, in order, and what `BucketGroup.replay` found; None: none."""
         with self._turn:
             self._let_go()
+            self._refusals.count_step()
             if self._group is not None:
                 self._group.leave_absent(caches)
             self._joined = False
@@ -191,9 +189,9 @@ class BucketRunner:
             except ContextLengthError:
                 return False
             return True
-        if cache in self._refused:
-            return False
         try:
+            if self._refusals.stands(cache, self._situation):
+                return False
             reason = self._refusal(cache)
         except CaptureError as error:
             reason = str(error)
@@ -269,12 +267,17 @@ class BucketRunner:
         return rows
 
     def _refuse(self, cache: RetrievalCache, reason: str) -> None:
-        """This cache is stepped eagerly from now on. Raises CaptureError where a graph was demanded."""
+        """This cache is stepped eagerly until that has changed. Raises CaptureError where a graph was demanded."""
         if reason and cache.config.graph is True:
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
-        self._refused[cache] = reason
+        self._refusals.note(cache, self._situation())
         if reason:
             note_eager(self._model, reason)
+
+    def _situation(self) -> tuple[Any, ...]:
+        """What may change about who is refused: hooks, weights and adapters of the model, and who is in the graphs."""
+        rows = 0 if self._group is None else len(self._group.rows)
+        return *self._known.look(), self._key, self._group is None, rows > 0 or self._joined, rows < self._most
 
     def _end(self, reason: str, caches: Sequence[RetrievalCache]) -> None:
         """No graph any more. Raises CaptureError where one was demanded."""
@@ -311,6 +314,15 @@ class BucketRunner:
             row = None if self._group is None else self._group.rows.get(key)
             if self._group is not None and row is not None and row.cache is None:
                 self._group.let_go(key)
+
+
+def _in_order(graphed: Tensor, rows: Sequence[int], logits: Tensor | None, apart: Sequence[int]) -> Tensor:
+    """Logits of all rows: of those that a graph served, and of the others, if there are any."""
+    together = graphed.new_empty(len(rows) + len(apart), graphed.shape[1])
+    together[rows] = graphed
+    if logits is not None:
+        together[apart] = logits
+    return together
 
 
 def _eager(

@@ -1,0 +1,106 @@
+"""Caches that no graph served once, emulated: they are served when what refused them has changed, and not sooner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retrieval_attn.batch import bucket_refusals
+from retrieval_attn.batch.bucket import BucketRunner
+from retrieval_attn.engine.graph.watch import KnownModel
+from tests.test_bucket import Rows
+from tests.test_rows import Pair, read
+from tests.tiny_models import build_model
+
+pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
+
+RETRY = 6
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_refusals, "RETRY_STEPS", RETRY)
+
+
+def replayed(rows: Rows, pairs: list[Pair], count: int) -> list[int]:
+    """So many steps; of each, how many rows were in a graph."""
+    found = []
+    for _ in range(count):
+        before = rows.runner.replays
+        rows.steps(pairs, 1)
+        found.append(0 if rows.runner.replays == before else len(rows.runner._group.rows))  # type: ignore[union-attr]
+    return found
+
+
+def test_a_hook_that_is_removed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While it is there, the model is looked at once in so many steps."""
+    rows = Rows(build_model("llama"), [100, 200])
+    hook = rows.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert replayed(rows, rows.pairs, 1) == [0]
+    looks: list[object] = []
+    look = KnownModel.look
+    monkeypatch.setattr(KnownModel, "look", lambda known: looks.append(known) or look(known))  # type: ignore[func-returns-value]
+    assert replayed(rows, rows.pairs, RETRY + 2) == [0] * (RETRY + 2)
+    assert 0 < len(looks) <= 2 * len(rows.pairs)  # compared, and noted anew
+    hook.remove()
+    assert 2 in replayed(rows, rows.pairs, RETRY)
+    assert replayed(rows, rows.pairs, 3) == [2] * 3
+    assert caplog.text.count("has a forward hook") == 1 and rows.runner.reason == "" and not len(rows.runner._refusals)
+    rows.check_books()
+
+
+def test_an_adapter_that_is_switched_off() -> None:
+    """Rows that came meanwhile have another model's weights; one that is there stays in its graph."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build_model("llama"), lora).eval()
+    rows = Rows(model.get_base_model(), [100])
+    assert replayed(rows, rows.pairs, 2) == [1, 1]
+    other = Pair(rows.model, read(rows.model, 150, 7))
+    caches = [rows.pairs[0].row, other.row]
+
+    def step() -> int:
+        rows.runner.step(caches, [5, 5], [cache.get_seq_length() for cache in caches])
+        return len(rows.runner._group.rows)  # type: ignore[union-attr]
+
+    with model.disable_adapter():
+        assert [step() for _ in range(2)] == [1, 1]
+    assert 2 in [step() for _ in range(RETRY + 2)] and step() == 2
+    rows.runner.close()
+
+
+def test_a_place_that_is_free_again() -> None:
+    """More rows than there are places: one that is left out joins when another has left."""
+    rows = Rows(build_model("llama"), [100, 200, 150])
+    rows.runner = BucketRunner(rows.model, 2)
+    assert replayed(rows, rows.pairs, 2) == [2, 2]
+    left = rows.pairs[1:]
+    found = replayed(rows, left, RETRY + 2)
+    assert found[0] == 1 and found[-1] == 2
+    rows.check_books()
+
+
+def test_rows_of_another_shape_that_left() -> None:
+    """The group is theirs; whoever comes next has it then."""
+    model = build_model("llama")
+    rows = Rows(model, [100])
+    rows.pairs.append(Pair(model, read(model, 150, 3, retrieve=9)))
+    assert replayed(rows, rows.pairs, 2) == [1, 1]
+    found = replayed(rows, rows.pairs[1:], RETRY + 2)
+    assert found[0] == 0 and found[-1] == 1
+    rows.check_books()
+
+
+def test_who_never_is_served_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """graph=False, and another number of keys than the others have, who stay."""
+    model = build_model("llama")
+    rows = Rows(model, [100])
+    rows.steps(rows.pairs, 1)
+    asked: list[Any] = []
+    real = BucketRunner._refusal
+    monkeypatch.setattr(BucketRunner, "_refusal", lambda runner, cache: asked.append(cache) or real(runner, cache))  # type: ignore[func-returns-value]
+    rows.pairs += [Pair(model, read(model, 150, 3, **options)) for options in ({"graph": False}, {"retrieve": 9})]
+    assert replayed(rows, rows.pairs, 3 * RETRY) == [1] * (3 * RETRY)
+    assert len(asked) == 2
+    rows.check_books()

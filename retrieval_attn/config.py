@@ -72,7 +72,7 @@ class Config:
     hidden_states: HiddenStatesPlace = "auto"
     exact_append: bool = True
     decode_tokens: int = 8
-    spill: int = 128
+    spill: int = 512
     host_dtype: str = "auto"
     page_lock: bool = True
     graph: GraphMode = "auto"
@@ -85,7 +85,7 @@ class Config:
         if self.train_queries is not None:
             _require_int("train_queries", self.train_queries, 0, "use None for what the index asks for; 0 trains none")
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
-        _require_int("spill", self.spill, 1, "128 is a good start")
+        _require_int("spill", self.spill, 1, "512 is a good start")
         _check_retrieve(self.retrieve)
         for name in ("exact_append", "page_lock"):
             if not isinstance(getattr(self, name), bool):

@@ -23,7 +23,8 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.step.plan import LayerStep, StepBuffers
+from retrieval_attn.cpu.step.buffers import StepBuffers
+from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine.graph import reached
 from retrieval_attn.engine.graph.reached import ReachedRows, Reads, clear_costs, late_only

@@ -19,7 +19,7 @@ from retrieval_attn.cache.coded_clusters import CodedPieces
 from retrieval_attn.cache.reached_keys import late_pieces, reach_entries
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import NamedPieces
-from retrieval_attn.cpu.step.plan import StepBuffers
+from retrieval_attn.cpu.step.buffers import StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring

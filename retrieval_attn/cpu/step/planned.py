@@ -1,0 +1,217 @@
+"""The rows of a step as they were planned last: what of them is another is made anew, or only written anew."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_attn.cpu.clusters import ClusterTable
+from retrieval_attn.cpu.samples import columns_for
+from retrieval_attn.cpu.step.places import Places
+from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.step.tables import (
+    Needs,
+    RowTables,
+    Searches,
+    StepRequest,
+    StepShape,
+    likeness_of,
+    piece_searches,
+    row_tables,
+    spare_keys,
+)
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.index.task.search import CompiledSearch
+
+MOST_ALIKE = 8
+"""Tables of a row that are kept for the next pieces that are searched like theirs."""
+_Clusters = ClusterTable | None
+
+
+class PlannedRow:
+    """A row of a step, as it was planned last. pieces: None: it was not, or what it held is forgotten. tables: how they
+    are searched. written: whether the step's places hold both.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: tuple[SearchRange, ...] | None = None
+        self.tables: RowTables | None = None
+        self.written = False
+        self._request: StepRequest | None = None
+        self._key: tuple[Any, ...] = ()
+        self._spare: tuple[int, ...] = ()
+        self._like: dict[object, RowTables] = {}  # of pieces that are searched alike, wherever they lie
+        self._searches: dict[object, tuple[SearchRange, list[CompiledSearch]]] = {}
+
+    def take(
+        self,
+        own: Sequence[SearchRange],
+        request: StepRequest,
+        shape: StepShape,
+        make: Callable[[SearchRange, StepRequest], Searches],
+    ) -> bool:
+        """Be for these pieces, of one and the same shape every time; False: some have no compiled search.
+
+        request: the row's own. make: what gives the searches of a piece. Raises ShapeError for arrays of another shape.
+        """
+        if request != self._request:
+            self.forget()
+            self._request, self._like = request, {}
+        held, spare = self.pieces, tuple([0 if piece.indexes is None else spare_keys(piece) for piece in own])
+        if held is not None and len(held) == len(own) and spare == self._spare and all(map(operator.is_, held, own)):
+            return True
+        key = tuple(request.signature(piece, piece is own[-1]) for piece in own)
+        if held is None or key != self._key:
+            for piece in own:
+                piece.check(shape.fmt, shape[:3])
+            likeness = likeness_of(own, request)
+            tables = None if likeness is None else self._like.get(likeness)
+            if tables is not None:
+                self._searches = {}  # of other pieces
+            else:
+                tables = row_tables(own, request, shape, self._known_searches(request, make))
+                if tables is None:
+                    self.forget()
+                    return False
+                if likeness is not None:
+                    self._like = {**dict(list(self._like.items())[1 - MOST_ALIKE :]), likeness: tables}
+            self.tables, self.written = tables, False
+        self.pieces, self._key, self._spare = tuple(own), key, spare
+        return True
+
+    def forget(self) -> None:
+        """Let go of the pieces and of what was made of them alone."""
+        self.pieces, self.tables, self.written, self._searches = None, None, False, {}
+
+    def _known_searches(
+        self, request: StepRequest, make: Callable[[SearchRange, StepRequest], Searches]
+    ) -> Callable[[SearchRange], Searches]:
+        """What gives the searches of the row's pieces: those known, or what `make` makes. Only these are known then."""
+        known, self._searches = self._searches, {}
+
+        def of(piece: SearchRange) -> Searches:
+            key = request.signature(piece, False)
+            found = known[key][1] if key in known else make(piece, request)
+            if found is not None and piece.indexes is not None:  # a scan is made at once
+                self._searches[key] = piece, found  # the piece lives: its arrays' ids are its own
+            return found
+
+        return of
+
+
+class PlannedRows:
+    """All rows of a step for one request and shape. places: where they lie; None: they have none yet.
+
+    room, clusters: what the places and the step's memory have room for. is_written: the places hold all that was taken.
+    """
+
+    def __init__(
+        self, request: StepRequest, rows: int, shape: StepShape, candidates: npt.NDArray[np.int32] | None
+    ) -> None:
+        """candidates: (entries * queries, room), see `StepBuffers`."""
+        self.request, self.shape = request, shape
+        count = shape.heads * shape.queries
+        self._makers = [
+            functools.partial(
+                piece_searches,
+                shape=shape,
+                candidates=None if candidates is None else candidates[row * count : (row + 1) * count],
+            )
+            for row in range(rows)
+        ]
+        self._rows = [PlannedRow() for _ in range(rows)]
+        self._tables: list[_Clusters] = [None] * rows
+        self._placed: list[_Clusters | int] = [0] * rows  # of `_tables`; 0: none
+        self._highs = [0] * rows
+        self.places: Places | None = None
+        self.room, self.clusters, self.is_written = Needs(0, 0, 0, 0, 0, 0), 0, False
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def pieces(self) -> list[tuple[SearchRange, ...]]:
+        """Those of each row, none of one that was forgotten."""
+        return [row.pieces or () for row in self._rows]
+
+    def take(self, rows: Sequence[Sequence[SearchRange]], keeps: Sequence[int], tables: Sequence[_Clusters]) -> bool:
+        """Be for these pieces and clusters; False: some index has no compiled search. Raises ShapeError.
+
+        keeps: as many keys each row is searched for, at most as many as the request says.
+        """
+        self.is_written, self._tables = False, list(tables)
+        requests = {keep: self.request._replace(keep=keep) for keep in set(keeps)}
+        for row, own, keep, make in zip(self._rows, rows, keeps, self._makers, strict=True):
+            if not row.take(own, requests[keep], self.shape, make):
+                return False
+        self.is_written = all(row.written for row in self._rows) and all(map(operator.is_, tables, self._placed))
+        return True
+
+    def needs(self) -> tuple[Needs, int]:
+        """What the rows need now: of places and memory, and clusters, or columns of samples, of a head at most."""
+        sizes = [(one.clusters, one.sampled) for one in self._tables if one is not None]
+        clusters = max((max(count, columns_for(count * sampled)) for count, sampled in sizes), default=0)
+        return functools.reduce(
+            Needs.joined, [row.tables.needs for row in self._rows if row.tables is not None]
+        ), clusters
+
+    def fit(self) -> bool:
+        """Whether the places and the step's memory have room for them."""
+        needs, clusters = self.needs()
+        return self.places is not None and needs.fits(self.room) and clusters <= self.clusters
+
+    def make_places(self, room: Needs, clusters: int) -> Places:
+        """New places with so much room, of a step whose memory is for so many clusters. `write` fills them."""
+        self.places = Places(len(self), self.shape.heads, _power(room.ranges), _power(room.tasks))
+        self.room, self.clusters, self._placed = room, clusters, [0] * len(self)
+        for row in self._rows:
+            row.written = False
+        return self.places
+
+    def write(self) -> None:
+        """Write to the places what they do not hold."""
+        places = self.places
+        assert places is not None
+        for number, row in enumerate(self._rows):
+            if not row.written and row.tables is not None and row.pieces is not None:
+                places.write(number, row.tables, row.pieces)
+                self._highs[number], row.written = row.pieces[-1].high if row.pieces else 0, True
+        for number, table in enumerate(self._tables):
+            if table is not self._placed[number]:
+                places.place_clusters(number, table)
+                self._placed[number] = table
+        places.order()
+        self.is_written = True
+
+    def extend(self, highs: Sequence[int]) -> None:
+        """See `LayerStep.extend`."""
+        for number, (row, high) in enumerate(zip(self._rows, highs, strict=True)):
+            own = row.pieces
+            if not own or high == self._highs[number]:
+                continue
+            if not own[-1].low <= high <= own[-1].most:
+                raise ConfigError(
+                    f"high={high} must lie in {own[-1].low} .. {own[-1].most}, where keys are; plan again"
+                )
+            assert self.places is not None
+            self.places.extend(number, len(own), high)
+            self._highs[number] = high
+
+    def forget(self, row: int | None = None) -> None:
+        """Let go of what a row, None: all, has that is not the step's own."""
+        for number, planned in enumerate(self._rows):
+            if row in (None, number):
+                planned.forget()
+                self._tables[number], self._placed[number] = None, 0
+                if self.places is not None:
+                    self.places.forget(number)
+
+
+def _power(number: int) -> int:
+    """The next power of 2: a row that needs a little more has it."""
+    return 1 << max(0, number - 1).bit_length()

@@ -69,6 +69,7 @@ class Bucket:
         self.rows: list[BucketRow | None] = [None] * self.size
         self.kind = StepKind(False, False, 0)
         self.recording = False
+        self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers]  # of each layer, by place
         self._pages: BucketPages | None = None
         self._uploaded = False
         self._next: Inputs = {}  # what the device has as the inputs of the next step
@@ -95,9 +96,10 @@ class Bucket:
         places = range(self.size) if kind.retrieves and not self.kind.retrieves else changed
         self.kind, self._uploaded = kind, False
         if kind.retrieves:
-            layers = [[] if row is None else row.layers for row in self.rows]
+            layers = self._layers(places)
             for number in range(len(self.decoder.slots)):
-                self._plan(number, places, layers)
+                self._plan(number, layers)
+            self.decoder.upload_tables()
             self._update_kind()
         if kind.levels:
             self._write_pages(kind.levels)
@@ -158,6 +160,10 @@ class Bucket:
 
     def forget(self, place: int | None = None) -> None:
         """Drop what host parts hold of the row at a place, None: of all; the next step is planned before it comes."""
+        for asks in self._asks:
+            asks[slice(None) if place is None else slice(place, place + 1)] = [None] * (
+                self.size if place is None else 1
+            )
         for slot in self.decoder.slots:
             for host in slot.hosts:
                 if place is None or host.rows.start <= place < host.rows.stop:
@@ -174,8 +180,8 @@ class Bucket:
             if not slot.hosts:
                 like = next(row.layers[number] for row in self.rows if row is not None)
                 slot.make_hosts(like, query, new[1].shape[3], scoring)
-                layers = [[] if row is None else row.layers for row in self.rows]
-                self._plan(number, range(self.size), layers)
+                self._plan(number, self._layers(range(self.size)))
+                self.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = self.kind.max_coded_keys
@@ -243,16 +249,29 @@ class Bucket:
             row.bring(count)
             left -= count
 
-    def _plan(self, number: int, places: Collection[int], layers: Sequence[Sequence[Any]]) -> None:
-        """Plan the host parts of a layer that have some of these places. layers: those of each row, none for nobody."""
+    def _layers(self, places: Collection[int]) -> dict[int, Sequence[Any]]:
+        """The layers of the rows at these places, none for nobody."""
+        rows = {place: self.rows[place] for place in places}
+        return {place: [] if row is None else row.layers for place, row in rows.items()}
+
+    def _plan(self, number: int, changed: Mapping[int, Sequence[Any]]) -> None:
+        """Plan the host parts of a layer that have some of these places, whose rows have these layers."""
+        asks = self._asks[number]
+        for place, layers in changed.items():
+            asks[place] = _ask(layers, number)
         for host in self.decoder.slots[number].hosts:
-            if any(host.rows.start <= place < host.rows.stop for place in places):
-                asks = [_ask(own, number) for own in layers[host.rows]]
-                changed = {place - host.rows.start for place in places}
-                host.plan([None if ask is None else ask[0] for ask in asks], _together(asks), changed)
+            first, stop = host.rows.start, host.rows.stop
+            own = {place - first for place in changed if first <= place < stop}
+            if own:
+                some = asks[host.rows]
+                host.plan([None if ask is None else ask[0] for ask in some], _together(some), own)
 
 
-def _ask(layers: Sequence[Any], number: int) -> tuple[HostRow, int | HeadBudgets | None] | None:
+_Ask = tuple[HostRow, int | HeadBudgets | None]
+"""What a row retrieves in a layer, and how many keys."""
+
+
+def _ask(layers: Sequence[Any], number: int) -> _Ask | None:
     """What a row with these layers retrieves in one, and how many keys; None: nothing."""
     if not layers or not isinstance(layers[number], RetrievalLayer):
         return None
@@ -263,7 +282,7 @@ def _ask(layers: Sequence[Any], number: int) -> tuple[HostRow, int | HeadBudgets
     return HostRow(path, (start, stop)), retrieved_keys(layer.config, path, stop - start)
 
 
-def _together(counts: Sequence[tuple[HostRow, int | HeadBudgets | None] | None]) -> Retrieve:
+def _together(counts: Sequence[_Ask | None]) -> Retrieve:
     """How many keys rows attend to that are planned together. Raises CaptureError where that differs."""
     given = [one[1] for one in counts if one is not None]
     if not given:

@@ -20,6 +20,7 @@ from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
 from retrieval_attn.gpu.codes.search import CodeRange
+from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.offload.staging import sent
 
@@ -81,9 +82,13 @@ def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
     return [None if codes is None else (codes, stop) for codes in found]
 
 
-def new_mass(entries: int, value_dim: int, device: torch.device, *, waits: bool = True) -> ClusterMass:
-    """The device's estimate for so many key-value heads, whatever the number of their clusters; waits: see there."""
-    return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device, waits=waits)
+def new_mass(
+    entries: int, value_dim: int, device: torch.device, *, waits: bool = True, tables: SharedTables | None = None
+) -> ClusterMass:
+    """The device's estimate for so many key-value heads, whatever the number of their clusters; waits, tables: see
+    there.
+    """
+    return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device, waits=waits, tables=tables)
 
 
 def device_cluster_bytes(paths: Sequence[SequenceKV]) -> int:

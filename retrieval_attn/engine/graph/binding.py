@@ -154,6 +154,7 @@ class Binding:
                 bound.refresh()
             if retrieves:
                 bound.plan()
+        self.decoder.upload_tables()
         self.update_kind()
         self.upload_spans()
 
@@ -258,6 +259,7 @@ class GraphLayer:
             if not slot.hosts:
                 slot.make_hosts(self.layer, query, value.shape[3], scoring)
                 self.plan()
+                owner.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = owner.max_coded_keys

@@ -81,6 +81,8 @@ class GraphDecoder:
         self.capture_failure: str | None = None
         self.graphs: dict[StepKind, CapturedStep] = {}
         resources = HostResources(runtime, default_pool()) if resources is None else resources
+        self.upload_tables = resources.tables.upload
+        """Have the device see what planned host parts named: codes and clusters of all layers, by one copy."""
         self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
         self.slots = [
             LayerSlot(SlotPlace(number, row), layer, resources, self.memory, None if buffers is None else buffers[row])

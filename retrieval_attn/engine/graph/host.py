@@ -7,7 +7,6 @@ device searches the codes of the others. Nothing here is bound to a cache but by
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,8 +32,9 @@ from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.gpu.clusters.mass import ClusterEntry, RestPart
-from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, CodeShape, Scratch, shared_scratch, size_class
+from retrieval_attn.gpu.clusters.mass import RestPart
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
 MAX_MICROBATCHES = 2
@@ -43,11 +43,14 @@ MAX_MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class HostResources:
-    """What the host's parts of one decoder share. scratch: for searches of codes, which run one after the other."""
+    """What the host's parts of one decoder share. scratch: for searches of codes, which run one after the other.
+    tables: of codes and clusters, to be uploaded once the parts are planned.
+    """
 
     runtime: Runtime
     pool: Pool
     scratch: dict[Any, Scratch] = field(default_factory=dict)
+    tables: SharedTables = field(default_factory=SharedTables)
 
 
 Retrieve = int | HeadBudgets | tuple[HeadBudgets, ...]
@@ -120,6 +123,7 @@ class HostRows:
         self._tally = torch.zeros(count, 2, device=device)
         self._placed = [[row] for row in range(batch)]  # what `places` was written for
         self._apart: dict[int, tuple[HostRow, int, CodedPieces]] = {}  # as planned last, of rows and keys per query
+        self._unbound: set[int] | None = None  # rows whose codes and clusters are not in the tables; None: all
         self.part = HostPart(
             own[: count * value_dim].view(count, value_dim),
             own[lse_at : lse_at + count],
@@ -133,9 +137,10 @@ class HostRows:
         self._buffers = StepBuffers(staged[: count * dim], out, lse, *memory, candidates, rest)
         self._rest = rest
         self._staged = queries.device[: count * dim].view(count, dim)
-        self._search = None if codes is None else CodeSearch(batch, self._q_heads, kv_heads, codes, device)
+        heads, tables = (batch, self._q_heads, kv_heads), resources.tables
+        self._search = None if codes is None else CodeSearch(*heads, codes, device, tables=tables)
         estimated = codes is not None and layer.config.estimates
-        self._mass = new_mass(batch * kv_heads, value_dim, device) if estimated else None
+        self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
         self.rest: RestPart | None = None
         self.reads, rows_as_stored = Reads.HOST, row_shape(held_by(layer).fmt, dim, value_dim)
         self._reached, self._has_late = None, False
@@ -186,13 +191,30 @@ class HostRows:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))
                     self._placed = rows_of
                 if self._search is not None and isinstance(retrieve, int):
-                    self._search.bind(_code_ranges(apart, rows_of, len(self._search.entries) // len(rows)))
-                if self._mass is not None:
-                    self._mass.bind(_cluster_entries(apart, rows_of, len(self._mass.entries) // len(rows)))
+                    self._bind(apart, rows_of, changed)
                 return
         raise CaptureError(
             f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
         )
+
+    def _bind(self, apart: list[CodedPieces], rows_of: list[list[int]], changed: Collection[int] | None) -> None:
+        """Write the codes and clusters behind a planned step, of the rows that are not as they were bound last. Raises
+        CaptureError.
+        """
+        assert self._search is not None
+        if any(len(coded_pieces(one.pieces)) > 1 for one in apart):
+            raise CaptureError("a sequence has codes of several segments on the device")
+        alone, unbound = len(rows_of[0]) == 1, self._unbound
+        these = None if changed is None or unbound is None or not alone else unbound.union(changed)
+        self._unbound = None
+        heads = self._search.kv_heads
+        for members, one in zip(rows_of, apart, strict=True):
+            for row in members:
+                if these is None or row in these:
+                    self._search.bind(one.codes or [None] * heads, row * heads)
+                    if self._mass is not None:
+                        self._mass.bind(one.entries or [None] * heads, row * heads)
+        self._unbound = set() if alone else None
 
     def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:
         """Note who reads what these rows have on the host; whether the device reads what it names."""
@@ -222,7 +244,7 @@ class HostRows:
 
     def _answer_nothing(self) -> None:
         self._host_finds_nothing()
-        self._apart = {}
+        self._apart, self._unbound = {}, None
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
         if self._mass is not None:
@@ -294,10 +316,17 @@ class HostRows:
         place = None if row is None else row - self.rows.start
         self._step.forget(place)
         self._apart = {number: one for number, one in self._apart.items() if place not in (None, number)}
+        own = slice(None)
+        if place is None:
+            self._unbound = None
+        elif self._search is not None:
+            own = slice(place * self._search.kv_heads, (place + 1) * self._search.kv_heads)
+            if self._unbound is not None:
+                self._unbound.add(place)
         if self._search is not None:
-            self._search.forget()
+            self._search.forget(own)
         if self._mass is not None:
-            self._mass.forget()
+            self._mass.forget(own)
         if self._reached is not None:
             self._reached.forget()
 
@@ -323,26 +352,6 @@ def _layouts(rows: Sequence[HostRow | None]) -> list[list[list[int]]]:
     apart = [[number] for number in range(len(rows))]
     equal = len({len(members) for members in together}) == 1
     return [together, apart] if equal and len(together) < len(rows) else [apart]
-
-
-def _code_ranges(apart: list[CodedPieces], rows_of: list[list[int]], heads: int) -> list[CodeRange | None]:
-    """The codes behind a planned step, for each key-value head of each row of the batch. Raises CaptureError."""
-    ranges: list[CodeRange | None] = [None] * (heads * sum(map(len, rows_of)))
-    for members, one in zip(rows_of, apart, strict=True):
-        if len(coded_pieces(one.pieces)) > 1:
-            raise CaptureError("a sequence has codes of several segments on the device")
-        for row in members if one.codes else ():
-            ranges[row * heads : (row + 1) * heads] = one.codes
-    return ranges
-
-
-def _cluster_entries(apart: list[CodedPieces], rows_of: list[list[int]], heads: int) -> list[ClusterEntry | None]:
-    """The clusters behind a planned step, for each key-value head of each row of the batch."""
-    entries: list[ClusterEntry | None] = [None] * (heads * sum(map(len, rows_of)))
-    for members, one in zip(rows_of, apart, strict=True):
-        for row, head in itertools.product(members, range(heads if one.entries else 0)):
-            entries[row * heads + head] = one.entries[head] if one.entries else None
-    return entries
 
 
 def held_by(layer: RetrievalLayer) -> HeldTokens:

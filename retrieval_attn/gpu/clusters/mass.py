@@ -25,7 +25,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
-from retrieval_attn.gpu.codes.table import TableWriter
+from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 2
@@ -69,9 +69,11 @@ class ClusterMass:
         device: torch.device,
         *,
         waits: bool = True,
+        tables: SharedTables | None = None,
     ) -> None:
         """entries: key-value heads of all rows. clusters: a power of 2, 16 to 256. dtype: of the mean values. waits:
-        `bind` waits for the device, which otherwise must be done with the estimate before the next `bind`.
+        `bind` waits for the device, which otherwise must be done with the estimate before the next `bind`. tables: as
+        in `CodeSearch`; nothing waits then.
 
         Raises BackendError for other numbers of clusters.
         """
@@ -82,11 +84,17 @@ class ClusterMass:
             )
         self.clusters, self.value_dim, self.dtype = clusters, value_dim, dtype
         self.entries: list[ClusterEntry | None] = [None] * entries
-        self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
-        self._writer = TableWriter(self.table, waits=waits)
+        if tables is None:
+            self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
+            self._writer: Writer = TableWriter(self.table, waits=waits)
+        else:
+            self.table, self._writer = tables.take(entries, TABLE_WORDS, device)
 
-    def bind(self, entries: Sequence[ClusterEntry | None]) -> None:
-        """Clusters of key-value head h of row b, at b * kv_heads + h; None: there is no estimate for its queries."""
+    def bind(self, entries: Sequence[ClusterEntry | None], first: int = 0) -> None:
+        """Clusters of key-value head h of row b, at b * kv_heads + h; None: there is no estimate for its queries.
+
+        first: as in `CodeSearch.bind`. Raises BackendError for clusters of another shape.
+        """
         for entry in entries:
             if entry is not None and (
                 entry.mean_values.shape != (self.clusters, self.value_dim)
@@ -99,15 +107,15 @@ class ClusterMass:
                     f"{self.value_dim}) in {self.dtype}, got {entry.members.dtype} and "
                     f"{tuple(entry.mean_values.shape)} in {entry.mean_values.dtype}"
                 )
-        self.entries = list(entries)
         rows = [
             [0, 0] if entry is None else [entry.members.data_ptr(), entry.mean_values.data_ptr()] for entry in entries
         ]
-        self._writer.write(rows)
+        self._writer.write(rows, first)
+        self.entries[first : first + len(entries)] = entries
 
-    def forget(self) -> None:
-        """Let the clusters go; `bind` names others before the next `run`."""
-        self.entries = [None] * len(self.entries)
+    def forget(self, own: slice = slice(None)) -> None:
+        """Let the clusters of these entries go; `bind` names others before the next `run`."""
+        self.entries[own] = [None] * len(self.entries[own])
 
     def room(self, queries: int) -> RestPart:
         """Memory for the estimates of so many queries, any contents."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
-from retrieval_attn.gpu.codes.table import TableWriter
+from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
@@ -142,12 +142,19 @@ class CodeSearch:
         device: torch.device,
         *,
         block: int | None = None,
+        tables: SharedTables | None = None,
     ) -> None:
-        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: what suits so many."""
+        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: what suits so many. tables: where its
+        table lies, which are then uploaded before `run`; None: in memory of its own, written by `bind`.
+        """
         self.shape, self.kv_heads = shape, kv_heads
         self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
-        self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
-        self._writer = TableWriter(self.table)
+        self._codes: list[tuple[int, ...]] = [(0,) * TABLE_WORDS] * len(self.entries)  # the table, as it was written
+        if tables is None:
+            self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
+            self._writer: Writer = TableWriter(self.table)
+        else:
+            self.table, self._writer = tables.take(batch * kv_heads, TABLE_WORDS, device)
         # zeros where the kernel does not write: padding up to the width of a matrix instruction counts nothing
         width = max(MIN_WIDTH, _power(shape.num_8bit + shape.num_4bit // 2))
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
@@ -155,15 +162,17 @@ class CodeSearch:
         self.tiles: QueryTiles | None = None
         if batch > 1:
             widths = (self.block,) if width > WIDE_KEY or self.block == BLOCK else (self.block, BLOCK)
-            self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, widths, device)
+            self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, widths, device, tables)
         self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
         # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
         # kernels are compiled for
         self.factors, self.units = (torch.ones(len(self.planes), device=device) for _ in range(2))
 
-    def bind(self, entries: Sequence[CodeRange | None]) -> None:
-        """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries."""
-        self.entries = list(entries)
+    def bind(self, entries: Sequence[CodeRange | None], first: int = 0) -> None:
+        """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
+
+        first: where the entries begin, in shared tables: others stay as they are. Raises BackendError.
+        """
         here = self.table.data_ptr()
         rows = [
             [0] * TABLE_WORDS
@@ -174,16 +183,18 @@ class CodeSearch:
         ]  # fmt: skip
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
-        self._writer.write(rows)
+        self._writer.write(rows, first)
+        self.entries[first : first + len(entries)] = entries
+        self._codes[first : first + len(entries)] = map(tuple, rows)
         if self.tiles is not None:
             same: dict[tuple[int, ...], list[int]] = {}
-            for number, row in enumerate(rows):
-                same.setdefault(tuple(row), []).append(number)
+            for number, row in enumerate(self._codes):
+                same.setdefault(row, []).append(number)
             self.tiles.write([group for row, group in same.items() if row[2]])
 
-    def forget(self) -> None:
-        """Let the codes go; `bind` names others before the next `run`."""
-        self.entries = [None] * len(self.entries)
+    def forget(self, own: slice = slice(None)) -> None:
+        """Let the codes of these entries go; `bind` names others before the next `run`."""
+        self.entries[own] = [None] * len(self.entries[own])
 
     @property
     def max_keys(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.table import TableWriter
+from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
 
 __all__ = ["QueryTiles"]
 
@@ -24,15 +24,29 @@ class QueryTiles:
     of the least width that holds them.
     """
 
-    def __init__(self, entries: int, members: int, widths: tuple[int, ...], device: torch.device) -> None:
-        """entries: key-value heads of all rows. members: queries of each. widths: of tiles, rising, powers of 2."""
+    def __init__(
+        self,
+        entries: int,
+        members: int,
+        widths: tuple[int, ...],
+        device: torch.device,
+        shared: SharedTables | None = None,
+    ) -> None:
+        """entries: key-value heads of all rows. members: queries of each. widths: of tiles, rising, powers of 2.
+        shared: where the tables lie, see `CodeSearch`.
+        """
         self._members, self._widths = members, widths
         # as many as there are where no two entries share codes
-        self.tables: tuple[Tensor, ...] = tuple(
-            torch.full((1 + entries * -(-members // width), width), -1, dtype=torch.int64, device=device)
-            for width in widths
-        )
-        self._writers = [TableWriter(table) for table in self.tables]
+        sizes = [(1 + entries * -(-members // width), width) for width in widths]
+        taken: list[tuple[Tensor, Writer]] = []
+        for size in sizes:
+            if shared is None:
+                table = torch.full(size, -1, dtype=torch.int64, device=device)
+                taken.append((table, TableWriter(table)))
+            else:
+                taken.append(shared.take(*size, device))
+        self.tables = tuple(table for table, _ in taken)
+        self._writers = [writer for _, writer in taken]
         self.write([])
 
     def write(self, groups: Sequence[Sequence[int]]) -> None:

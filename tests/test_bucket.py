@@ -152,6 +152,30 @@ def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPa
     rows.check_books()
 
 
+def test_the_device_is_told_where_codes_and_clusters_of_its_rows_lie() -> None:
+    """Of each row, after every step: kernels read it. Breaks if a row that changed is not bound, or not uploaded."""
+    rows = Rows(build_model("llama", head_dim=64, max_position_embeddings=8192), [300, 500, 900], **DEVICE)
+    for _ in rows.come_and_go(random.Random(4), 20, {6: 1}):
+        bucket: Any = None if rows.runner._group is None else rows.runner._group._bucket
+        for slot in [] if bucket is None else bucket.decoder.slots:
+            for host in slot.hosts:
+                codes, clusters = host._search, host._mass
+                told = [
+                    (at[0] + codes.table.data_ptr(), at[2], *of) if at[2] else None
+                    for at, of in zip(codes.table.tolist(), clusters.table.tolist(), strict=True)
+                ]
+                assert any(told) or not any(codes.entries)
+                assert told == [
+                    None if one is None else (one[0].codes.data_ptr(), one[1], *map(torch.Tensor.data_ptr, of))
+                    for one, of in zip(codes.entries, clusters.entries, strict=True)
+                ]
+                held = [None if row is None else row.layers[host._number].hosts[0] for row in bucket.rows[host.rows]]
+                wanted = [None if one is None else one.segments[0].indexes[0].codes.device for one in held]
+                named = [None if one is None else one[0] for one in codes.entries[:: codes.kv_heads]]
+                assert all(mine is theirs for mine, theirs in zip(named, wanted, strict=True))
+    rows.check_books()
+
+
 def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
     """A row for which nothing was measured has one number for all heads: it is stepped beside the graphs, also where
     none of a graph is there.

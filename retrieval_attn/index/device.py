@@ -273,7 +273,8 @@ class DeviceIndex(RunsIndex):
         return candidate_search(request, request.candidates, self.rescore_count(request.k))
 
     def search_likeness(self, k: int, visible: int) -> Hashable | None:
-        return (self.kind, self.rescore_count(k)) if self.serves(k, visible) else "exact"
+        count = rescore_count(self._rescore, k)  # once: a plan asks every head
+        return (self.kind, count) if visible >= SCAN_SHARE * count else "exact"
 
     def device_codes(self, k: int, visible: int) -> Any:
         return getattr(self.codes, "device", None) if self.serves(k, visible) else None

@@ -154,16 +154,18 @@ class PlannedRows:
 
     def needs(self) -> tuple[Needs, int]:
         """What the rows need now: of places and memory, and clusters, or columns of samples, of a head at most."""
-        sizes = [(one.clusters, one.sampled) for one in self._tables if one is not None]
-        clusters = max((max(count, columns_for(count * sampled)) for count, sampled in sizes), default=0)
-        return functools.reduce(
-            Needs.joined, [row.tables.needs for row in self._rows if row.tables is not None]
-        ), clusters
+        needs = [row.tables.needs for row in self._rows if row.tables is not None]
+        return functools.reduce(Needs.joined, needs), max(map(_clusters_of, self._tables), default=0)
 
     def fit(self) -> bool:
-        """Whether the places and the step's memory have room for them."""
-        needs, clusters = self.needs()
-        return self.places is not None and needs.fits(self.room) and clusters <= self.clusters
+        """Whether the places and the step's memory have room for what they do not hold yet."""
+        tables = [row.tables for row in self._rows if row.tables is not None and not row.written]
+        clusters = [one for one, placed in zip(self._tables, self._placed, strict=True) if one is not placed]
+        return (
+            self.places is not None
+            and all(own.needs.fits(self.room) for own in tables)
+            and max(map(_clusters_of, clusters), default=0) <= self.clusters
+        )
 
     def make_places(self, room: Needs, clusters: int) -> Places:
         """New places with so much room, of a step whose memory is for so many clusters. `write` fills them."""
@@ -210,6 +212,11 @@ class PlannedRows:
                 self._tables[number], self._placed[number] = None, 0
                 if self.places is not None:
                     self.places.forget(number)
+
+
+def _clusters_of(table: _Clusters) -> int:
+    """Numbers that a query keeps for the clusters of a head: one for each, or for each column of samples."""
+    return 0 if table is None else max(table.clusters, columns_for(table.clusters * table.sampled))
 
 
 def _power(number: int) -> int:

@@ -111,6 +111,14 @@ def test_rows_of_every_model_are_as_alone(name: str) -> None:
     rows.check_books()
 
 
+def test_rows_of_many_layers_are_as_alone() -> None:
+    """More than the two that other models here have."""
+    rows = Rows(build_model("llama", num_hidden_layers=5), [20, 150, 700], **DEVICE)
+    rows.steps(rows.pairs, 6)
+    assert (rows.runner.replays, rows.runner.reason) == (6, "")
+    rows.check_books()
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat", "retrieve": 40},
     "int8": {"index": "flat", "host_dtype": "int8"},

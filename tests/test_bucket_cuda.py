@@ -69,8 +69,11 @@ def test_rows_of_other_models_are_as_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_with_states_are_as_alone(name: str) -> None:
-    """Rows that come, go and are forked; weights so large that states move the logits."""
+    """Rows that come, go and are forked; weights so large that states move the logits. Experts are more than rows visit
+    in a step: no graph holds the grouped product of fewer in float32, see `model/experts.py`.
+    """
     options = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
+    options["num_experts"] = 32
     rows = Rows(new_model(name, initializer_range=0.2, **options).cuda(), [40, 150, 700])
     for pair in rows.pairs:
         pair.tolerance = 1e-3

@@ -173,6 +173,7 @@ class BucketRunner:
                     self._end(f"{FAILURES} replays failed, the last because {error}", caches)
                 return None
             except Exception as error:
+                log.warning("graphs of rows end by an error that nobody expected", exc_info=True)
                 self._end(f"{type(error).__name__}: {error}", caches)
                 return None
             except BaseException:

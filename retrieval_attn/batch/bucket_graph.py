@@ -69,7 +69,7 @@ class Bucket:
         self.rows: list[BucketRow | None] = [None] * self.size
         self.kind = StepKind(False, False, 0)
         self.recording = False
-        self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers]  # of each layer, by place
+        self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers.windows]  # of each layer, by place
         self._pages: BucketPages | None = None
         self._uploaded = False
         self._next: Inputs = {}  # what the device has as the inputs of the next step

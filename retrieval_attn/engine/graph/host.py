@@ -211,9 +211,10 @@ class HostRows:
         for members, one in zip(rows_of, apart, strict=True):
             for row in members:
                 if these is None or row in these:
-                    self._search.bind(one.codes or [None] * heads, row * heads)
+                    self._search.bind(one.codes or [None] * heads, row * heads, tiled=False)
                     if self._mass is not None:
                         self._mass.bind(one.entries or [None] * heads, row * heads)
+        self._search.write_tiles()
         self._unbound = set() if alone else None
 
     def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:

@@ -168,10 +168,11 @@ class CodeSearch:
         # kernels are compiled for
         self.factors, self.units = (torch.ones(len(self.planes), device=device) for _ in range(2))
 
-    def bind(self, entries: Sequence[CodeRange | None], first: int = 0) -> None:
+    def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
 
-        first: where the entries begin, in shared tables: others stay as they are. Raises BackendError.
+        first: where the entries begin, in shared tables: others stay as they are. tiled: False where `write_tiles` is
+        called afterwards, for several of these. Raises BackendError.
         """
         here = self.table.data_ptr()
         rows = [
@@ -186,6 +187,11 @@ class CodeSearch:
         self._writer.write(rows, first)
         self.entries[first : first + len(entries)] = entries
         self._codes[first : first + len(entries)] = map(tuple, rows)
+        if tiled:
+            self.write_tiles()
+
+    def write_tiles(self) -> None:
+        """Tell the device who searches the same codes, once all that is to be bound is."""
         if self.tiles is not None:
             same: dict[tuple[int, ...], list[int]] = {}
             for number, row in enumerate(self._codes):

@@ -203,7 +203,7 @@ def test_a_million_tokens_are_read_in_24_gib() -> None:
         config = {"host_dtype": "int8", "index": "sketch", "hidden_states": place}
         assert plan(llama3_8b(), 1 << 20, "24GiB", "128GiB", config=config).fits == (place == "host")
     roomy = plan(llama3_8b(), 1 << 20, "80GiB", "128GiB", config={"host_dtype": "int8", "index": "sketch"})
-    assert roomy.device_bytes == pytest.approx(34.02 * GIB, rel=0.001)  # 80 MiB of them codes of a head
+    assert roomy.device_bytes == pytest.approx(34.067 * GIB, rel=0.001)  # 80 MiB of them codes of a head
     assert roomy.host_bytes == answer.host_bytes - 8 * GIB
 
 

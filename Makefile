@@ -23,10 +23,15 @@ TEST_TIMEOUT := 300
 # One that crashes ends the run: a successor would wait for ever.
 TEST_PROCESSES ?= 2
 
-.PHONY: help venv lm-eval needle test lint format check cuda-test clean
+# Of the server that `make serve` starts.
+MODEL ?= bundled
+PORT ?= 8000
+
+.PHONY: help venv lm-eval serve serve-demo needle test lint format check cuda-test clean
 
 help:
 	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
+	@echo "make serve      start a server with the bundled model on port 8000; make serve-demo asks it"
 	@echo "make test       install and run the tests"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make check      lint and test"
@@ -41,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found. Try: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval,serve]'
 	@touch $@
 
 # lm-evaluation-harness too: its tests are skipped without it.
@@ -52,6 +57,14 @@ $(VENV)/.lm-eval: $(VENV)/.installed
 
 needle: $(INSTALLED)
 	$(RUN) retrieval_attn.cli needle
+
+# Ends with Ctrl-C. Another model: make serve MODEL=path
+serve: $(INSTALLED)
+	$(RUN) retrieval_attn.cli serve $(MODEL) --port $(PORT)
+
+# Two questions about one document, of the server that `make serve` started in another terminal.
+serve-demo: $(INSTALLED)
+	$(RUN) examples.ask_a_server http://127.0.0.1:$(PORT)
 
 test: $(INSTALLED)
 	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0

@@ -17,6 +17,7 @@ from retrieval_attn.errors import RetrievalAttentionError
 COMMANDS = {
     "read": ("retrieval_attn.commands.read", "read a text file once and save the context"),
     "ask": ("retrieval_attn.commands.ask", "answer a question about a text file or a saved context"),
+    "serve": ("retrieval_attn.commands.serve", "answer over HTTP, as OpenAI's API does"),
     "contexts": ("retrieval_attn.commands.contexts", "the saved contexts: list, verify, remove"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),

@@ -67,14 +67,19 @@ class PromptTemplate:
 
         raw: `question`, a string, is all of that already. Raises InputDataError for anything else than a `Question`.
         """
-        if isinstance(question, str):
-            if raw:
-                return self.plain_ids(question)
-            return self.plain_ids(f"{self.middle}{question}{self.closing}") if question.strip() else []
-        messages = _checked_messages(question)
-        if raw:
+        if raw and not isinstance(question, str):
             raise InputDataError("raw=True needs the text that continues the context, got chat messages; drop raw.")
-        return self.plain_ids(self._conversation(messages))
+        text = str(question) if raw else self.question_text(question)
+        return self.plain_ids(text) if text else []
+
+    def question_text(self, question: Question) -> str:
+        """The text from the end of the context to where the answer starts; "" for a blank question.
+
+        Raises InputDataError for anything else than a `Question`.
+        """
+        if isinstance(question, str):
+            return f"{self.middle}{question}{self.closing}" if question.strip() else ""
+        return self._conversation(_checked_messages(question))
 
     def plain_ids(self, text: str) -> list[int]:
         """Ids of a text that continues another: no special tokens are added."""

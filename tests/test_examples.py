@@ -16,8 +16,12 @@ FOUND = {
 }
 
 
+SERVED = ["ask_a_server.py"]
+"""Run by `tests/server/test_process.py`: it needs a server."""
+
+
 def test_every_example_is_run() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(FOUND)
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*FOUND, *SERVED])
 
 
 @pytest.mark.parametrize("name", list(FOUND))

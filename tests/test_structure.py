@@ -310,7 +310,7 @@ def test_constraints_satisfy_the_declared_dependencies() -> None:
     """`make venv` passes -c constraints.txt: a dependency without a pin there would float."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = config["project"]
-    wanted = project["dependencies"] + sum((project["optional-dependencies"][x] for x in ("eval", "dev")), [])
+    wanted = project["dependencies"] + sum((project["optional-dependencies"][x] for x in ("eval", "dev", "serve")), [])
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {
         line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line and not line.startswith("#")

@@ -97,6 +97,7 @@ class Engine:
     """See the module. Use it in a `with` block, or call `close`.
 
     An answer is the one that its request gets alone: load decides when something is computed, and not what.
+    died: what ended it in the middle of its work, or None.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Engine:
         self._readings = Readings(self._rows, self._scheduler, self._changed, (self._config, self._tree), self._fail)
         self._warm_ups = WarmUps()
         self._closing = False
-        self._died: BaseException | None = None
+        self.died: BaseException | None = None
         self._replays = False  # the next step likely is one
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
         self._thread.start()
@@ -183,22 +184,27 @@ class Engine:
         asked = tuple(self._template.question_ids(question, raw))
         return self.submit(Request((asked,), context=name, **options))
 
-    def save(self, name: str, text: str | Sequence[int], *, namespace: str | None = "", wait: bool = True) -> Saved:
+    def save(
+        self, name: str, text: str | Sequence[int], *, namespace: str | None = "", context: str | None = None,
+        wait: bool = True,
+    ) -> Saved:  # fmt: skip
         """Keep a text that was asked about under a name, as `Context.save` does; nothing is read for it.
 
-        Raises InputDataError for a text that no request of the namespace asked about, or that was given up since.
+        context: the saved one that the text, token ids then, continues. Raises InputDataError for a text that no
+        request of the namespace asked about, or that was given up since.
         """
         document = self._template.context_ids(text) if isinstance(text, str) else text
-        match = (self._tree or Tree()).match([*document, 0], namespace, in_memory=True, leased=True)
+        ids = document if context is None else [*self._saved.find(context).ids, *document]
+        match = (self._tree or Tree()).match([*ids, 0], namespace, in_memory=True, leased=True)
         assert match.lease is not None
         with match.lease:
             node = match.node
-            if match.length != len(document) or match.tokens != len(node) or not isinstance(node.held, HeldCache):
+            if match.length != len(ids) or match.tokens != len(node) or not isinstance(node.held, HeldCache):
                 raise InputDataError(
                     f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
                     "shared_bytes, or read it with LLM.read(text, save=name)."
                 )
-            return self._saved.save(name, node.held.fork(), node.rebuild_seconds, wait=wait)
+            return self._saved.save(name, node.held.fork(), node.held.opened, node.rebuild_seconds, wait=wait)
 
     def warm_up(
         self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[RowDraw] = DRAWS,
@@ -258,8 +264,8 @@ class Engine:
         self.close(drain=kind is None)
 
     def _require_open(self) -> None:
-        if self._closing or self._died is not None:
-            raise EngineFullError("The engine is closed; make another.") from self._died
+        if self._closing or self.died is not None:
+            raise EngineFullError("The engine is closed; make another.") from self.died
 
     def _abort(self, number: str) -> None:
         with self._changed:
@@ -287,7 +293,7 @@ class Engine:
         except BaseException as error:  # nobody is left waiting for a thread that is gone
             log.exception("the engine ends")
             with self._changed:
-                self._died = error
+                self.died = error
                 for row in self._rows.values():
                     row.finish("error", error)
                     row.leave()

@@ -62,6 +62,11 @@ class OpenedText:
         """kept: compares the files with their checksums, in a thread."""
         self.text, self._kept = text, kept
 
+    @property
+    def kept(self) -> Kept:
+        """For a context that continues it: what it has more is all that a save of it writes."""
+        return self._kept.fork()
+
     def require_whole(self) -> None:
         """Raise StoreDamagedError if the files were found to be damaged so far."""
         try:
@@ -109,11 +114,15 @@ class SavedTexts:
                 self._known[found.digest] = known
             return known
 
-    def save(self, name: str, cache: RetrievalCache, read_seconds: float, *, wait: bool) -> Saved:
-        """Keep what a cache holds, which nobody else changes, under a name. Raises as `Context.save`."""
-        batch, loop = cache.batch, self._loop
+    def save(
+        self, name: str, cache: RetrievalCache, opened: OpenedText | None, read_seconds: float, *, wait: bool
+    ) -> Saved:
+        """Keep what a cache holds, which nobody else changes, under a name. opened: the saved context that it
+        continues. Raises as `Context.save`.
+        """
+        batch, loop, kept = cache.batch, self._loop, Kept() if opened is None else opened.kept
         plain = described(self._template, batch.columns - batch.forgotten.tokens, read_seconds, loop.model)
-        return Kept().save(self.store, name, loop.model, loop.tokenizer, cache, plain, wait)
+        return kept.save(self.store, name, loop.model, loop.tokenizer, cache, plain, wait)
 
     def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, Kept]:
         """A cache of what the text's node holds, the files mapped anew. Raises StoreError and what is below it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 
 from retrieval_attn.batch.request import Event, Finished
@@ -19,10 +20,26 @@ class Ticket:
         self._cancel = cancel
         self._queue: queue.SimpleQueue[Event | Finished] = queue.SimpleQueue()
         self._finished: Finished | None = None
+        self._listener: Callable[[Event | Finished], None] | None = None
+        self._lock = threading.Lock()
 
     def put(self, item: Event | Finished) -> None:
         """Called by the engine."""
-        self._queue.put(item)
+        with self._lock:
+            if self._listener is None:
+                self._queue.put(item)
+            else:
+                self._listener(item)
+
+    def listen(self, listener: Callable[[Event | Finished], None]) -> None:
+        """Let `listener` have all items, those that are there first, in place of who iterates; once, at most.
+
+        It is called by a thread of the engine, which waits for it: it must be quick, and must not raise.
+        """
+        with self._lock:
+            while not self._queue.empty():
+                listener(self._queue.get())
+            self._listener = listener
 
     def __iter__(self) -> Iterator[Event]:
         """Events until the end. Raises what went wrong, if it was an error."""

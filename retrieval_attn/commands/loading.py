@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 BUNDLED = Path(__file__).parents[1] / "eval" / "needle_model"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and where it runs."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Which model, and where it runs. positional: the model's name comes without a flag."""
+    place: dict[str, Any] = {"nargs": "?", "metavar": "MODEL"} if positional else {"metavar": "PATH|ID"}
     parser.add_argument(
-        "--model",
+        "model" if positional else "--model",
         default="bundled",
-        metavar="PATH|ID",
+        **place,
         help="folder or hub name of a model; bundled: a small one that finds planted numbers and can do little else "
         "(default: %(default)s)",
     )

@@ -1,0 +1,130 @@
+"""`retrieval-attn serve MODEL`: a server that OpenAI's clients know how to use."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrieval_attn.commands.loading import (
+    BUNDLED,
+    add_config_arguments,
+    add_model_arguments,
+    add_store_argument,
+    config_of,
+)
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.memory.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from retrieval_attn.batch.engine import Engine
+    from retrieval_attn.llm import LLM
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the subcommand."""
+    add_model_arguments(parser, positional=True)
+    parser.add_argument("--max-context", metavar="N", help="tokens of a prompt with its answer (default: the model's)")
+    add_config_arguments(parser)
+    add_store_argument(parser)
+    where = parser.add_argument_group("where it listens, and to whom")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address; others than this machine's need a key (default: %(default)s)"
+    )
+    where.add_argument("--port", type=int, default=8000, help="0: one that is free (default: %(default)s)")
+    where.add_argument(
+        "--name", metavar="NAME", help="of the model, for clients (default: MODEL, a folder's last part)"
+    )
+    where.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="lines KEY, KEY NAME or KEY NAME admin; $RETRIEVAL_ATTN_API_KEY, too, an admin's (default: no keys)",
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--rows", type=int, metavar="N", help="requests that are answered at once (default: 16)")
+    limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
+    limits.add_argument("--max-waiting-tokens", default="4M", metavar="N", help="of their prompts (%(default)s)")
+    limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="of a request (%(default)s)")
+    limits.add_argument(
+        "--answer-tokens", default="1024", metavar="N", help="where a request does not say (%(default)s)"
+    )
+    limits.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds to an answer (%(default)s)")
+    limits.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds, at the end (%(default)s)")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--shared-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
+    )
+    engine.add_argument("--exact-tokens", default="0", metavar="N", help="see Engine(exact_tokens) (%(default)s)")
+    engine.add_argument(
+        "--warm-up",
+        default="16k",
+        metavar="N",
+        help="make ready for prompts of so many tokens; 0: do not (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer until SIGTERM or Ctrl-C. Logs are lines of JSON on the error output."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
+
+    import asyncio
+
+    from retrieval_attn.server.keys import Keys
+    from retrieval_attn.server.logs import log_to
+    from retrieval_attn.server.run import Address, listening, serve
+    from retrieval_attn.server.settings import Settings, require_safe_host
+
+    settings = Settings(
+        name=args.name or _name_of(args.model),
+        body_bytes=parse_bytes(args.max_body, "--max-body"),
+        waiting_requests=args.max_waiting,
+        waiting_tokens=parse_tokens(args.max_waiting_tokens, "--max-waiting-tokens"),
+        deadline_seconds=args.deadline,
+        drain_seconds=args.drain,
+        answer_tokens=parse_tokens(args.answer_tokens, "--answer-tokens"),
+    )
+    keys = Keys.of(args.api_key_file)
+    require_safe_host(args.host, has_keys=bool(keys))
+    with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
+        log_to()
+        llm, engine = _engine(args)
+        asyncio.run(serve(llm, engine, sock, settings, keys, args.store))
+    return 0
+
+
+def _engine(args: argparse.Namespace) -> tuple[LLM, Engine]:
+    from retrieval_attn.batch.engine import Engine, default_limits
+    from retrieval_attn.llm import LLM
+
+    context = None if args.max_context is None else parse_tokens(args.max_context, "--max-context")
+    llm = LLM(
+        str(BUNDLED) if args.model == "bundled" else args.model,
+        device=args.device,
+        dtype=args.dtype,
+        quantization=None if args.quantization == "none" else args.quantization,
+        gpu_memory=args.gpu_memory,
+        max_context=context,
+        config=config_of(args),
+    )
+    limits = default_limits(llm.model, llm.config)
+    if args.rows is not None:
+        limits = type(limits)(**{**vars(limits), "rows": args.rows, "pages": args.rows + limits.ahead})
+    shared = None if args.shared_memory is None else parse_bytes(args.shared_memory, "--shared-memory")
+    exact = _tokens(args.exact_tokens, "--exact-tokens")
+    engine = Engine(llm, limits=limits, shared_bytes=shared, store=args.store, exact_tokens=exact)
+    if warm := _tokens(args.warm_up, "--warm-up"):
+        engine.warm_up(tokens=min(warm, llm.max_context), progress=False)
+    return llm, engine
+
+
+def _tokens(value: str, name: str) -> int:
+    return 0 if value == "0" else parse_tokens(value, name)
+
+
+def _name_of(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model

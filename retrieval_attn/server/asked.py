@@ -1,0 +1,226 @@
+"""Bodies of requests, in OpenAI's words: what is unknown, of a wrong type or without effect here is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from retrieval_attn.batch.draw import MAX_LOGPROBS, RowDraw
+
+__all__ = ["ChatBody", "CompletionBody", "ForkBody", "KeepBody", "Message", "MoreBody", "SampledBody", "TokenizeBody"]
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_MESSAGES, MAX_PROMPTS = 4096, 128
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+ContextName = Annotated[str, Field(pattern=NAME_PATTERN)]
+Neutral = Literal[0]
+
+
+class Body(BaseModel):
+    """Of a JSON request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(Body):
+    """A piece of a message; images and sound are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One of a conversation. Tool calls go to the chat template as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if not self.text and not (self.role == "assistant" and self.tool_calls) and self.role != "tool":
+            raise ValueError(f"a message of the {self.role} needs content, a string that is not empty")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        more = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": role, "content": self.text, **{name: value for name, value in more.items() if value}}
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk tells the tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Structured output is not served."""
+
+    type: Literal["text"]
+
+
+class SampledBody(Body):
+    """What requests for an answer have in common.
+
+    Beside OpenAI's: top_k, min_p, and context, the name of a saved context that the prompt continues, which may stand
+    behind the model's name as well, MODEL@NAME. The last lines are accepted, and have no effect.
+    """
+
+    model: str = Field(max_length=512)
+    context: ContextName | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    frequency_penalty: Neutral | None = None
+    presence_penalty: Neutral | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    @field_validator("frequency_penalty", "presence_penalty", mode="before")
+    @classmethod
+    def _whole_zero(cls, value: object) -> object:
+        return 0 if value == 0 and not isinstance(value, bool) else value  # clients send 0.0 as well
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings at which the answer ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def draw(self, seed: int, logprobs: int) -> RowDraw:
+        """How tokens are chosen. seed: of this choice. logprobs: see `RowDraw`."""
+        return RowDraw(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            logprobs=logprobs,
+        )
+
+
+class ChatBody(SampledBody):
+    """POST /v1/chat/completions. Tools go to the chat template, and calls come back as text."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=256)
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer; None: the request does not say."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionBody(SampledBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: int | None = Field(None, ge=1, le=128)
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of must be n: all answers that are made are returned")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[int(token) for token in self.prompt if isinstance(token, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: one of prompt and messages."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("needs prompt or messages, and not both")
+        return self
+
+
+class MoreBody(Body):
+    """POST /v1/contexts/{name}/save: a saved context with more behind it, under another name or its own.
+
+    text: continues it as it stands. messages: questions and answers about it, the last one from the assistant.
+    """
+
+    name: ContextName
+    text: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> MoreBody:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("needs text or messages, and not both")
+        return self
+
+
+class KeepBody(MoreBody):
+    """POST /v1/contexts: a text that is read once. text: what questions will follow. messages: a conversation."""
+
+
+class ForkBody(Body):
+    """POST /v1/contexts/{name}/fork: another name for what is saved under the first; nothing is copied."""
+
+    name: ContextName

@@ -1,0 +1,113 @@
+"""Choices: the answers of one request under way, several where it asks for several, in one queue with one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.server.admission import Admission, Waiting
+from retrieval_attn.server.client import EngineClient, Item, Submitted
+from retrieval_attn.server.failure import ApiError, failure_of
+
+__all__ = ["Choices"]
+
+
+class Choices:
+    """Use it in an `async with` block: at its end, nobody wants what is still under way.
+
+    Iterating gives (number of the choice, event or end) until all have ended. Raises ApiError for what fails; the
+    others of the request end with it.
+    """
+
+    def __init__(self, client: EngineClient, admission: Admission, deadline_seconds: float) -> None:
+        """deadline_seconds: from now."""
+        self._client, self._admission = client, admission
+        self._began = time.perf_counter()
+        self._deadline_seconds = deadline_seconds
+        self._queue: asyncio.Queue[tuple[int, Item] | ApiError] = asyncio.Queue()
+        self._submitted: list[Submitted] = []
+        self._waiting: list[Waiting] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.ends: dict[int, Finished] = {}
+        self.first_seconds: float | None = None
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Raises ApiError where one of them is refused; then none is answered."""
+        self._timer = asyncio.get_running_loop().call_later(self._deadline_seconds, self._late)
+        for number, request in enumerate(requests):
+            again = number > 0 and request.parts == requests[number - 1].parts  # it is read once
+            self._waiting.append(self._admission.enter(0 if again else request.prompt_tokens))
+        for number, request in enumerate(requests):
+            try:
+                submitted = await self._client.submit(request, functools.partial(self._put, number))
+            except Exception as error:
+                raise failure_of(error) from error
+            self._submitted.append(submitted)
+
+    @property
+    def ids(self) -> list[str]:
+        """The engine's, for logs."""
+        return [one.id for one in self._submitted]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have ended by themselves."""
+        return bool(self.ends) and len(self.ends) == len(self._submitted)
+
+    @property
+    def seconds(self) -> float:
+        """Since the request came."""
+        return time.perf_counter() - self._began
+
+    def cancel(self) -> None:
+        """Nobody wants the answers any more."""
+        for one in self._submitted:
+            one.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.cancel()
+        for waiting in self._waiting:
+            waiting.leave()
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Item]]]:
+        """All that is there at a time, at least one item."""
+        while len(self.ends) < len(self._submitted):
+            items = [await self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            found: list[tuple[int, Item]] = []
+            for item in items:
+                if isinstance(item, ApiError):
+                    raise item
+                number, what = item
+                if isinstance(what, Finished):
+                    _require_answered(what)
+                    self.ends[number] = what
+                found.append((number, what))
+            yield found
+
+    def _put(self, number: int, item: Item) -> None:
+        if self._waiting[number].leave(self.seconds) and self.first_seconds is None:
+            self.first_seconds = self.seconds
+        self._queue.put_nowait((number, item))
+
+    def _late(self) -> None:
+        self.cancel()  # at once: who should read the answers may be the one who is slow
+        message = f"The request was not answered within {self._deadline_seconds:g} s; ask for less, or come again."
+        self._queue.put_nowait(ApiError(504, message, code="deadline"))
+
+
+def _require_answered(end: Finished) -> None:
+    if end.error is not None:
+        raise failure_of(end.error) from end.error
+    if end.reason == "cancelled":
+        raise ApiError(503, "The server ended before the answer did; ask again.", code="cancelled", retry_after=1)

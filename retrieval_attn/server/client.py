@@ -1,0 +1,116 @@
+"""EngineClient: what the server asks of an engine, wherever it runs; LocalEngine: one in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.request import Event, Finished, Request
+from retrieval_attn.server.failure import EngineLostError
+from retrieval_attn.server.keeping import keep
+
+__all__ = ["EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
+
+Item = Event | Finished
+Put = Callable[[Item], None]
+"""Takes what becomes of a request, in the event loop: events, then its end."""
+
+
+class Submitted(NamedTuple):
+    """id: the engine's, for logs. cancel: nobody wants the answer any more; nothing happens if it has ended."""
+
+    id: str
+    cancel: Callable[[], None]
+
+
+class EngineClient(Protocol):
+    """Used in one event loop."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why the engine cannot answer now; None: it can."""
+
+    async def submit(self, request: Request, put: Put) -> Submitted:
+        """Take a request in. Raises as `Engine.submit`, and EngineLostError."""
+
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
+        """Read a text, behind a saved context or from the start, and save it under a name. Raises as `Engine.submit`
+        and `Engine.save`, and what goes wrong with the reading.
+        """
+
+    async def stats(self) -> dict[str, Any]:
+        """Of the engine, as plain values; see `Engine.stats`. Raises EngineLostError."""
+
+    async def close(self, *, drain: bool) -> None:
+        """End it: once all are answered, or at once."""
+
+
+class Inbox:
+    """Items from other threads, for functions in the event loop: one wake-up for all that come together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """loop: the one that runs."""
+        self._loop = loop
+        self._items: deque[tuple[Put, Item]] = deque()
+        self._woken = False
+
+    def add(self, put: Put, item: Item) -> None:
+        """Any thread. Does nothing once the loop is closed: nobody is there any more."""
+        self._items.append((put, item))
+        if not self._woken:
+            self._woken = True
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._woken = False  # first: what is added from here on wakes again, or is taken below
+        while self._items:
+            put, item = self._items.popleft()
+            put(item)
+
+
+class LocalEngine:
+    """An `EngineClient` of an engine in this process: for tests, and for machines without a GPU."""
+
+    def __init__(self, engine: Engine) -> None:
+        """In the event loop that uses it. engine: closed with this."""
+        self._engine = engine
+        self._inbox = Inbox(asyncio.get_running_loop())
+
+    @property
+    def lost(self) -> str | None:
+        """See `EngineClient`."""
+        died = self._engine.died
+        return None if died is None else f"{type(died).__name__}: {died}"
+
+    async def submit(self, request: Request, put: Put) -> Submitted:
+        """See `EngineClient`."""
+        return await asyncio.to_thread(self._submit, request, put)
+
+    def _submit(self, request: Request, put: Put) -> Submitted:
+        if self._engine.died is not None:
+            raise EngineLostError(f"The engine has ended ({self.lost}); start the server again.")
+        ticket = self._engine.submit(request)
+        ticket.listen(lambda item: self._inbox.add(put, item))
+        return Submitted(ticket.id, ticket.cancel)
+
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
+        """See `EngineClient`."""
+        await asyncio.to_thread(keep, self._engine, name, ids, context, namespace)
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineClient`."""
+        return plain_stats(self._engine)
+
+    async def close(self, *, drain: bool) -> None:
+        """See `EngineClient`."""
+        await asyncio.to_thread(self._engine.close, drain=drain)
+
+
+def plain_stats(engine: Engine) -> dict[str, Any]:
+    """Numbers alone."""
+    stats = engine.stats
+    return {**stats, "shared": stats["shared"]._asdict()}

@@ -1,0 +1,118 @@
+"""Routes of saved contexts: texts that are read once, and asked about by name from then on, by any process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, File, Form, Path, UploadFile
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from retrieval_attn.server.answered import ERRORS, ContextList, ContextRecord, Deleted
+from retrieval_attn.server.asked import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
+from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.service import Service, caller_of, service_of
+from retrieval_attn.store import NamedContext
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+
+Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+RECORD: dict[int | str, dict[str, Any]] = ERRORS | {200: {"model": ContextRecord}}
+
+
+@router.get("", response_model=None, responses=ERRORS | {200: {"model": ContextList}})
+async def listed(request: HttpRequest) -> Response:
+    """All that the model can continue."""
+    service = service_of(request)
+    found = [_record(service, one) for one in await service.contexts.listed()]
+    return JSONResponse({"object": "list", "data": found})
+
+
+@router.post("", response_model=None, responses=RECORD)
+async def make(body: KeepBody, request: HttpRequest) -> Response:
+    """Read a text or a conversation, and save it under a name, in place of what had the name."""
+    prompts = service_of(request).prompts
+    text, messages = body.text, body.messages
+    if messages is not None:
+        ids = await asyncio.to_thread(prompts.of_conversation, _turns(messages))
+    else:
+        ids = await asyncio.to_thread(prompts.of_document, text or "")
+    return await _made(request, body.name, ids, None)
+
+
+@router.post("/files", response_model=None, responses=RECORD)
+async def upload(
+    request: HttpRequest, name: Annotated[str, Form(pattern=NAME_PATTERN)], file: Annotated[UploadFile, File()]
+) -> Response:
+    """Read a file of text, UTF-8, and save it under a name, in place of what had the name."""
+    data = await file.read()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400, f"A file must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it.",
+            param="file",
+        ) from error  # fmt: skip
+    ids = await asyncio.to_thread(service_of(request).prompts.of_document, text)
+    return await _made(request, name, ids, None)
+
+
+@router.get("/{name}", response_model=None, responses=RECORD)
+async def one(name: Name, request: HttpRequest) -> Response:
+    """One of them."""
+    service = service_of(request)
+    return JSONResponse(_record(service, await service.contexts.named(name)))
+
+
+@router.delete("/{name}", response_model=None, responses=ERRORS | {200: {"model": Deleted}})
+async def remove(name: Name, request: HttpRequest) -> Response:
+    """Forget it; answers under way keep what they use."""
+    await service_of(request).contexts.remove(name)
+    return JSONResponse({"id": name, "object": "context", "deleted": True})
+
+
+@router.post("/{name}/save", response_model=None, responses=RECORD)
+async def more(name: Name, body: MoreBody, request: HttpRequest) -> Response:
+    """Read more behind a saved context, and save both together; only what is new is read and written."""
+    prompts = service_of(request).prompts
+    if body.messages is not None:
+        ids = await asyncio.to_thread(prompts.of_answered, _turns(body.messages))
+    else:
+        ids = await asyncio.to_thread(prompts.of_more, body.text or "")
+    return await _made(request, body.name, ids, name)
+
+
+@router.post("/{name}/fork", response_model=None, responses=RECORD)
+async def fork(name: Name, body: ForkBody, request: HttpRequest) -> Response:
+    """Give it another name, which lives on by itself; nothing is copied."""
+    service = service_of(request)
+    return JSONResponse(_record(service, await service.contexts.fork(name, body.name)))
+
+
+async def _made(request: HttpRequest, name: str, ids: tuple[int, ...], context: str | None) -> Response:
+    service = service_of(request)
+    waiting = service.admission.enter(len(ids))
+    try:
+        made = await service.contexts.make(name, ids, context, caller_of(request).namespace)
+    finally:
+        waiting.leave()
+    return JSONResponse(_record(service, made))
+
+
+def _turns(messages: list[Message]) -> list[dict[str, Any]]:
+    return [message.turn for message in messages]
+
+
+def _record(service: Service, context: NamedContext) -> dict[str, Any]:
+    tokens = context.plain.get("tokens", 0)
+    return {
+        "id": context.name,
+        "object": "context",
+        "model": f"{service.settings.name}@{context.name}",
+        "tokens": tokens if isinstance(tokens, int) else 0,
+        "bytes": context.nbytes,
+        "created": int(context.saved_at),
+    }

@@ -1,0 +1,30 @@
+"""Reads a text through an engine, in turn with the requests of others, and saves what was read under a name."""
+
+from __future__ import annotations
+
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.request import Request
+
+__all__ = ["keep"]
+
+HELD_TOKENS = 64
+"""While so many are generated, the tree cannot give the text up; they are cancelled when it is saved."""
+
+
+def keep(
+    engine: Engine, name: str, ids: tuple[int, ...], context: str | None = None, namespace: str | None = ""
+) -> None:
+    """Wait until a text was read and saved. context: a saved one that it continues; then only the text is written.
+
+    Raises as `Engine.submit` and `Engine.save`, and what goes wrong with the reading.
+    """
+    request = Request(
+        (ids, ids[-1:]), HELD_TOKENS, stop_ids=frozenset(), namespace=namespace, owner=namespace or "", context=context
+    )
+    ticket = engine.submit(request)
+    try:
+        for _ in ticket:
+            break  # it is read, and its beginning is in the tree while the request is there
+        engine.save(name, ids, namespace=namespace, context=context)
+    finally:
+        ticket.cancel()

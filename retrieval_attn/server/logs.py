@@ -1,0 +1,47 @@
+"""Logs as lines of JSON, with the request that each belongs to. No text of a request or an answer is logged."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+__all__ = ["REQUEST_ID", "JsonLines", "log_to"]
+
+REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+"""Of the request that is being answered, "" outside of one."""
+
+NAMES = ("retrieval_attn", "uvicorn.error")
+
+
+class JsonLines(logging.Formatter):
+    """One line per record: time (UTC), level, logger, message, request_id, and fields of `extra={"fields": ...}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{when}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := REQUEST_ID.get():
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_to(stream: TextIO = sys.stderr, level: int = logging.INFO) -> None:
+    """Let the server's loggers write lines of JSON there, and nowhere else."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    for name in NAMES:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,128 @@
+"""Run: a server from its start to its end: model, engine, socket, and the signals that end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+from fastapi import FastAPI
+
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.engine.saving import template_digest
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.llm import LLM
+from retrieval_attn.server.admission import Admission
+from retrieval_attn.server.app import make_app
+from retrieval_attn.server.client import EngineClient, LocalEngine
+from retrieval_attn.server.contexts import Contexts
+from retrieval_attn.server.form import TokenTexts
+from retrieval_attn.server.keys import Keys
+from retrieval_attn.server.metrics import Metrics
+from retrieval_attn.server.prompts import Prompts
+from retrieval_attn.server.service import Service
+from retrieval_attn.server.settings import Settings
+from retrieval_attn.store import ContextStore
+from retrieval_attn.template import PromptTemplate
+
+__all__ = ["Address", "listening", "serve", "service_for"]
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 1024
+
+
+class Address(NamedTuple):
+    """Where a server listens; port 0: one that is free."""
+
+    host: str
+    port: int
+
+
+def service_for(llm: LLM, client: EngineClient, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
+    """What routes need, of a model that is loaded. store: folder of saved contexts, the engine's."""
+    template = PromptTemplate.of(llm.tokenizer)
+    digest = template_digest(template.opening, template.middle, template.closing)
+    vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
+    return Service(
+        settings,
+        keys,
+        Prompts(llm.tokenizer, vocabulary, llm.max_context),
+        TokenTexts(llm.tokenizer),
+        client,
+        Contexts(ContextStore(store), client, digest),
+        Admission(settings.waiting_requests, settings.waiting_tokens),
+        Metrics(),
+        int(time.time()),
+    )
+
+
+def listening(address: Address) -> socket.socket:
+    """A socket there. Raises ConfigError where another program listens, or the address is not this machine's."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"Cannot listen on {address.host} port {address.port}: {error.strerror}; give another --port or --host."
+        ) from error
+    found.listen(BACKLOG)
+    return found
+
+
+class _Server(uvicorn.Server):
+    """Signals are `serve`'s."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Does nothing."""
+        yield
+
+
+async def serve(llm: LLM, engine: Engine, sock: socket.socket, settings: Settings, keys: Keys, store: Any) -> None:
+    """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
+
+    A second signal ends it at once.
+    """
+    client = LocalEngine(engine)
+    app: FastAPI = make_app(service_for(llm, client, settings, keys, store))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _end, server)
+    host, port = sock.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    log.info("listening on %s", url, extra={"fields": {"url": url, "model": settings.name}})
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        began = time.perf_counter()
+        await client.close(drain=False)  # whoever still waited has been told
+        log.info("ended", extra={"fields": {"seconds": round(time.perf_counter() - began, 3)}})
+
+
+def _end(server: uvicorn.Server) -> None:
+    server.force_exit = server.should_exit
+    if not server.should_exit:
+        log.info("draining: answers under way are finished, new requests are refused")
+    server.should_exit = True

@@ -1,0 +1,62 @@
+"""Service: what all routes of a server share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from retrieval_attn.server.admission import Admission
+from retrieval_attn.server.client import EngineClient
+from retrieval_attn.server.contexts import Contexts
+from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.form import TokenTexts
+from retrieval_attn.server.keys import Caller, Keys
+from retrieval_attn.server.metrics import Metrics
+from retrieval_attn.server.prompts import Prompts
+from retrieval_attn.server.settings import Settings
+
+__all__ = ["Service", "caller_of", "service_of"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """created: when the model was loaded, in seconds since 1970."""
+
+    settings: Settings
+    keys: Keys
+    prompts: Prompts
+    texts: TokenTexts
+    client: EngineClient
+    contexts: Contexts
+    admission: Admission
+    metrics: Metrics
+    created: int
+
+    def context_of(self, model: str, context: str | None) -> str | None:
+        """The saved context that a request names, behind the model or by itself. Raises ApiError: another model, or two
+        contexts.
+        """
+        name, _, behind = model.partition("@")
+        if name != self.settings.name:
+            raise ApiError(
+                404, f"The model {model[:80]!r} is not here; this server has {self.settings.name!r}.", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        if behind and context and behind != context:
+            raise ApiError(
+                400, f"The model names the context {behind[:80]!r}, and context is {context!r}.", param="context"
+            )
+        return context or behind or None
+
+
+def service_of(request: HttpRequest) -> Service:
+    """The one whose app answers."""
+    service: Service = request.app.state.service
+    return service
+
+
+def caller_of(request: HttpRequest) -> Caller:
+    """Who asks; see `Edge`."""
+    caller: Caller = request.scope["caller"]
+    return caller

@@ -1,0 +1,82 @@
+"""A server as a process of its own, as users start it, with the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120
+END_SECONDS = 60
+WORDS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "The special magic Bergen number is: 7391846. "
+QUESTION = "What is the special magic Bergen number?"
+ANSWER = "7391846"
+
+
+def document(repeats: int = 40) -> str:
+    """A text with one number in its middle, 23 tokens and a few more for each of the repeats."""
+    return WORDS * (repeats // 2) + NEEDLE + WORDS * (repeats - repeats // 2)
+
+
+class Served:
+    """A server that runs. url: without a slash at its end. log: its lines so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        """Waits until it listens."""
+        self.process = process
+        self.log: list[dict[str, Any]] = []
+        self.other: list[str] = []
+        self.url = ""
+        self._listens = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._listens.wait(START_SECONDS) and self.url, "\n".join(self.other)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                self.other.append(line)
+                continue
+            self.log.append(found)
+            if "url" in found:
+                self.url = found["url"]
+                self._listens.set()
+        self._listens.set()
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        """Of its own address."""
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Let it end; its exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(END_SECONDS)
+        self._reader.join(5)
+        return status
+
+
+@contextmanager
+def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
+    """A server with these arguments, on a free port, until the block ends."""
+    command: Sequence[str] = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", "0", *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Served(process)
+        finally:
+            process.kill()

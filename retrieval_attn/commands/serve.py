@@ -74,10 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
     import asyncio
 
+    from retrieval_attn.server.address import Address, listening, require_safe_host
     from retrieval_attn.server.keys import Keys
-    from retrieval_attn.server.logs import log_to
-    from retrieval_attn.server.run import Address, listening, serve
-    from retrieval_attn.server.settings import Settings, require_safe_host
+    from retrieval_attn.server.settings import Settings
 
     settings = Settings(
         name=args.name or _name_of(args.model),
@@ -91,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
     keys = Keys.of(args.api_key_file)
     require_safe_host(args.host, has_keys=bool(keys))
     with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
+        from retrieval_attn.server.logs import log_to
+        from retrieval_attn.server.run import serve
+
         log_to()
         llm, engine = _engine(args)
         asyncio.run(serve(llm, engine, sock, settings, keys, args.store))

@@ -25,6 +25,6 @@ def keep(
     try:
         for _ in ticket:
             break  # it is read, and its beginning is in the tree while the request is there
-        engine.save(name, ids, namespace=namespace, context=context)
+        engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
     finally:
         ticket.cancel()

@@ -9,12 +9,14 @@ import sys
 import time
 from typing import Any, TextIO
 
+from transformers.utils import logging as transformers_logging
+
 __all__ = ["REQUEST_ID", "JsonLines", "log_to"]
 
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 """Of the request that is being answered, "" outside of one."""
 
-NAMES = ("retrieval_attn", "uvicorn.error")
+LEVELS = {"retrieval_attn": logging.INFO, "uvicorn.error": logging.WARNING, "transformers": logging.WARNING}
 
 
 class JsonLines(logging.Formatter):
@@ -37,11 +39,13 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_to(stream: TextIO = sys.stderr, level: int = logging.INFO) -> None:
-    """Let the server's loggers write lines of JSON there, and nowhere else."""
+def log_to(stream: TextIO = sys.stderr) -> None:
+    """Let all that the server runs write lines of JSON there, and nothing else: no bars either."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.get_verbosity()  # it adds a handler of its own when it is first asked
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
-    for name in NAMES:
+    for name, level in LEVELS.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.engine.saving import template_digest
-from retrieval_attn.errors import ConfigError
 from retrieval_attn.llm import LLM
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app
@@ -33,19 +32,11 @@ from retrieval_attn.server.settings import Settings
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate
 
-__all__ = ["Address", "listening", "serve", "service_for"]
+__all__ = ["serve", "service_for"]
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-BACKLOG = 1024
-
-
-class Address(NamedTuple):
-    """Where a server listens; port 0: one that is free."""
-
-    host: str
-    port: int
 
 
 def service_for(llm: LLM, client: EngineClient, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
@@ -64,22 +55,6 @@ def service_for(llm: LLM, client: EngineClient, settings: Settings, keys: Keys, 
         Metrics(),
         int(time.time()),
     )
-
-
-def listening(address: Address) -> socket.socket:
-    """A socket there. Raises ConfigError where another program listens, or the address is not this machine's."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind(address)
-    except OSError as error:
-        found.close()
-        raise ConfigError(
-            f"Cannot listen on {address.host} port {address.port}: {error.strerror}; give another --port or --host."
-        ) from error
-    found.listen(BACKLOG)
-    return found
 
 
 class _Server(uvicorn.Server):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, fields
 
 from retrieval_attn.errors import ConfigError
@@ -36,16 +35,3 @@ class Settings:
             value = getattr(self, field.name)
             if field.name != "name" and not value >= 1:
                 raise ConfigError(f"{field.name} must be at least 1, got {value!r}.")
-
-
-def require_safe_host(host: str, *, has_keys: bool) -> None:
-    """Raise ConfigError for a host that others reach, where nobody needs a key."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local and not has_keys:
-        raise ConfigError(
-            f"--host {host} lets other machines ask, and nobody needs a key: give --api-key-file or "
-            "RETRIEVAL_ATTN_API_KEY, or listen on 127.0.0.1."
-        )

@@ -16,7 +16,12 @@ __all__ = ["REQUEST_ID", "JsonLines", "log_to"]
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 """Of the request that is being answered, "" outside of one."""
 
-LEVELS = {"retrieval_attn": logging.INFO, "uvicorn.error": logging.WARNING, "transformers": logging.WARNING}
+LEVELS = {
+    "": logging.WARNING,
+    "retrieval_attn": logging.INFO,
+    "uvicorn.error": logging.WARNING,
+    "transformers": logging.WARNING,
+}
 
 
 class JsonLines(logging.Formatter):

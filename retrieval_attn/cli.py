@@ -42,7 +42,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 # transformers imports torchao where it is installed, which then says what kernels it has not, used or not.
-_TALKS_AT_IMPORT = ("torchao", "torch.utils._pytree")
+TALKS_AT_IMPORT = ("torchao", "torch.utils._pytree")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch's OpenMP reads it when it is loaded: threads that spin while they wait take the processor from each other,
     # and from searches, wherever anything else runs
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    for name in _TALKS_AT_IMPORT:
+    for name in TALKS_AT_IMPORT:
         logging.getLogger(name).setLevel(logging.ERROR)
     args = build_parser().parse_args(argv)
     module, _ = COMMANDS[args.command]

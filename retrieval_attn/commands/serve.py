@@ -18,8 +18,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from retrieval_attn.batch.engine import Engine
-    from retrieval_attn.llm import LLM
+    from retrieval_attn.server.spec import EngineSpec
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
@@ -54,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds to an answer (%(default)s)")
     limits.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds, at the end (%(default)s)")
     engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--engine",
+        choices=("auto", "here", "process"),
+        default="auto",
+        help="in the server's process, or in one of its own, which is started again when it fails; auto: the latter "
+        "on a GPU (default: %(default)s)",
+    )
     engine.add_argument(
         "--shared-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
     )
@@ -94,34 +100,39 @@ def run(args: argparse.Namespace) -> int:
         from retrieval_attn.server.run import serve
 
         log_to()
-        llm, engine = _engine(args)
-        asyncio.run(serve(llm, engine, sock, settings, keys, args.store))
+        asyncio.run(serve(_spec(args), sock, settings, keys, apart=_apart(args)))
     return 0
 
 
-def _engine(args: argparse.Namespace) -> tuple[LLM, Engine]:
-    from retrieval_attn.batch.engine import Engine, default_limits
-    from retrieval_attn.llm import LLM
+def _spec(args: argparse.Namespace) -> EngineSpec:
+    from retrieval_attn.server.spec import EngineSpec
 
-    context = None if args.max_context is None else parse_tokens(args.max_context, "--max-context")
-    llm = LLM(
+    loading = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "quantization": None if args.quantization == "none" else args.quantization,
+        "gpu_memory": args.gpu_memory,
+        "max_context": None if args.max_context is None else parse_tokens(args.max_context, "--max-context"),
+    }
+    return EngineSpec(
         str(BUNDLED) if args.model == "bundled" else args.model,
-        device=args.device,
-        dtype=args.dtype,
-        quantization=None if args.quantization == "none" else args.quantization,
-        gpu_memory=args.gpu_memory,
-        max_context=context,
-        config=config_of(args),
+        loading,
+        config_of(args).to_dict(),
+        rows=args.rows,
+        shared_bytes=None if args.shared_memory is None else parse_bytes(args.shared_memory, "--shared-memory"),
+        exact_tokens=_tokens(args.exact_tokens, "--exact-tokens"),
+        store=args.store,
+        warm_tokens=_tokens(args.warm_up, "--warm-up"),
     )
-    limits = default_limits(llm.model, llm.config)
-    if args.rows is not None:
-        limits = type(limits)(**{**vars(limits), "rows": args.rows, "pages": args.rows + limits.ahead})
-    shared = None if args.shared_memory is None else parse_bytes(args.shared_memory, "--shared-memory")
-    exact = _tokens(args.exact_tokens, "--exact-tokens")
-    engine = Engine(llm, limits=limits, shared_bytes=shared, store=args.store, exact_tokens=exact)
-    if warm := _tokens(args.warm_up, "--warm-up"):
-        engine.warm_up(tokens=min(warm, llm.max_context), progress=False)
-    return llm, engine
+
+
+def _apart(args: argparse.Namespace) -> bool:
+    """Whether the engine gets a process of its own: on a GPU, its steps must not wait for the server's Python."""
+    if args.engine != "auto":
+        return bool(args.engine == "process")
+    from retrieval_attn.model.loading import choose_device
+
+    return choose_device(args.device).type == "cuda"
 
 
 def _tokens(value: str, name: str) -> int:

@@ -29,7 +29,8 @@ router = APIRouter(tags=["answers"])
 
 COMPLETION_TOKENS = 16
 """Of a text completion that does not say, as OpenAI's."""
-EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 
 
 @router.post(
@@ -177,6 +178,7 @@ def _note(service: Service, scope: Scope, choices: Choices, answers: int, form: 
         usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
     )  # fmt: skip
     fields |= dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), counts, strict=True))
+    fields["engine_seconds"] = [round(seconds, 6) for seconds in _ordered(choices)[0].seconds]
     service.metrics.answered(counts, choices.first_seconds, choices.seconds)
     for end in choices.ends.values():
         service.metrics.finished(end.reason)

@@ -9,16 +9,15 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.engine import Engine
 from retrieval_attn.engine.saving import template_digest
-from retrieval_attn.llm import LLM
+from retrieval_attn.model.loading import load
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.client import EngineClient, LocalEngine
@@ -27,28 +26,48 @@ from retrieval_attn.server.form import TokenTexts
 from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
+from retrieval_attn.server.remote import RemoteEngine
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Settings
+from retrieval_attn.server.spec import EngineSpec, Facts
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate
 
-__all__ = ["serve", "service_for"]
+__all__ = ["Started", "serve", "service_for", "started"]
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 
 
-def service_for(llm: LLM, client: EngineClient, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
-    """What routes need, of a model that is loaded. store: folder of saved contexts, the engine's."""
-    template = PromptTemplate.of(llm.tokenizer)
+@dataclass(frozen=True)
+class Started:
+    """An engine that answers, and what is known of its model."""
+
+    client: EngineClient
+    tokenizer: PreTrainedTokenizerBase
+    facts: Facts
+
+
+async def started(spec: EngineSpec, *, apart: bool) -> Started:
+    """Load the model and start its engine. apart: in a process of its own. Raises as `EngineSpec.load`."""
+    if not apart:
+        llm, engine = spec.load()
+        return Started(LocalEngine(engine), llm.tokenizer, spec.facts(llm))
+    remote = RemoteEngine(spec)
+    return Started(remote, tokenizer=load(AutoTokenizer, spec.model), facts=await remote.start())
+
+
+def service_for(started: Started, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
+    """What routes need. store: folder of saved contexts, the engine's."""
+    tokenizer, client = started.tokenizer, started.client
+    template = PromptTemplate.of(tokenizer)
     digest = template_digest(template.opening, template.middle, template.closing)
-    vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
     return Service(
         settings,
         keys,
-        Prompts(llm.tokenizer, vocabulary, llm.max_context),
-        TokenTexts(llm.tokenizer),
+        Prompts(tokenizer, started.facts.vocabulary, started.facts.positions),
+        TokenTexts(tokenizer),
         client,
         Contexts(ContextStore(store), client, digest),
         Admission(settings.waiting_requests, settings.waiting_tokens),
@@ -66,13 +85,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(llm: LLM, engine: Engine, sock: socket.socket, settings: Settings, keys: Keys, store: Any) -> None:
+async def serve(spec: EngineSpec, sock: socket.socket, settings: Settings, keys: Keys, *, apart: bool) -> None:
     """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
 
-    A second signal ends it at once.
+    A second signal ends it at once. sock: listens; apart: see `started`. Raises what loading the model raises.
     """
-    client = LocalEngine(engine)
-    app: FastAPI = make_app(service_for(llm, client, settings, keys, store))
+    found = await started(spec, apart=apart)
+    client = found.client
+    app: FastAPI = make_app(service_for(found, settings, keys, spec.store))
     config = uvicorn.Config(
         app,
         log_config=None,

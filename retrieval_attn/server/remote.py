@@ -1,0 +1,204 @@
+"""RemoteEngine: an engine in a process of its own, which is started again when it is lost.
+
+The interpreter's lock is then the engine's alone, and a fault in a kernel ends requests, not the server. Spawned, never
+forked: CUDA and threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.server.client import Put, Submitted
+from retrieval_attn.server.failure import EngineLostError
+from retrieval_attn.server.frames import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
+from retrieval_attn.server.spec import EngineSpec, Facts
+
+__all__ = ["RemoteEngine"]
+
+log = logging.getLogger(__name__)
+
+END_SECONDS = 20.0
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 60.0
+"""Before a process that could not start is tried again; each time twice as long."""
+READ_BYTES = 1 << 24
+
+
+class _Process:
+    """One process, and what was asked of it. Used in one event loop."""
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.child, self._reader, self._writer = child, reader, writer
+        self._numbers = 0
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._puts: dict[int, Put] = {}
+
+    @classmethod
+    async def start(cls, spec: EngineSpec) -> tuple[_Process, Facts]:
+        """Raises what loading the model raised, or EngineLostError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            command = [sys.executable, "-m", "retrieval_attn.server.engine_process", str(theirs.fileno())]
+            child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
+        process = cls(child, reader, writer)
+        try:
+            writer.write(frame_of(asdict(spec)))
+            first = await async_frame(reader)
+            if first is None:
+                raise EngineLostError(f"The engine's process ended while it started, with status {child.wait()}.")
+            if "error" in first:
+                raise error_from(first["error"])
+        except BaseException:
+            await process.end()
+            raise
+        log.info("the engine's process is ready", extra={"fields": {"engine_pid": child.pid}})
+        return process, Facts(*first["ready"])
+
+    async def read(self) -> None:
+        """Hand out what comes until the process has gone; what it owes then is lost."""
+        while (frame := await async_frame(self._reader)) is not None:
+            for number, *plain in frame.get("items", ()):
+                item = item_from(plain)
+                put = self._puts.pop(number, None) if isinstance(item, Finished) else self._puts.get(number)
+                if put is not None:
+                    put(item)
+            if "id" in frame and (reply := self._replies.pop(frame["id"], None)) and not reply.done():
+                if "error" in frame:
+                    self._puts.pop(frame["id"], None)
+                    reply.set_exception(error_from(frame["error"]))
+                else:
+                    reply.set_result(frame["ok"])
+
+    def lose(self, error: EngineLostError) -> None:
+        """Tell all who wait."""
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        puts, self._puts = list(self._puts.values()), {}
+        self._replies.clear()
+        for put in puts:
+            put(Finished("error", "", (), 0, 0, (0.0, 0.0), error))
+
+    async def ask(self, frame: Plain, put: Put | None = None) -> tuple[int, Any]:
+        """Send a command; its number and what comes back. put: takes what becomes of a request."""
+        self._numbers += 1
+        number = self._numbers
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        if put is not None:
+            self._puts[number] = put
+        try:
+            self.tell({**frame, "id": number})
+            return number, await reply
+        except asyncio.CancelledError:  # nobody waits for it any more
+            self._puts.pop(number, None)
+            self.tell({"do": "cancel", "id": number})
+            raise
+
+    def tell(self, frame: Plain) -> None:
+        """Send a command that nothing comes back for; none reaches a process that has gone."""
+        if not self._writer.is_closing():
+            self._writer.write(frame_of(frame))
+
+    async def end(self) -> int:
+        """Wait for its end, or make one."""
+        self._writer.close()
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self.child.wait), END_SECONDS)
+        except TimeoutError:
+            self.child.kill()
+            return await asyncio.to_thread(self.child.wait)
+
+
+class RemoteEngine:
+    """An `EngineClient`. See the module."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Call `start` next. spec: of every process that is started."""
+        self._spec = spec
+        self._process: _Process | None = None
+        self._lost: str | None = "the engine starts"
+        self._closing = False
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> Facts:
+        """Raises what loading the model raises, and EngineLostError."""
+        process, facts = await _Process.start(self._spec)
+        self._running = asyncio.create_task(self._run(process))
+        self._process, self._lost = process, None
+        return facts
+
+    @property
+    def lost(self) -> str | None:
+        """See `EngineClient`."""
+        return self._lost
+
+    async def submit(self, request: Request, put: Put) -> Submitted:
+        """See `EngineClient`."""
+        process = self._there()
+        number, name = await process.ask({"do": "submit", "request": request_of(request)}, put)
+        return Submitted(name, lambda: process.tell({"do": "cancel", "id": number}))
+
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
+        """See `EngineClient`."""
+        plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
+        await self._there().ask(plain)
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineClient`."""
+        found: dict[str, Any] = (await self._there().ask({"do": "stats"}))[1]
+        return found
+
+    async def close(self, *, drain: bool) -> None:
+        """See `EngineClient`."""
+        self._closing = True
+        if self._process is not None:
+            self._process.tell({"do": "close", "drain": drain})
+        if self._running is not None:
+            if self._process is None:
+                self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._running
+
+    def _there(self) -> _Process:
+        if self._process is None:
+            raise EngineLostError(f"The engine is lost ({self._lost}); it is started again, come back later.")
+        return self._process
+
+    async def _run(self, process: _Process) -> None:
+        """Of one process after the other."""
+        while True:
+            try:
+                await process.read()
+            except Exception:
+                log.exception("what the engine's process says cannot be read")
+            self._process, self._lost = None, "its process has gone"
+            status = await process.end()
+            self._lost = f"its process ended with status {status}"
+            process.lose(EngineLostError(f"The engine was lost: {self._lost}. Ask again."))
+            if self._closing:
+                return
+            log.error("the engine's process ended", extra={"fields": {"status": status}})
+            process = await self._again()
+            self._process, self._lost = process, None
+
+    async def _again(self) -> _Process:
+        wait = FIRST_WAIT_SECONDS
+        while True:
+            try:
+                return (await _Process.start(self._spec))[0]
+            except Exception as error:
+                self._lost = f"it could not be started: {error}"
+                log.error("the engine cannot be started", exc_info=error)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, MAX_WAIT_SECONDS)

@@ -1,0 +1,60 @@
+"""EngineSpec: which model and engine to start, as plain values, so that another process can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from retrieval_attn.batch.engine import Engine
+    from retrieval_attn.llm import LLM
+
+__all__ = ["EngineSpec", "Facts"]
+
+
+class Facts(NamedTuple):
+    """What a server needs to know of a model beside its tokenizer. vocabulary: ids that it has embeddings for.
+    positions: tokens of a prompt with its answer, at most.
+    """
+
+    vocabulary: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, shared_bytes: None: as the
+    engine chooses. store: folder of saved contexts; None: the user's. warm_tokens: of `Engine.warm_up`; 0: none.
+    """
+
+    model: str
+    loading: dict[str, Any]
+    config: dict[str, Any]
+    rows: int | None = None
+    shared_bytes: int | None = None
+    exact_tokens: int = 0
+    store: str | None = None
+    warm_tokens: int = 0
+
+    def load(self) -> tuple[LLM, Engine]:
+        """Load the model and start its engine, warm. Raises as `LLM` and `Engine`."""
+        from retrieval_attn.batch.engine import Engine, default_limits
+        from retrieval_attn.config import Config
+        from retrieval_attn.llm import LLM
+
+        llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
+        limits = default_limits(llm.model, llm.config)
+        if self.rows is not None:
+            limits = type(limits)(**{**vars(limits), "rows": self.rows, "pages": self.rows + limits.ahead})
+        engine = Engine(
+            llm, limits=limits, shared_bytes=self.shared_bytes, store=self.store, exact_tokens=self.exact_tokens
+        )
+        if self.warm_tokens:
+            engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)
+        return llm, engine
+
+    def facts(self, llm: LLM) -> Facts:
+        """Of the model that was loaded."""
+        from retrieval_attn.answer_loop import AnswerLoop
+
+        return Facts(AnswerLoop(llm.model, llm.tokenizer).vocabulary, llm.max_context)

@@ -1,0 +1,105 @@
+"""Worker: an engine that does what frames say, in the process that has it.
+
+Each command has an `id`, and gets one frame back with it, `ok` or `error`; what becomes of requests goes into frames of
+its own, `items`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.request import Event, Finished
+from retrieval_attn.batch.ticket import Ticket
+from retrieval_attn.server.client import plain_stats
+from retrieval_attn.server.frames import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
+from retrieval_attn.server.keeping import keep
+
+__all__ = ["Worker"]
+
+THREADS = 8
+"""That look for saved contexts, or wait for texts that are to be saved, beside each other."""
+WATCH_SECONDS = 0.25
+DIED = 3
+"""Exit status of a process whose engine has ended."""
+
+
+class Worker:
+    """Does what the frames of one socket say, until it is closed."""
+
+    def __init__(self, sock: socket.socket, engine: Engine) -> None:
+        """engine: this one's from now on."""
+        self._sock, self._engine = sock, engine
+        self._outgoing: queue.SimpleQueue[Plain | tuple[int, Event | Finished] | None] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._threads = ThreadPoolExecutor(THREADS, "retrieval_attn-worker")
+        self._writer = threading.Thread(target=self._write, name="retrieval_attn-writer", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._watch, name="retrieval_attn-watch", daemon=True).start()
+
+    def run(self) -> None:
+        """Until the server says "close", or has gone."""
+        drain = False
+        while (frame := receive_frame(self._sock)) is not None:
+            if frame["do"] == "close":
+                drain = bool(frame["drain"])
+                break
+            if frame["do"] == "cancel":
+                if ticket := self._tickets.get(frame["id"]):
+                    ticket.cancel()
+            else:
+                self._threads.submit(self._answer, frame)
+        self._engine.close(drain=drain)
+        self._outgoing.put(None)
+        self._writer.join()
+
+    def _answer(self, frame: Plain) -> None:
+        try:
+            self._outgoing.put({"id": frame["id"], "ok": self._done(frame)})
+        except BaseException as error:
+            self._outgoing.put({"id": frame["id"], "error": plain_error(error)})
+
+    def _done(self, frame: Plain) -> Any:
+        if frame["do"] == "submit":
+            ticket = self._engine.submit(request_from(frame["request"]))
+            self._tickets[frame["id"]] = ticket
+            ticket.listen(functools.partial(self._tell, frame["id"]))
+            return ticket.id
+        if frame["do"] == "keep":
+            return keep(self._engine, frame["name"], ids_from(frame["ids"]), frame["context"], frame["namespace"])
+        if frame["do"] == "check":
+            return self._engine.check()
+        return plain_stats(self._engine)
+
+    def _tell(self, number: int, item: Event | Finished) -> None:
+        if isinstance(item, Finished):
+            self._tickets.pop(number, None)
+        self._outgoing.put((number, item))
+
+    def _write(self) -> None:
+        """All that is there at a time, items in one frame."""
+        while (first := self._outgoing.get()) is not None:
+            found: list[Plain | tuple[int, Event | Finished] | None] = [first]
+            while not self._outgoing.empty():
+                found.append(self._outgoing.get())
+            items = [[one[0], *item_of(one[1])] for one in found if isinstance(one, tuple)]
+            frames = [frame_of(one) for one in found if isinstance(one, dict)]
+            try:
+                self._sock.sendall(b"".join([*frames, frame_of({"items": items})] if items else frames))
+            except OSError:
+                return  # the server has gone, which `run` finds out
+            if found[-1] is None:
+                return
+
+    def _watch(self) -> None:
+        """An engine that ended in the middle of its work cannot be used again; the server starts another process."""
+        while self._engine.died is None:
+            time.sleep(WATCH_SECONDS)
+        os._exit(DIED)

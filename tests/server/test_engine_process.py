@@ -1,0 +1,129 @@
+"""The engine in a process of its own: answers as in the server's, its crash, and what is there afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrieval_attn import errors
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.request import Event, Finished, Request
+from retrieval_attn.server import frames
+from tests.server.process import ANSWER, QUESTION, Served, document, serving
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Served]:
+    with serving("--store", str(tmp_path / "store"), "--engine", "process", "--warm-up", "0") as found:
+        yield found
+
+
+def talk(**options: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": document()}, {"role": "user", "content": QUESTION}]
+    return {"model": "bundled", "messages": messages, "max_tokens": 16, "temperature": 0, **options}
+
+
+def pid_of(served: Served, number: int) -> int:
+    """Of the process that was started as the so manyth."""
+    end = time.monotonic() + 90
+    while len(found := [int(line["engine_pid"]) for line in served.log if "engine_pid" in line]) <= number:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found[number]
+
+
+@pytest.mark.slow
+def test_it_answers_and_is_started_again_when_it_crashes(apart: Served, served: Served) -> None:
+    """A stream under way gets an error event, /health says 503, and what was saved is there afterwards."""
+    with served.client() as here:
+        expected = here.post(CHAT, json=talk(logprobs=True, top_logprobs=2)).json()["choices"]
+    with apart.client() as http:
+        assert http.post(CHAT, json=talk(logprobs=True, top_logprobs=2)).json()["choices"] == expected
+        assert http.post(CHAT, json=talk(max_tokens=10**6)).status_code == 400
+        assert http.post(CHAT, json=talk(model="bundled@nobody")).json()["error"]["code"] == "context_not_found"
+        saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
+        first = pid_of(apart, 0)
+        body = talk(max_tokens=60_000, temperature=2, stream=True)
+        with http.stream("POST", CHAT, json=body) as stream:
+            events = (line for line in stream.iter_lines() if line)
+            next(events), next(events)
+            os.kill(first, signal.SIGKILL)
+            rest = list(events)
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_lost"
+        reply = http.get("/health")
+        assert reply.status_code == 503 and "status -9" in reply.json()["error"]["message"]
+        refused = http.post(CHAT, json=talk())
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert "retrieval_attn:engine_up 0.0" in http.get("/metrics").text
+        assert pid_of(apart, 1) != first
+        end = time.monotonic() + 10
+        while http.get("/health").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        found = http.post(CHAT, json={**talk(model="bundled@book"), "messages": talk()["messages"][1:]}).json()
+        assert ANSWER in found["choices"][0]["message"]["content"]
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == saved["tokens"]
+        second = pid_of(apart, 1)
+        apart.end(signal.SIGKILL)  # however the server ends, nothing is left that holds a GPU's memory
+        end = time.monotonic() + 30
+        while Path(f"/proc/{second}").exists() and "zombie" not in Path(f"/proc/{second}/status").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_it_ends_when_answers_under_way_have(apart: Served) -> None:
+    with (
+        apart.client() as http,
+        http.stream("POST", CHAT, json=talk(max_tokens=200, temperature=2, stream=True)) as stream,
+    ):
+        events = (line for line in stream.iter_lines() if line)
+        next(events), next(events)
+        apart.process.send_signal(signal.SIGTERM)
+        rest = list(events)
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+    assert apart.process.wait(30) == 0
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="No model could be loaded"), serving(str(tmp_path), "--engine", "process"):
+        pass
+
+
+def test_frames_bring_what_was_sent() -> None:
+    ids = tuple(np.random.default_rng(0).integers(0, 2**31 - 1, 1000).tolist())
+    request = Request(
+        (ids, (5,)),
+        7,
+        RowDraw(0.5, 3, 0.9, 0.1, 2**64 - 1, 4),
+        ("a", "\u2028"),
+        frozenset({1}),
+        None,
+        "x",
+        "batch",
+        "c",
+    )
+    assert frames.request_from(json.loads(json.dumps(frames.request_of(request)))) == request
+    ends = Finished("error", "t\ud83d", (1, 2), 5, 3, (0.5, 1.5), errors.ContextLengthError("too long"))
+    for item in (
+        Event(5, "x", -float("inf"), ((5, -0.5), (6, -float("inf")))),
+        Event(-1, "y"),
+        ends._replace(error=None),
+    ):
+        assert frames.item_from(json.loads(json.dumps(frames.item_of(item)))) == item
+    found = frames.item_from(frames.item_of(ends))
+    assert isinstance(found, Finished) and type(found.error) is errors.ContextLengthError
+    assert str(found.error) == "too long"
+    for kind in ("RowsFailedError", "Any", "SystemExit", "RetrievalAttentionErro"):
+        assert type(frames.error_from([kind, "x"])) is frames.EngineFailure

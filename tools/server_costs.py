@@ -1,0 +1,185 @@
+"""What the server costs over its engine, and what the engine gives several clients, with the bundled model.
+
+    python -m tools.server_costs [--clients 8] [--repeats 3]
+
+Prints, and as JSON in its last line: what HTTP adds to the first token (the client's time less the engine's, of one
+request); tokens per second of `clients` streams over HTTP beside the engine in this process, in turn; the same of
+clients with 4K tokens each beside one; the first token of a follow-up turn beside the first turn's, 16K tokens. The
+processor is shared by server and clients: what clients take counts against HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.engine import Engine
+from retrieval_attn.batch.request import Request
+from retrieval_attn.commands.loading import BUNDLED
+from retrieval_attn.llm import LLM
+from tests.server.process import WORDS, Served, serving
+
+TOKENS = 64
+CHAT = "/v1/chat/completions"
+STORY = "Tell a story of the sea."
+
+
+class Streamed(NamedTuple):
+    """first, whole: seconds. id: the request's."""
+
+    first: float
+    whole: float
+    pieces: int
+    text: str
+    id: str
+
+
+def document(number: int, tokens: int) -> str:
+    """A text of about so many tokens, another one for each number."""
+    return f"Book {number}. " + WORDS * (tokens // 22)
+
+
+def body_of(text: str, max_tokens: int = TOKENS, question: str = STORY) -> dict[str, Any]:
+    """A question about a text; temperature and seed make every answer go on to its last token, or nearly."""
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
+    return {"model": "bundled", "messages": messages, "max_tokens": max_tokens, "temperature": 2.0, "seed": 1}
+
+
+def streamed(http: httpx.Client, body: dict[str, Any]) -> Streamed:
+    """Ask, as a stream."""
+    began, first, pieces = time.perf_counter(), 0.0, list[str]()
+    with http.stream("POST", CHAT, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            if choice["delta"].get("content"):
+                first = first or time.perf_counter() - began
+                pieces.append(choice["delta"]["content"])
+        return Streamed(first, time.perf_counter() - began, len(pieces), "".join(pieces), reply.headers["x-request-id"])
+
+
+def at_once(work: Callable[[int], Any], clients: int) -> float:
+    """Seconds until all are done."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+def line_of(served: Served, request_id: str) -> dict[str, Any]:
+    """What the server logged of a request."""
+    while True:
+        for line in reversed(served.log):
+            if line.get("request_id") == request_id:
+                return line
+        time.sleep(0.001)
+
+
+def first_token(served: Served, http: httpx.Client, repeats: int) -> float:
+    """Milliseconds that HTTP adds, the median; tokenizing and templates are in them."""
+    found = []
+    for number in range(10 * repeats):
+        one = streamed(http, body_of(document(number, 200), 2))
+        found.append(one.first - line_of(served, one.id)["engine_seconds"][0])
+    return 1000 * statistics.median(found)
+
+
+def over_http(served: Served, bodies: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second of one client for each body."""
+    tokens = [0] * len(bodies)
+
+    def work(number: int) -> None:
+        with served.client() as http:
+            tokens[number] = line_of(served, streamed(http, bodies[number]).id)["completion_tokens"]
+
+    seconds = at_once(work, len(bodies))
+    return sum(tokens) / seconds
+
+
+def in_process(engine: Engine, prompts: Sequence[Request]) -> float:
+    """Tokens per second of the same requests, by threads that read their events."""
+    tokens = [0] * len(prompts)
+
+    def work(number: int) -> None:
+        ticket = engine.submit(prompts[number])
+        for _ in ticket:
+            pass
+        tokens[number] = len(ticket.result().tokens)
+
+    seconds = at_once(work, len(prompts))
+    return sum(tokens) / seconds
+
+
+def compared(served: Served, http: httpx.Client, clients: int, repeats: int) -> dict[str, float]:
+    """Tokens per second over HTTP and in this process, of short prompts; medians of runs in turn."""
+    bodies = [body_of(document(1000 + number, 100)) for number in range(clients)]
+    prompts = []
+    for body in bodies:
+        ids = http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+        prompts.append(Request((tuple(ids),), TOKENS, RowDraw(temperature=2.0, seed=1)))
+    found: dict[str, list[float]] = {"http": [], "engine": []}
+    with Engine(LLM(BUNDLED)) as engine:
+        for number in range(repeats + 1):
+            one = {"http": over_http(served, bodies), "engine": in_process(engine, prompts)}
+            for name, value in one.items() if number else ():  # the first compiles
+                found[name].append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def several(served: Served, http: httpx.Client, clients: int, repeats: int) -> dict[str, float]:
+    """Tokens per second of one client, and of several, each with 4K tokens that were read before."""
+    bodies = [body_of(document(2000 + number, 4096)) for number in range(clients)]
+    for body in bodies:
+        streamed(http, {**body, "max_tokens": 1})
+    one = statistics.median(over_http(served, bodies[:1]) for _ in range(repeats))
+    all_of_them = statistics.median(over_http(served, bodies) for _ in range(repeats))
+    return {"one": one, "all": all_of_them}
+
+
+def follow_up(http: httpx.Client, tokens: int, number: int) -> dict[str, float]:
+    """Seconds to the first token of two turns of one conversation."""
+    body = body_of(document(3000 + number, tokens), 32)
+    first = streamed(http, body)
+    turns = [*body["messages"], {"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+    second = streamed(http, {**body, "messages": turns})
+    return {"first": first.first, "second": second.first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turn-tokens", type=int, default=16384)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, serving("--store", folder) as served, served.client() as http:
+        streamed(http, body_of(document(0, 100)))
+        added = first_token(served, http, args.repeats)
+        print(f"first token: HTTP adds {added:.1f} ms")
+        speeds = compared(served, http, args.clients, args.repeats)
+        share = speeds["http"] / speeds["engine"]
+        print(f"{args.clients} streams: {speeds['http']:.0f} tokens/s over HTTP, {share:.3f} of {speeds['engine']:.0f}")
+        many = several(served, http, args.clients, args.repeats)
+        times = many["all"] / many["one"]
+        print(f"{args.clients} clients at 4K: {many['all']:.0f} tokens/s, one {many['one']:.0f}: {times:.1f} times")
+        turns = [follow_up(http, args.turn_tokens, number) for number in range(args.repeats)]
+        turn = statistics.median(one["second"] / one["first"] for one in turns)
+        print(f"follow-up turn of {args.turn_tokens:,} tokens: {100 * turn:.1f} % of the first turn's time to a token")
+    print(json.dumps({"first_token_ms": added, "streams": speeds, "at_4k": many, "follow_up": turns}))
+
+
+if __name__ == "__main__":
+    main()

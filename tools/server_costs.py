@@ -3,20 +3,22 @@
     python -m tools.server_costs [--clients 8] [--repeats 3]
 
 Prints, and as JSON in its last line: what HTTP adds to the first token (the client's time less the engine's, of one
-request); tokens per second of `clients` streams over HTTP beside the engine in this process, in turn; the same of
-clients with 4K tokens each beside one; the first token of a follow-up turn beside the first turn's, 16K tokens. The
-processor is shared by server and clients: what clients take counts against HTTP.
+request); processor time of the server's event loop; tokens per second of `clients` streams over HTTP beside the engine
+in this process, in turn; the same of clients with 4K tokens each beside one; the first token of a follow-up turn beside
+the first turn's, 16K tokens. The processor is shared by server and clients: what clients take counts against HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -27,6 +29,8 @@ from retrieval_attn.batch.request import Request
 from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.llm import LLM
 from tests.server.process import WORDS, Served, serving
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin take the server's processor
 
 TOKENS = 64
 CHAT = "/v1/chat/completions"
@@ -96,6 +100,24 @@ def first_token(served: Served, http: httpx.Client, repeats: int) -> float:
         one = streamed(http, body_of(document(number, 200), 2))
         found.append(one.first - line_of(served, one.id)["engine_seconds"][0])
     return 1000 * statistics.median(found)
+
+
+def loop_seconds(served: Served) -> float:
+    """That the server's event loop was on a processor: what other programs take does not count. Linux."""
+    pid = served.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def loop_costs(served: Served, http: httpx.Client, repeats: int) -> dict[str, float]:
+    """Processor time of the event loop for one request, and for one streamed token more, in milliseconds."""
+    spent = {}
+    for tokens in (1, TOKENS):
+        before, made = loop_seconds(served), 0
+        for number in range(5 * repeats):
+            made += streamed(http, body_of(document(4000 + number, 200), tokens)).pieces
+        spent[tokens] = (1000 * (loop_seconds(served) - before) / (5 * repeats), made / (5 * repeats))
+    (short, few), (long, many) = spent[1], spent[TOKENS]
+    return {"request": short, "token": (long - short) / max(1, many - few)}
 
 
 def over_http(served: Served, bodies: Sequence[dict[str, Any]]) -> float:
@@ -169,6 +191,8 @@ def main() -> None:
         streamed(http, body_of(document(0, 100)))
         added = first_token(served, http, args.repeats)
         print(f"first token: HTTP adds {added:.1f} ms")
+        loop = loop_costs(served, http, args.repeats)
+        print(f"event loop: {loop['request']:.2f} ms of processor time for a request, {loop['token']:.3f} for a token")
         speeds = compared(served, http, args.clients, args.repeats)
         share = speeds["http"] / speeds["engine"]
         print(f"{args.clients} streams: {speeds['http']:.0f} tokens/s over HTTP, {share:.3f} of {speeds['engine']:.0f}")
@@ -178,7 +202,7 @@ def main() -> None:
         turns = [follow_up(http, args.turn_tokens, number) for number in range(args.repeats)]
         turn = statistics.median(one["second"] / one["first"] for one in turns)
         print(f"follow-up turn of {args.turn_tokens:,} tokens: {100 * turn:.1f} % of the first turn's time to a token")
-    print(json.dumps({"first_token_ms": added, "streams": speeds, "at_4k": many, "follow_up": turns}))
+    print(json.dumps({"first_token_ms": added, "loop_ms": loop, "streams": speeds, "at_4k": many, "follow_up": turns}))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class Prompts:
         cuts = []
         for count in _cut_turns(len(said)):
             if count % 2:
-                asked = self._template.question_text(said[:count]).removesuffix(closing)
+                # templates strip what is said, where something follows it
+                asked = self._template.question_text(said[:count]).removesuffix(closing).rstrip()
                 cuts += [len(asked)] if text.startswith(asked) else []
         return self._parts(text, cuts, begins=False)
 

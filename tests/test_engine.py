@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -429,3 +430,21 @@ def test_texts_and_logprobs_come_as_they_are_chosen() -> None:
     for event in chosen:
         assert len(event.top) == 3 and event.top[0] == (event.token, pytest.approx(event.logprob))
         assert event.logprob is not None and event.logprob < 0
+
+
+def test_a_listener_has_all_items_in_order() -> None:
+    """Those that were there first as well; then nothing comes to who iterates."""
+    llm = llm_of()
+    request = Request((ids(50, 1),), 6)
+    with Engine(llm) as engine:
+        early, late = engine.submit(request), engine.submit(request)
+        items: list[list[Any]] = [[], []]
+        early.listen(items[0].append)
+        assert next(iter(late)).token >= 0
+        late.listen(items[1].append)
+        deadline = time.monotonic() + 30
+        while not all(one and isinstance(one[-1], Finished) for one in items):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert [event.token for event in items[0][:-1]] == list(items[0][-1].tokens)
+    assert [event.token for event in items[1][:-1]] == list(items[0][-1].tokens)[1:]

@@ -261,3 +261,23 @@ def test_rows_go_on_while_a_context_is_opened(store: ContextStore, monkeypatch: 
     engine.close(drain=False)
     assert ticket.result().reason == "cancelled"
     assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-open")]
+
+
+def test_what_continues_a_context_is_saved_with_it(store: ContextStore) -> None:
+    """Only the new tokens are written, and the context with them answers as one that was extended and saved."""
+    llm = llm_of()
+    context = read(llm, 700, 1)
+    context.save("book", store=store)
+    turn, tail = ids(150, 2), ids(7, 3)
+    with Engine(llm, store=store) as engine:
+        engine.submit(Request((turn, tail), 4, context="book")).result()
+        with pytest.raises(InputDataError, match="does not hold"):
+            engine.save("more", turn)
+        saved = engine.save("more", turn, context="book")
+        engine.check()
+        found = engine.submit(Request((tail,), 9, context="more", stop_ids=NEVER)).result()
+    assert saved.new_tokens == 150 and saved.tokens == 850 and found.cached_tokens == 850
+    context.extend(turn, progress=False)
+    expected = context.continue_with(tail, max_new_tokens=9)
+    assert list(found.tokens)[: len(expected.tokens)] == expected.tokens
+    assert len(store.resolve("more").chain) == 2

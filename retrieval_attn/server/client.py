@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 from retrieval_attn.batch.engine import Engine
@@ -12,7 +13,10 @@ from retrieval_attn.batch.request import Event, Finished, Request
 from retrieval_attn.server.failure import EngineLostError
 from retrieval_attn.server.keeping import keep
 
-__all__ = ["EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
+__all__ = ["KEEPERS", "EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
+
+KEEPERS = 4
+"""Threads that wait for texts that are read to be saved: threads of their own, so that no request waits for them."""
 
 Item = Event | Finished
 Put = Callable[[Item], None]
@@ -79,6 +83,7 @@ class LocalEngine:
         """In the event loop that uses it. engine: closed with this."""
         self._engine = engine
         self._inbox = Inbox(asyncio.get_running_loop())
+        self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
 
     @property
     def lost(self) -> str | None:
@@ -99,7 +104,8 @@ class LocalEngine:
 
     async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
         """See `EngineClient`."""
-        await asyncio.to_thread(keep, self._engine, name, ids, context, namespace)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._keepers, keep, self._engine, name, ids, context, namespace)
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineClient`."""
@@ -108,6 +114,7 @@ class LocalEngine:
     async def close(self, *, drain: bool) -> None:
         """See `EngineClient`."""
         await asyncio.to_thread(self._engine.close, drain=drain)
+        self._keepers.shutdown(wait=False)
 
 
 def plain_stats(engine: Engine) -> dict[str, Any]:

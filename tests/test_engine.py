@@ -446,5 +446,13 @@ def test_a_listener_has_all_items_in_order() -> None:
         while not all(one and isinstance(one[-1], Finished) for one in items):
             assert time.monotonic() < deadline
             time.sleep(0.001)
+        over = engine.submit(request)
+        engine.submit(request).result()  # it came later, and is told later
+        whole: list[Any] = []
+        over.listen(whole.append)
+        while not (whole and isinstance(whole[-1], Finished)):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert [event.token for event in whole[:-1]] == list(items[0][-1].tokens)
     assert [event.token for event in items[0][:-1]] == list(items[0][-1].tokens)
     assert [event.token for event in items[1][:-1]] == list(items[0][-1].tokens)[1:]

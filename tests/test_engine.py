@@ -24,6 +24,7 @@ from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
+from retrieval_attn.cpu import segment
 from retrieval_attn.errors import (
     AdmissionError,
     ConfigError,
@@ -33,6 +34,7 @@ from retrieval_attn.errors import (
     RowsFailedError,
 )
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn.offload import page_lock
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
 from tools.engine_actions import watched
 from tools.engine_schedules import CONFIG, Library, run, schedule_of, wrong
@@ -456,3 +458,14 @@ def test_a_listener_has_all_items_in_order() -> None:
     assert [event.token for event in whole[:-1]] == list(items[0][-1].tokens)
     assert [event.token for event in items[0][:-1]] == list(items[0][-1].tokens)
     assert [event.token for event in items[1][:-1]] == list(items[0][-1].tokens)[1:]
+
+
+def test_a_question_about_a_long_text_page_locks_nothing_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locking is a device's: a second turn of 16K tokens failed on a CPU, where its short part was read packed."""
+    monkeypatch.setattr(page_lock, "LEAST_BYTES", 1)
+    monkeypatch.setattr(segment, "HUGE_PAGE", 1)  # what such a text has large segments by
+    llm = llm_of()
+    text = ids(1500, 1)
+    with Engine(llm) as engine:
+        found = [engine.submit(Request((text, ids(9, seed)), 3)).result() for seed in (2, 3)]
+    assert [one.error for one in found] == [None, None] and found[1].cached_tokens == 1500

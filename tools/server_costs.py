@@ -66,7 +66,9 @@ def streamed(http: httpx.Client, body: dict[str, Any]) -> Streamed:
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
-            (choice,) = json.loads(line[6:])["choices"]
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            (choice,) = event["choices"]
             if choice["delta"].get("content"):
                 first = first or time.perf_counter() - began
                 pieces.append(choice["delta"]["content"])

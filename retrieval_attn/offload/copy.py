@@ -75,6 +75,8 @@ class KVCopy:
     def filled(self) -> None:
         """All tokens are there."""
         self._kv.clear()  # the device has read them: whoever takes their memory next may write to it at once
+        if self.device.type != "cuda":
+            return  # nothing brings them back from page-locked memory
         for segment in {id(one): one for _, host, _ in self._rows if host.page_lock for one in host.segments}.values():
             lock_pages(segment)
 

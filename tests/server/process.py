@@ -33,7 +33,7 @@ class Served:
     """A server that runs. url: without a slash at its end. log: its lines so far."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        """Waits until it listens."""
+        """Reads its log from now on."""
         self.process = process
         self.log: list[dict[str, Any]] = []
         self.other: list[str] = []
@@ -41,6 +41,9 @@ class Served:
         self._listens = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def wait(self) -> None:
+        """Until it listens."""
         assert self._listens.wait(START_SECONDS) and self.url, "\n".join(self.other)
 
     def _read(self) -> None:
@@ -66,7 +69,7 @@ class Served:
         """Let it end; its exit status."""
         self.process.send_signal(number)
         status = self.process.wait(END_SECONDS)
-        self._reader.join(5)
+        self._reader.join(END_SECONDS)  # its engine's process writes there, too, and ends a little later
         return status
 
 
@@ -76,7 +79,9 @@ def serving(*arguments: str, environment: dict[str, str] | None = None) -> Itera
     command: Sequence[str] = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", "0", *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        served = Served(process)
         try:
-            yield Served(process)
+            served.wait()
+            yield served
         finally:
-            process.kill()
+            served.end(signal.SIGKILL)

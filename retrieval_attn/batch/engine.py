@@ -97,7 +97,6 @@ class Engine:
     """See the module. Use it in a `with` block, or call `close`.
 
     An answer is the one that its request gets alone: load decides when something is computed, and not what.
-    died: what ended it in the middle of its work, or None.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Engine:
         self._readings = Readings(self._rows, self._scheduler, self._changed, (self._config, self._tree), self._fail)
         self._warm_ups = WarmUps()
         self._closing = False
-        self.died: BaseException | None = None
+        self.died: BaseException | None = None  # what ended it in the middle of its work
         self._replays = False  # the next step likely is one
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
         self._thread.start()

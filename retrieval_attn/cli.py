@@ -18,6 +18,7 @@ COMMANDS = {
     "read": ("retrieval_attn.commands.read", "read a text file once and save the context"),
     "ask": ("retrieval_attn.commands.ask", "answer a question about a text file or a saved context"),
     "contexts": ("retrieval_attn.commands.contexts", "the saved contexts: list, verify, remove"),
+    "trace": ("retrieval_attn.commands.trace", "load for a server: draw, convert and replay traces of requests"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),
     "warm": ("retrieval_attn.commands.warm", "compile ahead, once per machine, what a first answer would wait for"),

@@ -42,7 +42,7 @@ class PromptTemplate:
         """The template of a tokenizer: its chat template if it has one. Raises InputDataError if that does not work."""
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "\n\nQuestion: ", "\nAnswer:", False)
-        text = _rendered(tokenizer, [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
+        text = rendered(tokenizer, [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
         opening, context, rest = text.partition(_CONTEXT)
         middle, question, closing = rest.partition(_QUESTION)
         if not context or not question:
@@ -67,14 +67,19 @@ class PromptTemplate:
 
         raw: `question`, a string, is all of that already. Raises InputDataError for anything else than a `Question`.
         """
-        if isinstance(question, str):
-            if raw:
-                return self.plain_ids(question)
-            return self.plain_ids(f"{self.middle}{question}{self.closing}") if question.strip() else []
-        messages = _checked_messages(question)
-        if raw:
+        if raw and not isinstance(question, str):
             raise InputDataError("raw=True needs the text that continues the context, got chat messages; drop raw.")
-        return self.plain_ids(self._conversation(messages))
+        text = str(question) if raw else self.question_text(question)
+        return self.plain_ids(text) if text else []
+
+    def question_text(self, question: Question) -> str:
+        """The text from the end of the context to where the answer starts; "" for a blank question.
+
+        Raises InputDataError for anything else than a `Question`.
+        """
+        if isinstance(question, str):
+            return f"{self.middle}{question}{self.closing}" if question.strip() else ""
+        return self._conversation(_checked_messages(question))
 
     def plain_ids(self, text: str) -> list[int]:
         """Ids of a text that continues another: no special tokens are added."""
@@ -91,7 +96,7 @@ class PromptTemplate:
             texts[::2] = [f"{self.middle}{text}{self.closing} " for text in texts[::2]]
             return "".join(texts)[:-1]
         turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{first}"}, *messages[1:]]
-        opening, context, rest = _rendered(self.tokenizer, turns).partition(_CONTEXT)
+        opening, context, rest = rendered(self.tokenizer, turns).partition(_CONTEXT)
         if not context or opening != self.opening:
             raise InputDataError(
                 "The tokenizer's chat template must begin every conversation alike, for the context is read before the "
@@ -155,7 +160,8 @@ def _checked_messages(question: object) -> list[dict[str, str]]:
     return messages
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    """Messages in the tokenizer's chat template, up to where the answer starts. Raises InputDataError."""
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # whatever a template's author wrote

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 BUNDLED = Path(__file__).parents[1] / "eval" / "needle_model"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and where it runs."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Which model, and where it runs. positional: the model's name comes without a flag."""
+    place: dict[str, Any] = {"nargs": "?", "metavar": "MODEL"} if positional else {"metavar": "PATH|ID"}
     parser.add_argument(
-        "--model",
+        "model" if positional else "--model",
         default="bundled",
-        metavar="PATH|ID",
+        **place,
         help="folder or hub name of a model; bundled: a small one that finds planted numbers and can do little else "
         "(default: %(default)s)",
     )
@@ -69,8 +70,8 @@ def config_of(args: argparse.Namespace) -> Config:
     return Config(retrieve=_retrieve(args.retrieve), window=parse_tokens(args.window, "--window"), index=args.index)
 
 
-def load_llm(args: argparse.Namespace, most: int, config: Config) -> LLM:
-    """The model that the flags name, with memory planned for `most` tokens; says what it is on the error output."""
+def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:
+    """The model that the flags name, with memory planned for `most` tokens. say: on the error output what it is."""
     from retrieval_attn.llm import LLM
 
     name = str(BUNDLED) if args.model == "bundled" else args.model
@@ -84,7 +85,8 @@ def load_llm(args: argparse.Namespace, most: int, config: Config) -> LLM:
         config=config,
     )
     what = "the bundled test model; --model names another" if args.model == "bundled" else name
-    print(f"answered by {what}, on {llm.device}", file=sys.stderr)
+    if say:
+        print(f"answered by {what}, on {llm.device}", file=sys.stderr)
     return llm
 
 

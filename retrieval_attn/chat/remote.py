@@ -62,7 +62,7 @@ class RemoteTalk:
     def answer(self, question: str) -> Generator[str, None, None]:
         """See `Talk`."""
         messages: list[Message] = [*self._messages, {"role": "user", "content": question}]
-        began, first, usage = time.perf_counter(), 0.0, None
+        began, first, usage, ended = time.perf_counter(), 0.0, None, False
         pieces: list[str] = []
         self._cost = None
         try:
@@ -79,8 +79,11 @@ class RemoteTalk:
                         first = first or time.perf_counter() - began
                         pieces.append(delta.text)
                         yield delta.text
+                    ended = ended or bool(delta.finish)
                     if delta.done:
                         break
+            if not ended:
+                raise RemoteError("The answer broke off: the server closed the stream before its end")
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from None
         finally:

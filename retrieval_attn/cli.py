@@ -17,8 +17,8 @@ from retrieval_attn.errors import RetrievalAttentionError
 COMMANDS = {
     "read": ("retrieval_attn.commands.read", "read a text file once and save the context"),
     "ask": ("retrieval_attn.commands.ask", "answer a question about a text file or a saved context"),
-    "chat": ("retrieval_attn.commands.chat", "talk in a terminal, about a document or not, with a model or a server"),
     "contexts": ("retrieval_attn.commands.contexts", "the saved contexts: list, verify, remove"),
+    "chat": ("retrieval_attn.commands.chat", "talk in a terminal, about a document or not, with a model or a server"),
     "trace": ("retrieval_attn.commands.trace", "load for a server: draw, convert and replay traces of requests"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),

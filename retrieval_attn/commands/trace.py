@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from retrieval_attn.trace.replay import Replay
     from retrieval_attn.trace.sender import Asking
     from retrieval_attn.trace.sharegpt import Tokens
+    from retrieval_attn.trace.words import Rate
 
 INTERRUPTED = 130
 REPLAYED = ("api", "speed", "block", "scale", "body", "no_wait", "timeout", "seed")
@@ -180,28 +181,30 @@ def _replay(args: argparse.Namespace) -> int:
     replay = Replay(lines, speed=args.speed, waits=not args.no_wait)
     started, interrupted = time.strftime("%Y%m%d-%H%M%S"), False
     try:
-        words_per_token = asyncio.run(_replayed(args, endpoint, asking, replay))
+        rate = asyncio.run(_replayed(args, endpoint, asking, replay))
     except KeyboardInterrupt:
         if not replay.replies:
             raise
-        words_per_token, interrupted = None, True
+        rate, interrupted = None, True
     about = {"what": "replay", "started": started, "trace": args.file, "url": endpoint.base, "model": asking.model}
-    options = {name: getattr(args, name) for name in REPLAYED} | {"words_per_token": words_per_token}
+    options = {name: getattr(args, name) for name in REPLAYED} | {
+        "words_per_token": None if rate is None else rate.words
+    }
     report = _report(args, replay, about | options | {"interrupted": interrupted, "of": len(lines)})
     file = _save(report, args.output, started)
     print(f"written to {file}", file=sys.stderr)
     return INTERRUPTED if interrupted else int(bool(report["errors"]))
 
 
-async def _replayed(args: argparse.Namespace, endpoint: Endpoint, asking: Asking, replay: Replay) -> float:
-    """The words per token that prompts were made with."""
+async def _replayed(args: argparse.Namespace, endpoint: Endpoint, asking: Asking, replay: Replay) -> Rate:
+    """By which prompts were made."""
     from retrieval_attn.trace.sender import Sender
     from retrieval_attn.trace.words import Words
 
     async with Sender(endpoint, asking, args.timeout) as sender:
-        words_per_token = await sender.words_per_token()
-        await replay.run(sender, Words(args.seed, words_per_token), progress=not args.no_progress)
-    return words_per_token
+        rate = await sender.rate()
+        await replay.run(sender, Words(args.seed, rate), progress=not args.no_progress)
+    return rate
 
 
 def _body(text: str) -> dict[str, Any]:

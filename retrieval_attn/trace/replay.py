@@ -46,8 +46,8 @@ class Replay:
         if earlier is not None:
             # of a conversation, what comes first counts from the answer: a user reads it before the next question
             due = max((await earlier).end + (line.delay or 0.0) / self._speed, 0.0)
-        text = words.text(line.blocks)
+        texts = words.texts(line.blocks)
         await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
-        reply = await sender.send(line, text, due, began)
+        reply = await sender.send(line, texts, due, began)
         self.replies.append(reply)
         return reply

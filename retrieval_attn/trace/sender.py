@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,15 @@ from retrieval_attn.remote.delta import Usage, read_delta, read_usage
 from retrieval_attn.remote.endpoint import Endpoint, http_client, refusal
 from retrieval_attn.trace.line import Block, Line
 from retrieval_attn.trace.reply import Reply
-from retrieval_attn.trace.words import Words
+from retrieval_attn.trace.words import Rate, Words
 
 __all__ = ["Asking", "Sender"]
 
+PARAGRAPH = "\n\n"
+ROLES = ("user", "assistant")
 PATHS = {"chat": "chat/completions", "completions": "completions"}
-PROBES = (64, 320)
-"""Words of the two prompts by which words per token are measured: their difference knows no template."""
+PROBES = ((64,), (320,), (64, 64, 192))
+"""Words of the messages of three prompts: a template adds as much to the first two, and more to the third."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,18 @@ class Asking:
         """Of the API."""
         return PATHS[self.api]
 
-    def request(self, text: str, answer_tokens: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The body of a request for so many tokens after a text."""
-        prompt = {"prompt": text} if self.api == "completions" else {"messages": [{"role": "user", "content": text}]}
+    def request(
+        self, texts: Sequence[str], answer_tokens: int, extra: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The body of a request for so many tokens after texts, which are paragraphs, or the turns of a chat.
+
+        Servers may share whole messages alone. So each text is one, but the last is the user's: of an even number of
+        texts it has two.
+        """
+        prompt: dict[str, Any] = {"prompt": PARAGRAPH.join(texts)}
+        if self.api == "chat":
+            odd = list(texts) if len(texts) % 2 else [*texts[:-2], PARAGRAPH.join(texts[-2:])]
+            prompt = {"messages": [{"role": ROLES[n % 2], "content": text} for n, text in enumerate(odd)]}
         given = {"model": self.model, **prompt, "max_tokens": answer_tokens, "temperature": 0.0}
         return {**given, **self.body, **(extra or {})}
 
@@ -64,25 +75,27 @@ class Sender:
     async def __aexit__(self, *error: object) -> None:
         await self._client.aclose()
 
-    async def words_per_token(self) -> float:
-        """Words of `Words` that the server counts as a token; 1 where it does not count.
+    async def rate(self) -> Rate:
+        """How the server counts `Words`; one a token where it does not count.
 
         Raises RemoteError, with what was said, for a server that does not answer such requests.
         """
         counts = []
-        for words in PROBES:
-            text = Words(0).text((Block(0, words),))
-            body = self._asking.request(text, 1)
-            usage = read_usage((await self._answer(body)).get("usage"))
+        for sizes in PROBES:
+            texts = Words(0).texts(tuple(Block(number, size) for number, size in enumerate(sizes)))
+            usage = read_usage((await self._answer(self._asking.request(texts, 1))).get("usage"))
             counts.append(0 if usage is None else usage.prompt_tokens)
-        tokens = counts[1] - counts[0]
-        return (PROBES[1] - PROBES[0]) / tokens if tokens > 0 else 1.0
+        short, long, parted = counts
+        if long <= short:
+            return Rate()
+        (few,), (many,), parts = PROBES
+        return Rate((many - few) / (long - short), max(0.0, (parted - long) / (len(parts) - 1)))
 
-    async def send(self, line: Line, text: str, due: float, began: float) -> Reply:
+    async def send(self, line: Line, texts: Sequence[str], due: float, began: float) -> Reply:
         """Send now, and wait for all of the answer. began: of the replay, by `time.perf_counter`; never raises for
         what the server or the connection does.
         """
-        body = self._asking.request(text, self._asking.wanted(line), line.extra)
+        body = self._asking.request(texts, self._asking.wanted(line), line.extra)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         heard = _Heard(began)
         sent = time.perf_counter() - began

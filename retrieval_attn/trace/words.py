@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from typing import NamedTuple
 
 from retrieval_attn.trace.line import Block
 
-__all__ = ["Words"]
+__all__ = ["Rate", "Words"]
 
 COMMON = """
 about after again air all also and animal answer any around ask away back be been before began below between big book
@@ -26,18 +27,25 @@ take talk tell ten test than that the
 """Short words: in most vocabularies each is one token with the space before it."""
 
 
+class Rate(NamedTuple):
+    """words: that a server's tokenizer takes for a token. message_tokens: that its template adds to each message."""
+
+    words: float = 1.0
+    message_tokens: float = 0.0
+
+
 class Words:
     """Common words, drawn by the number of a block: equal blocks have equal texts, others do not."""
 
-    def __init__(self, seed: int, words_per_token: float = 1.0) -> None:
-        """words_per_token: of the server's tokenizer. seed: of all texts, so that no other replay's are known."""
-        self._seed, self._words_per_token, self._common = seed, words_per_token, COMMON.split()
+    def __init__(self, seed: int, rate: Rate = Rate()) -> None:  # noqa: B008  it is a tuple
+        """rate: of the server. seed: of all texts, so that no other replay's are known."""
+        self._seed, self._rate, self._common = seed, rate, COMMON.split()
         self._block = lru_cache(maxsize=4096)(self._drawn)
 
-    def text(self, blocks: tuple[Block, ...]) -> str:
-        """The text of a prompt. What begins with the same blocks begins with the same text."""
-        return " ".join(map(self._block, blocks))
+    def texts(self, blocks: tuple[Block, ...]) -> list[str]:
+        """Of a prompt, one for each block. What begins with the same blocks begins with the same texts."""
+        return [self._block(block) for block in blocks]
 
     def _drawn(self, block: Block) -> str:
-        count = max(1, round(block.tokens * self._words_per_token))
+        count = max(1, round((block.tokens - self._rate.message_tokens) * self._rate.words))
         return " ".join(random.Random(f"{self._seed}/{block.name}").choices(self._common, k=count))

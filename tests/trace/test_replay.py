@@ -78,18 +78,20 @@ def test_speed_and_turns_that_wait() -> None:
 def test_what_requests_say() -> None:
     """Equal blocks are equal texts; what a line or a flag adds is in the body."""
     server = TinyServer()
-    lines = [line(0, 1, 2), line(0.3, 1, 2, 3, extra={"temperature": 0.5}), line(0.02, 4)]
+    lines = [line(0, 1, 2), line(0.3, 1, 2, 3, 5, 6, extra={"temperature": 0.5}), line(0.02, 4)]
     first, _, longer = replayed(lines, server, body={"ignore_eos": True, "temperature": 1.0})
-    texts = {len(body["messages"][0]["content"].split()): body for body in server.bodies}
-    assert set(texts) == {64, 96, 32}
-    text = texts[64]["messages"][0]["content"]
-    assert texts[96]["messages"][0]["content"].startswith(text) and text[:40] not in texts[32]["messages"][0]["content"]
-    assert texts[96]["temperature"] == 0.5 and texts[64]["temperature"] == 1.0 and texts[64]["ignore_eos"] is True
+    short, other, long = sorted(server.bodies, key=lambda body: (len(body["messages"]), -len(str(body))))
+    one, two = short["messages"][0]["content"].split("\n\n")
+    assert [len(message["content"].split()) for message in long["messages"]] == [32] * 5
+    assert [message["role"] for message in long["messages"]] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["content"] for message in long["messages"][:2]] == [one, two], "of two blocks, one message"
+    assert other["messages"][0]["content"] not in str(long) + str(short)
+    assert long["temperature"] == 0.5 and short["temperature"] == 1.0 and short["ignore_eos"] is True
     assert {body["max_tokens"] for body in server.bodies} == {4}
-    assert longer.usage == Usage(101, 4, 64) and first.usage == Usage(69, 4, 0)
+    assert longer.usage == Usage(185, 4, 64) and first.usage == Usage(69, 4, 0)
     server = TinyServer()
     replayed([line(0, 1)], server, api="completions")
-    assert server.bodies[0]["prompt"] and "messages" not in server.bodies[0]
+    assert len(server.bodies[0]["prompt"].split()) == 32 and "messages" not in server.bodies[0]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +119,8 @@ def test_nobody_answers() -> None:
     async def run() -> Reply:
         async with Sender(Endpoint.of("http://127.0.0.1:9"), Asking("tiny"), 5.0) as sender:
             with pytest.raises(RemoteError, match="see that a server runs there"):
-                await sender.words_per_token()
-            return await sender.send(line(0, 1), "text", 0.0, time.perf_counter())
+                await sender.rate()
+            return await sender.send(line(0, 1), ["text"], 0.0, time.perf_counter())
 
     reply = asyncio.run(run())
     assert reply.status == "connection" and summary([reply], Bounds(1, 1))["first"] is None
@@ -196,14 +198,14 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server's first model is asked; prompts have the tokens of the trace, as the server counts them."""
     server = TinyServer(words_per_token=2)
-    file, out = trace_file(tmp_path, [whole(0, 1, 2), whole(0.2, 1, 2, 3)]), tmp_path / "new" / "result.json"
+    file, out = trace_file(tmp_path, [whole(0, 1), whole(0.2, 1, 2, 3)]), tmp_path / "new" / "result.json"
     flags = ["--output", str(out), "--block", "64", "--scale", "0.5", "--no-progress"]
     with server.running() as url:
         assert main(["trace", "replay", file, "--url", url, *flags]) == 0
     report = json.loads(out.read_text())
     assert (report["model"], report["words_per_token"], report["of"]) == ("tiny", 2.0, 2)
-    assert [one["usage"]["prompt_tokens"] for one in report["replies"]] == [5 + 128, 5 + 192]
-    assert report["cached"] == pytest.approx(128 / (133 + 197)) and report["answer_tokens"] == 8
+    assert [one["usage"]["prompt_tokens"] for one in report["replies"]] == [64, 192], "with what a template adds"
+    assert report["cached"] == pytest.approx(56 / (64 + 192)) and report["answer_tokens"] == 8
     assert report["errors"] == {} and report["first"]["p99"] > 0 and report["gap"]["p50"] > 0
     assert "cached share of prompts" in capsys.readouterr().out
 

@@ -28,14 +28,14 @@ class TinyServer:
         self._lock = threading.Lock()
 
     def usage(self, body: Body) -> Body:
-        """Words of a prompt, so many a token, and how many of its beginning it has seen; a template of five."""
-        text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-        words = text.split()
+        """Words of a prompt, so many a token, and how many of its beginning it has seen; five more for each message."""
+        said = [body["prompt"]] if "prompt" in body else [one["content"] for one in body["messages"]]
+        words = " ".join(said).split()
         with self._lock:
             cached = max((n for n in range(0, len(words) + 1, 16) if tuple(words[:n]) in self.known), default=0)
             self.known |= {tuple(words[:n]) for n in range(16, len(words) + 1, 16)}
         return {
-            "prompt_tokens": 5 + len(words) // self.words_per_token,
+            "prompt_tokens": 5 * len(said) + len(words) // self.words_per_token,
             "completion_tokens": body["max_tokens"],
             "prompt_tokens_details": {"cached_tokens": cached // self.words_per_token},
         }

@@ -114,6 +114,10 @@ class LocalTalk:
             "device"
         )
 
+    def close(self) -> None:
+        """See `Talk`."""
+        self._base = self._reached = None
+
     def _whole(self) -> Context:
         """All that was said, up to where the user's next words begin."""
         if self._messages:

@@ -144,6 +144,10 @@ class RemoteTalk:
             f"{told}\nlast answer: {counted}first after {cost.first_seconds:.2f} s, then {1000 * gap:.1f} ms per token"
         )
 
+    def close(self) -> None:
+        """See `Talk`."""
+        self._client.close()
+
     def _stream(self, messages: list[Message]) -> _Lines:
         sampling = self._sampling
         body: dict[str, Any] = {

@@ -41,6 +41,9 @@ class Talk(Protocol):
     def stats(self) -> str:
         """What the conversation holds, and what the last answer cost."""
 
+    def close(self) -> None:
+        """Nothing is asked any more."""
+
 
 def turns_left(messages: Sequence[Message], dropped: int | None) -> list[Message]:
     """Messages without the last turns, a question and its answer each."""

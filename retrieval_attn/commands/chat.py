@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from retrieval_attn.commands.loading import (
@@ -60,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
     text = "" if args.document is None else text_of(args.document)
     talk = _local(args, sampling, text) if args.url is None else _remote(args, sampling, text)
-    if args.load is not None:
-        print(talk.load(args.load), file=sys.stderr)
-    print(f"{talk.about}\nAsk, or /help. Ctrl-C stops an answer, /quit ends.", file=sys.stderr)
-    return ChatLoop(talk, read_line).run()
+    with closing(talk):
+        if args.load is not None:
+            print(talk.load(args.load), file=sys.stderr)
+        print(f"{talk.about}\nAsk, or /help. Ctrl-C stops an answer, /quit ends.", file=sys.stderr)
+        return ChatLoop(talk, read_line).run()
 
 
 def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:

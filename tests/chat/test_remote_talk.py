@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,22 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
+@pytest.fixture
+def talking() -> Iterator[Callable[..., RemoteTalk]]:
+    """Makes conversations, which are closed at the end."""
+    with ExitStack() as made:
+        yield lambda *arguments: made.enter_context(closing(RemoteTalk(*arguments)))
+
+
 def said(talk: RemoteTalk, question: str) -> str:
     return "".join(talk.answer(question)).strip()
 
 
-def test_what_the_server_is_sent() -> None:
+def test_what_the_server_is_sent(talking: Callable[..., RemoteTalk]) -> None:
     """The whole conversation, with the document at the start of the first message and of no other."""
     server = TinyServer()
     with server.running() as url:
-        talk = RemoteTalk(Endpoint.of(url), "tiny", SAMPLING, "A story.")
+        talk = talking(Endpoint.of(url), "tiny", SAMPLING, "A story.")
         assert said(talk, "Who?") == " ".join(["word"] * 12)
         mark = talk.mark()
         said(talk, "Why?")
@@ -63,10 +71,10 @@ def test_what_the_server_is_sent() -> None:
     ("trouble", "message", "kept"),
     [("503", "answered 503: too many requests wait", 0), ("error", "broke off: the engine ended", 2)],
 )
-def test_a_server_that_fails(trouble: str, message: str, kept: int) -> None:
+def test_a_server_that_fails(talking: Callable[..., RemoteTalk], trouble: str, message: str, kept: int) -> None:
     """It is said; of an answer that began, what came stays."""
     with TinyServer(lambda body: trouble).running() as url:
-        talk = RemoteTalk(Endpoint.of(url), "tiny", SAMPLING)
+        talk = talking(Endpoint.of(url), "tiny", SAMPLING)
         with pytest.raises(RemoteError, match=message):
             said(talk, "Who?")
         assert len(talk._messages) == kept
@@ -77,10 +85,10 @@ def test_a_server_that_fails(trouble: str, message: str, kept: int) -> None:
         said(talk, "Who?")
 
 
-def test_an_answer_that_breaks_off_without_a_word() -> None:
+def test_an_answer_that_breaks_off_without_a_word(talking: Callable[..., RemoteTalk]) -> None:
     """A stream that ends in the middle is an error, not an answer."""
     with TinyServer(lambda body: "cut").running() as url:
-        talk = RemoteTalk(Endpoint.of(url), "tiny", SAMPLING)
+        talk = talking(Endpoint.of(url), "tiny", SAMPLING)
         with pytest.raises(RemoteError, match="broke off"):
             said(talk, "Who?")
         assert talk._messages[-1]["content"] == " ".join(["word"] * 6)

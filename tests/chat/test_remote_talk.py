@@ -167,10 +167,10 @@ def test_ctrl_c_ends_the_real_servers_work(server: Any) -> None:
         terminal.type("/quit\n")
         assert terminal.status() == 0
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        metrics = server.client().get("/metrics").text
-        if "retrieval_attn:num_requests_running 0.0" in metrics:
-            break
-        time.sleep(0.2)
+    with server.client() as client:
+        metrics = client.get("/metrics").text
+        while "retrieval_attn:num_requests_running 0.0" not in metrics and time.monotonic() < deadline:
+            time.sleep(0.2)
+            metrics = client.get("/metrics").text
     assert "retrieval_attn:num_requests_running 0.0" in metrics
     assert server.end(signal.SIGTERM) == 0

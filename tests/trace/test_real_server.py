@@ -27,12 +27,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def conversations() -> list[Line]:
-    """Three of four turns each, five blocks longer from turn to turn, one second apart."""
+    """Two of three turns each, five blocks longer from turn to turn, one second apart."""
     numbers = count(1)
     lines = []
-    for session in range(3):
+    for session in range(2):
         conversation = Conversation(numbers)
-        for turn in range(4):
+        for turn in range(3):
             blocks = conversation.prompt(5 * 512 * (turn + 1))
             lines.append(Line(turn + 0.1 * session, blocks, 4, f"s{session}", 0.2 if turn else None))
     return lines
@@ -51,9 +51,9 @@ def test_later_turns_find_what_was_read(server: Any, tmp_path: Path, api: str, m
     flags = ["--block", str(BLOCK), "--api", api, "--seed", str(len(api)), "--no-progress", "--output", str(out)]
     assert main(["trace", "replay", str(trace), "--url", server.url, *flags]) == 0
     report = json.loads(out.read_text())
-    assert report["answered"] == report["requests"] == 12 and report["errors"] == {}
+    assert report["answered"] == report["requests"] == 6 and report["errors"] == {}
     wanted = sum(line.prompt_tokens for line in read_trace(trace, block_tokens=BLOCK))
     assert report["prompt_tokens"] == pytest.approx(wanted, rel=0.1)
-    shared = (4 + 8 + 14) / (5 + 10 + 15 + 20) if api == "chat" else 0.0
+    shared = (4 + 8) / (5 + 10 + 15) if api == "chat" else 0.0
     assert report["cached"] == pytest.approx(shared, abs=0.1)
     assert report["first"]["p99"] > 0 and report["tokens_per_second"] > 0

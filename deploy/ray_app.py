@@ -233,6 +233,49 @@ class Replica:
             engine.close(drain=False)
 
 
+# What `Front` calls stands before it: `serve.ingress` pickles its routes with what they know then.
+
+
+async def _passed(pieces: Any) -> AsyncIterator[bytes]:
+    """An answer's body. A replica that ends in the middle is said in the stream, and the next request finds another."""
+    whole = False
+    try:
+        async for piece in pieces:
+            yield piece
+        whole = True
+    except (RayError, RayServeException) as error:
+        whole = True
+        said = {"message": f"The replica ended: {type(error).__name__}; ask again.", "type": "server_error"}
+        yield b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
+    finally:
+        if not whole:
+            pieces.cancel()  # nobody listens
+
+
+def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse({"error": {"message": text, "type": kind, "param": None, "code": None}}, status, headers)
+
+
+def merged(found: Mapping[str, str]) -> str:
+    """Metrics of several replicas in one text: a metric's help and type once, each sample with its replica."""
+    about: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in found.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = line.split()[2]
+                known = about.setdefault(family, [])
+                known += [] if line in known else [line]
+            elif line:
+                name, _, value = line.rpartition(" ")
+                label = f'replica="{replica}"'
+                named = f"{name[:-1]},{label}}}" if name.endswith("}") else f"{name}{{{label}}}"
+                samples.setdefault(family, []).append(f"{named} {value}")
+    return "".join(f"{line}\n" for family, lines in about.items() for line in [*lines, *samples.get(family, [])])
+
+
 routes = FastAPI(title="retrieval-attn", docs_url=None, redoc_url=None, openapi_url=None)
 
 
@@ -285,46 +328,6 @@ class Front:
             if total > self._body_bytes:
                 return None
         return b"".join(pieces)
-
-
-async def _passed(pieces: Any) -> AsyncIterator[bytes]:
-    """An answer's body. A replica that ends in the middle is said in the stream, and the next request finds another."""
-    whole = False
-    try:
-        async for piece in pieces:
-            yield piece
-        whole = True
-    except (RayError, RayServeException) as error:
-        whole = True
-        said = {"message": f"The replica ended: {type(error).__name__}; ask again.", "type": "server_error"}
-        yield b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
-    finally:
-        if not whole:
-            pieces.cancel()  # nobody listens
-
-
-def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse({"error": {"message": text, "type": kind, "param": None, "code": None}}, status, headers)
-
-
-def merged(found: Mapping[str, str]) -> str:
-    """Metrics of several replicas in one text: a metric's help and type once, each sample with its replica."""
-    about: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for replica, text in found.items():
-        family = ""
-        for line in text.splitlines():
-            if line.startswith("#"):
-                family = line.split()[2]
-                known = about.setdefault(family, [])
-                known += [] if line in known else [line]
-            elif line:
-                name, _, value = line.rpartition(" ")
-                label = f'replica="{replica}"'
-                named = f"{name[:-1]},{label}}}" if name.endswith("}") else f"{name}{{{label}}}"
-                samples.setdefault(family, []).append(f"{named} {value}")
-    return "".join(f"{line}\n" for family, lines in about.items() for line in [*lines, *samples.get(family, [])])
 
 
 def app(options: Options) -> serve.Application:

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).with_name("two_replicas.py")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `two_replicas.py` found."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("store"))]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -34,6 +34,8 @@ async def ask(client: httpx.AsyncClient, **body: Any) -> tuple[str, str, dict[st
     except httpx.HTTPError:
         return "broken", "", {}
     broken = "The replica ended" in answer.text
+    if answer.status_code != 200 or broken:
+        print(answer.status_code, answer.text[-500:], file=sys.stderr)
     usage = answer.json().get("usage", {}) if answer.status_code == 200 and not body.get("stream") else {}
     return "broken" if broken else str(answer.status_code), answer.headers.get("x-replica", ""), usage
 

@@ -25,14 +25,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from retrieval_attn.batch.engine import Engine
 from retrieval_attn.commands.loading import BUNDLED
-from retrieval_attn.llm import LLM
+from retrieval_attn.config import Config
 from retrieval_attn.server.app import make_app
-from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.keys import Keys
-from retrieval_attn.server.run import service_for
+from retrieval_attn.server.run import service_for, started
 from retrieval_attn.server.settings import Settings
+from retrieval_attn.server.spec import EngineSpec
 
 HELD_NAMES = 1024
 """That a replica tells Ray to send to it; the least recently used one is forgotten first."""
@@ -47,7 +46,8 @@ TRIES = 3
 
 class Options(BaseModel):
     """Of `serve run`, as NAME=VALUE. gpus, cpus: of each replica. gpu_memory: as `retrieval-attn serve` takes it. keys:
-    the file of API keys. name: of the model, for clients. body_bytes: of a request at most.
+    the file of API keys. name: of the model, for clients. body_bytes: of a request at most. apart: the engine has a
+    process of its own, as `--engine process` gives it one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,6 +63,7 @@ class Options(BaseModel):
     max_context: int | None = None
     warm_up: int = 16384
     body_bytes: int = 64 << 20
+    apart: bool = False
 
 
 class Call(NamedTuple):
@@ -182,14 +183,12 @@ class Replica:
         """Loads the model. Raises as `retrieval-attn serve` does for what it cannot use."""
         path = str(BUNDLED) if options.model == "bundled" else options.model
         name = options.name or (Path(path).name if Path(path).is_dir() else path)
-        llm = await asyncio.to_thread(LLM, path, gpu_memory=options.gpu_memory, max_context=options.max_context)
-        self._engine = Engine(llm, store=options.store)
-        if options.warm_up:
-            tokens = min(options.warm_up, llm.max_context)
-            await asyncio.to_thread(self._engine.warm_up, tokens=tokens, progress=False)
-        self._client = LocalEngine(self._engine)
+        loading = {"gpu_memory": options.gpu_memory, "max_context": options.max_context}
+        spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=options.warm_up)
+        found = await started(spec, apart=options.apart)
+        self._client = found.client
         settings = Settings(name, body_bytes=options.body_bytes)
-        self._app = make_app(service_for(llm, self._client, settings, Keys.of(options.keys), options.store))
+        self._app = make_app(service_for(found, settings, Keys.of(options.keys), options.store))
         self._name = serve.get_replica_context().replica_id.unique_id
 
     @serve.multiplexed(max_num_models_per_replica=HELD_NAMES)
@@ -227,10 +226,11 @@ class Replica:
         if self._client.lost is not None:
             raise RuntimeError(f"the engine has ended: {self._client.lost}")
 
-    def __del__(self) -> None:
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            engine.close(drain=False)
+    async def __del__(self) -> None:
+        """Ray waits for it when it takes a replica away; answers under way have ended then."""
+        client = getattr(self, "_client", None)
+        if client is not None:
+            await client.close(drain=False)
 
 
 # What `Front` calls stands before it: `serve.ingress` pickles its routes with what they know then.

@@ -242,7 +242,7 @@ def text_files() -> list[Path]:
     """Project files a reader may open: code, tests, tools, documents, configuration; no weights or images."""
     skipped = {".safetensors", ".png", ".pyc", ".nbi", ".nbc", ".so"}
     found = [path for path in ROOT.iterdir() if path.is_file()]
-    for folder in ("retrieval_attn", "tests", "tools", "training", "docs", ".ci"):
+    for folder in ("retrieval_attn", "tests", "tools", "training", "deploy", "docs", ".ci"):
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(path for path in found if path.suffix not in skipped and "__pycache__" not in path.parts)
 

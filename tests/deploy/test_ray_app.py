@@ -20,6 +20,9 @@ pytest.importorskip("fastapi", reason="the server needs FastAPI; pip install 're
 pytest.importorskip("ray", reason="needs Ray Serve; pip install 'retrieval-attn[ray]'")
 pytest.importorskip("retrieval_attn.server.run", reason="there is no server here")
 
+# What Ray's own modules use is not ours to change.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
 ROOT = Path(__file__).resolve().parents[2]
 # Ray closes its files when its process ends, and warns; as a process of its own it takes no warnings for errors.
 SCRIPT = Path(__file__).with_name("two_replicas.py")

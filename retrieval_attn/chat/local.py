@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class LocalTalk:
         self._reached: tuple[Context, tuple[int, ...]] | None = None
         self._messages: list[Message] = []
         self._last: Answer | None = None
-        self._read_tokens = 0
+        self._read_tokens, self._first_seconds = 0, 0.0
 
     def read(self, text: str) -> None:
         """A document, which the conversation will be about; with a bar if it takes longer than two seconds."""
@@ -55,12 +56,14 @@ class LocalTalk:
         """See `Talk`."""
         messages = [*self._messages, {"role": "user", "content": question}]
         ids = self._prompt.asked(messages, behind=self._base is not None)
-        self._last = None
+        self._last, began = None, time.perf_counter()
         context = self._context(ids[:-1])
         pieces: list[str] = []
         with stream_after(context, ids[-1:], self._sampling) as stream:
             try:
                 for piece in stream:
+                    if not pieces:
+                        self._first_seconds = time.perf_counter() - began
                     pieces.append(piece)
                     yield piece
             finally:
@@ -109,7 +112,7 @@ class LocalTalk:
         tail = "" if stats.tail_share is None else f", {stats.tail_share:.1%} of attention estimated"
         return (
             f"{told}\nlast answer: {self._read_tokens:,} tokens read before it, {stats.new_tokens} generated, first "
-            f"after {stats.prefill_seconds:.2f} s, then {1000 * stats.seconds_per_token:.1f} ms per token{tail}\n"
+            f"after {self._first_seconds:.2f} s, then {1000 * stats.seconds_per_token:.1f} ms per token{tail}\n"
             f"keys and values: {show_bytes(stats.host_bytes)} on the host, {show_bytes(stats.device_bytes)} on the "
             "device"
         )

@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 endif
 
-CODE := retrieval_attn tests training tools examples
+CODE := retrieval_attn tests training tools examples deploy
 # The longest single test is far below this; a hang fails instead of eating the whole CI time.
 TEST_TIMEOUT := 300
 # Side by side, each takes whole files: kernels are compiled on one core, and most tests need no more than one.

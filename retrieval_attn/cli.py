@@ -19,6 +19,8 @@ COMMANDS = {
     "ask": ("retrieval_attn.commands.ask", "answer a question about a text file or a saved context"),
     "serve": ("retrieval_attn.commands.serve", "answer over HTTP, as OpenAI's API does"),
     "contexts": ("retrieval_attn.commands.contexts", "the saved contexts: list, verify, remove"),
+    "chat": ("retrieval_attn.commands.chat", "talk in a terminal, about a document or not, with a model or a server"),
+    "trace": ("retrieval_attn.commands.trace", "load for a server: draw, convert and replay traces of requests"),
     "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),
     "warm": ("retrieval_attn.commands.warm", "compile ahead, once per machine, what a first answer would wait for"),

@@ -237,13 +237,8 @@ class Context:
 
         It can be left at any time: generating then stops. Raises InputDataError, ConfigError.
         """
-        asked, chosen = [self.template.question_ids(question, raw)], Sampling.of(sampling, options)
-        _require_answerable(self, asked, append, chosen)
-
-        def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
-            return self._answer(asked, append, chosen, on_text, cancelled)[0]
-
-        return Stream(work)
+        asked, chosen = self.template.question_ids(question, raw), Sampling.of(sampling, options)
+        return stream_after(self, asked, chosen, append)
 
     # -- inside -------------------------------------------------------------------------------------
 
@@ -276,6 +271,20 @@ class Context:
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))
         return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, on_text, cancelled)
+
+
+def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:
+    """`Context.continue_with` as a stream: pieces of the text that `ids`, taken as they are, go on with.
+
+    Raises InputDataError, ConfigError.
+    """
+    asked = [list(ids)]
+    _require_answerable(context, asked, append, sampling)
+
+    def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
+        return context._answer(asked, append, sampling, on_text, cancelled)[0]
+
+    return Stream(work)
 
 
 def _checked(context: Context, ids: Sequence[int]) -> list[int]:

@@ -42,7 +42,7 @@ class PromptTemplate:
         """The template of a tokenizer: its chat template if it has one. Raises InputDataError if that does not work."""
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "\n\nQuestion: ", "\nAnswer:", False)
-        text = _rendered(tokenizer, [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
+        text = rendered(tokenizer, [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
         opening, context, rest = text.partition(_CONTEXT)
         middle, question, closing = rest.partition(_QUESTION)
         if not context or not question:
@@ -96,7 +96,7 @@ class PromptTemplate:
             texts[::2] = [f"{self.middle}{text}{self.closing} " for text in texts[::2]]
             return "".join(texts)[:-1]
         turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{first}"}, *messages[1:]]
-        opening, context, rest = _rendered(self.tokenizer, turns).partition(_CONTEXT)
+        opening, context, rest = rendered(self.tokenizer, turns).partition(_CONTEXT)
         if not context or opening != self.opening:
             raise InputDataError(
                 "The tokenizer's chat template must begin every conversation alike, for the context is read before the "
@@ -160,7 +160,8 @@ def _checked_messages(question: object) -> list[dict[str, str]]:
     return messages
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    """Messages in the tokenizer's chat template, up to where the answer starts. Raises InputDataError."""
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # whatever a template's author wrote

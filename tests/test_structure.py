@@ -71,6 +71,7 @@ INSIDE = {
     "offload.transfer",
     "store",
     "store.pages",
+    "trace.line",
 }
 LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
 # The command line is the one top module that reaches the evaluation commands.
@@ -122,7 +123,7 @@ def test_imports_run_one_way(path: Path) -> None:
         first, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)} imports {name}"
         assert first not in {"tests", "training", "tools", *ROOMS}, f"{where}: not part of the package"
-        if part in ("index", "cpu", "store"):
+        if part in ("index", "cpu", "store", "trace", "remote"):
             assert first not in {"torch", "transformers"}, f"{where}: {part} must work without torch"
         if part == "gpu":
             assert first != "transformers", f"{where}: gpu knows tensors, not models"
@@ -241,7 +242,7 @@ def text_files() -> list[Path]:
     """Project files a reader may open: code, tests, tools, documents, configuration; no weights or images."""
     skipped = {".safetensors", ".png", ".pyc", ".nbi", ".nbc", ".so"}
     found = [path for path in ROOT.iterdir() if path.is_file()]
-    for folder in ("retrieval_attn", "tests", "tools", "training", "docs", ".ci"):
+    for folder in ("retrieval_attn", "tests", "tools", "training", "deploy", "docs", ".ci"):
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(path for path in found if path.suffix not in skipped and "__pycache__" not in path.parts)
 

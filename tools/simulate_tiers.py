@@ -22,9 +22,7 @@ import argparse
 import heapq
 import itertools
 import json
-import math
 import random
-import statistics
 import sys
 import time
 from collections import deque
@@ -33,6 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retrieval_attn.store.tiers import Fifo, Held, Ledger, Lru, Moves, Policy, Tiers
+from retrieval_attn.trace.sessions import Statistics, turn_tokens
 
 GB = 10**9
 PAPER = {10_000: {"tiers": 86.0, "lru": 58.0, "fifo": 48.0}, 2_000: {"tiers": 39.9, "lru": 12.9, "fifo": 9.5}}
@@ -114,39 +113,12 @@ class Session:
         return self.context
 
 
-def turn_spread(mean: float, single: float, most: int) -> tuple[float, float]:
-    """Location and spread of a lognormal whose whole numbers, rounded up, have this mean and this share of ones."""
-    normal = statistics.NormalDist()
-    low, high = 0.1, 3.0
-    for _ in range(60):
-        spread = (low + high) / 2
-        location = -spread * normal.inv_cdf(single)
-        tails = [1 - normal.cdf((math.log(turn) - location) / spread) for turn in range(1, most)]
-        low, high = (spread, high) if 1 + sum(tails) < mean else (low, spread)
-    return location, spread
-
-
 def sessions(load: Workload) -> list[Session]:
     """Drawn conversations."""
-    draw = random.Random(load.seed)
-    normal = statistics.NormalDist()
-    near, far = normal.inv_cdf(1 - load.over_2k), normal.inv_cdf(1 - load.over_4k)
-    spread = math.log(2) / (far - near)
-    location = math.log(2048) - near * spread
-    turns_at, turns_spread = turn_spread(load.mean_turns, load.single, load.most_turns)
-    counts = [
-        min(math.ceil(math.exp(draw.gauss(turns_at, turns_spread))), load.most_turns)
-        for _ in range(round(load.sessions * load.scale))
+    found = Statistics(load.mean_turns, load.single, load.most_turns, load.over_2k, load.over_4k)
+    return [
+        Session(tokens) for tokens in turn_tokens(round(load.sessions * load.scale), random.Random(load.seed), found)
     ]
-    # what of the lengths' spread the number of turns leaves: tokens per turn
-    logs = [math.log(count) for count in counts]
-    mean_log, rest = statistics.fmean(logs), math.sqrt(max(spread**2 - statistics.pvariance(logs), 0.0))
-    made = []
-    for count in counts:
-        length = math.exp(location + math.log(count) - mean_log + draw.gauss(0, rest))
-        shares = [draw.expovariate(1) for _ in range(count)]
-        made.append(Session([max(round(length * share / sum(shares)), 1) for share in shares]))
-    return made
 
 
 class Simulation:

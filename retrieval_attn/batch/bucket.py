@@ -161,8 +161,8 @@ class BucketRunner:
                 if not rows or self._group is None:
                     return None
                 asked = None if draws is None else [draws[row] for row in rows]
-                own = [caches[row] for row in rows]
-                found = self._group.replay(own, [inputs[row] for row in rows], asked, launched)
+                own = [caches[row] for row in rows], [inputs[row] for row in rows]
+                found = self._group.replay(*own, asked, launched)
             except CaptureError as error:
                 self._end(str(error), caches)
                 return None
@@ -312,8 +312,7 @@ class BucketRunner:
     def _let_go(self) -> None:
         while self._gone:
             key = self._gone.pop()
-            row = None if self._group is None else self._group.rows.get(key)
-            if self._group is not None and row is not None and row.cache is None:
+            if self._group is not None and key in self._group.rows and self._group.rows[key].cache is None:
                 self._group.let_go(key)
 
 

@@ -70,8 +70,8 @@ def config_of(args: argparse.Namespace) -> Config:
     return Config(retrieve=_retrieve(args.retrieve), window=parse_tokens(args.window, "--window"), index=args.index)
 
 
-def load_llm(args: argparse.Namespace, most: int, config: Config) -> LLM:
-    """The model that the flags name, with memory planned for `most` tokens; says what it is on the error output."""
+def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:
+    """The model that the flags name, with memory planned for `most` tokens. say: on the error output what it is."""
     from retrieval_attn.llm import LLM
 
     name = str(BUNDLED) if args.model == "bundled" else args.model
@@ -85,7 +85,8 @@ def load_llm(args: argparse.Namespace, most: int, config: Config) -> LLM:
         config=config,
     )
     what = "the bundled test model; --model names another" if args.model == "bundled" else name
-    print(f"answered by {what}, on {llm.device}", file=sys.stderr)
+    if say:
+        print(f"answered by {what}, on {llm.device}", file=sys.stderr)
     return llm
 
 

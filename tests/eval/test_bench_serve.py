@@ -17,12 +17,13 @@ from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataErro
 from retrieval_attn.eval.bench.serve.answered import Answered
 from retrieval_attn.eval.bench.serve.call import Call
 from retrieval_attn.eval.bench.serve.command import run
+from retrieval_attn.eval.bench.serve.cuts import cuts
 from retrieval_attn.eval.bench.serve.drive import WAYS, Drive, Served
 from retrieval_attn.eval.bench.serve.report import markdown, plots
 from retrieval_attn.eval.bench.serve.row import Bounds, Row, row_of
-from retrieval_attn.eval.bench.serve.trace import Block, cuts, read_trace
 from retrieval_attn.eval.bench.serve.workload import Workload, calls_of
 from retrieval_attn.eval.bench.session.subject import Subject
+from retrieval_attn.trace.line import Block, read_trace
 from tests.eval.test_bench_session import SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,9 +19,9 @@ from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotli
 if TYPE_CHECKING:
     from retrieval_attn.eval.bench.serve.call import Call
     from retrieval_attn.eval.bench.serve.row import Bounds, Row
-    from retrieval_attn.eval.bench.serve.trace import Line
     from retrieval_attn.eval.bench.serve.workload import Workload
     from retrieval_attn.eval.bench.session.subject import Settings, Subject
+    from retrieval_attn.trace.line import Line
 
 __all__ = ["add_arguments", "run"]
 
@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str, ...]]:
     """What is to be measured, as the flags say. Raises ConfigError, or InputDataError for a trace."""
-    from retrieval_attn.eval.bench.serve.trace import read_trace
     from retrieval_attn.eval.bench.serve.workload import Workload
+    from retrieval_attn.trace.line import read_trace
 
     if args.length is None:
         args.length = LENGTHS[args.workload]

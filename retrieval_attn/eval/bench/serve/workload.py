@@ -10,7 +10,8 @@ from typing import Any
 
 import retrieval_attn as ra
 from retrieval_attn.eval.bench.serve.call import Call
-from retrieval_attn.eval.bench.serve.trace import Block, Line, cuts
+from retrieval_attn.eval.bench.serve.cuts import cuts
+from retrieval_attn.trace.line import Block, Line
 
 __all__ = ["ANSWERS", "WORKLOADS", "Workload", "calls_of"]
 

@@ -1,0 +1,338 @@
+"""The server on Ray Serve: several replicas, and requests about one text go to the replica that holds it.
+
+    serve run deploy.ray_app:app model=path/or/hub-name store=/data/contexts replicas=2 gpus=1
+
+`Front` takes HTTP requests and names each by what it is about: the saved context, or what the first 4K tokens of its
+prompt are. Ray's multiplexing sends equal names to one replica while that is not overloaded. A `Replica` is the whole
+server of `retrieval-attn serve`, without its socket. All share one folder of saved contexts, so a context that was
+saved by one is opened by any. Ray pickles what goes from process to process; only replicas and fronts talk so.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from retrieval_attn.commands.loading import BUNDLED
+from retrieval_attn.config import Config
+from retrieval_attn.server.app import make_app
+from retrieval_attn.server.keys import Keys
+from retrieval_attn.server.run import service_for, started
+from retrieval_attn.server.settings import Settings
+from retrieval_attn.server.spec import EngineSpec
+
+HELD_NAMES = 1024
+"""That a replica tells Ray to send to it; the least recently used one is forgotten first."""
+SAME_TOKENS = 4096
+SAME_CHARACTERS = 4 * SAME_TOKENS
+"""About as many as these tokens have: fronts load no tokenizer."""
+LEAST_CHARACTERS = 256
+"""Before a message's last paragraph, for what precedes that to be shared by itself, as the server does."""
+TRIES = 3
+"""Replicas that get a request, one after the other, as long as nothing of an answer came."""
+
+
+class Options(BaseModel):
+    """Of `serve run`, as NAME=VALUE. gpus, cpus: of each replica. gpu_memory: as `retrieval-attn serve` takes it. keys:
+    the file of API keys. name: of the model, for clients. body_bytes: of a request at most. apart: the engine has a
+    process of its own, as `--engine process` gives it one.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = "bundled"
+    store: str | None = None
+    name: str | None = None
+    keys: str | None = None
+    replicas: int = 2
+    gpus: float = 0.0
+    cpus: float = 1.0
+    gpu_memory: str | None = None
+    max_context: int | None = None
+    warm_up: int = 16384
+    body_bytes: int = 64 << 20
+    apart: bool = False
+
+
+class Call(NamedTuple):
+    """An HTTP request on its way to a replica. headers: names in lower case."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Start(NamedTuple):
+    """What comes of an answer before its body."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+
+def affinity(call: Call) -> str:
+    """Which name the requests have that one replica should answer; "" where any may."""
+    words = call.path.strip("/").split("/")
+    if words[:2] == ["v1", "contexts"] and len(words) > 2 and words[2] != "files":
+        return f"context:{words[2]}"
+    try:
+        body = json.loads(call.body)
+    except ValueError:
+        return ""
+    if not isinstance(body, dict):
+        return ""
+    if words[:2] == ["v1", "contexts"]:
+        return f"context:{body.get('name')}"
+    context = body.get("context") or str(body.get("model", "")).partition("@")[2]
+    if context:
+        return f"context:{context}"
+    begins = _beginning(body)
+    if not begins:
+        return ""
+    key = dict(call.headers).get(b"authorization", b"")  # who has another key shares nothing
+    return hashlib.sha256(key + b"\0" + begins.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _beginning(body: Mapping[str, Any]) -> str:
+    """What later requests about the same begin with: all up to the first question of a conversation."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return _shared(prompt)
+    if isinstance(prompt, list):
+        return json.dumps(prompt[:SAME_TOKENS])
+    messages = body.get("messages")
+    said: list[str] = []
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        said.append(content if isinstance(content, str) else json.dumps(content))
+        if isinstance(message, dict) and message.get("role") == "user":
+            break
+    return _shared("\n\n".join([*said[:-1], _shared(said[-1])])) if said else ""
+
+
+def _shared(text: str) -> str:
+    """Without its last paragraph, likely a question, where there is enough before it."""
+    cut = text.rstrip().rfind("\n\n")
+    return text[: cut if cut >= LEAST_CHARACTERS else None][:SAME_CHARACTERS]
+
+
+async def through(app: Callable[..., Any], call: Call) -> AsyncIterator[Start | bytes]:
+    """What an ASGI app answers: its start, then pieces of its body. Left early, the app is told that nobody listens."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": call.method,
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "root_path": "",
+        "query_string": call.query,
+        "headers": call.headers,
+        "client": None,
+        "server": None,
+    }
+    given = [{"type": "http.request", "body": call.body, "more_body": False}]
+    left = asyncio.Event()
+    answered: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def receive() -> dict[str, Any]:
+        if given:
+            return given.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(scope, receive, answered.put)
+        finally:
+            answered.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (message := await answered.get()) is not None:
+            if message["type"] == "http.response.start":
+                yield Start(message["status"], list(message.get("headers", [])))
+            elif message.get("body"):
+                yield message["body"]
+        await task
+    finally:
+        left.set()
+        with contextlib.suppress(Exception):
+            await task
+
+
+@serve.deployment(max_ongoing_requests=4096, health_check_period_s=5)
+class Replica:
+    """A server: model, engine and app. Several run side by side over one folder of saved contexts."""
+
+    async def __init__(self, options: Options) -> None:
+        """Loads the model. Raises as `retrieval-attn serve` does for what it cannot use."""
+        path = str(BUNDLED) if options.model == "bundled" else options.model
+        name = options.name or (Path(path).name if Path(path).is_dir() else path)
+        loading = {"gpu_memory": options.gpu_memory, "max_context": options.max_context}
+        spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=options.warm_up)
+        found = await started(spec, apart=options.apart)
+        self._client = found.client
+        settings = Settings(name, body_bytes=options.body_bytes)
+        self._app = make_app(service_for(found, settings, Keys.of(options.keys), options.store))
+        self._name = serve.get_replica_context().replica_id.unique_id
+
+    @serve.multiplexed(max_num_models_per_replica=HELD_NAMES)
+    async def hold(self, name: str) -> str:
+        """From now on requests of this name come here. The engine opens or reads the text with the first of them, and
+        gives it up by its own rules: Ray's list says where a text is likely to be.
+        """
+        return name
+
+    async def answer(self, call: Call) -> AsyncIterator[Start | bytes]:
+        """The start of the answer, then pieces of its body."""
+        if name := serve.get_multiplexed_model_id():
+            await self.hold(name)
+        async for piece in through(self._app, call):
+            if isinstance(piece, Start):
+                piece = Start(piece.status, [*piece.headers, (b"x-replica", self._name.encode())])
+            yield piece
+
+    async def whole(self, call: Call) -> tuple[str, int, bytes]:
+        """Who this is, and a short answer as a whole: of requests that all replicas get."""
+        status, body = 500, b""
+        async for piece in through(self._app, call):
+            if isinstance(piece, Start):
+                status = piece.status
+            else:
+                body += piece
+        return self._name, status, body
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def check_health(self) -> None:
+        """Ray makes another one where this raises."""
+        if self._client.lost is not None:
+            raise RuntimeError(f"the engine has ended: {self._client.lost}")
+
+    async def __del__(self) -> None:
+        """Ray waits for it when it takes a replica away; answers under way have ended then."""
+        client = getattr(self, "_client", None)
+        if client is not None:
+            await client.close(drain=False)
+
+
+# What `Front` calls stands before it: `serve.ingress` pickles its routes with what they know then.
+
+
+async def _passed(pieces: Any) -> AsyncIterator[bytes]:
+    """An answer's body. A replica that ends in the middle is said in the stream, and the next request finds another."""
+    whole = False
+    try:
+        async for piece in pieces:
+            yield piece
+        whole = True
+    except (RayError, RayServeException) as error:
+        whole = True
+        said = {"message": f"The replica ended: {type(error).__name__}; ask again.", "type": "server_error"}
+        yield b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
+    finally:
+        if not whole:
+            pieces.cancel()  # nobody listens
+
+
+def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse({"error": {"message": text, "type": kind, "param": None, "code": None}}, status, headers)
+
+
+def merged(found: Mapping[str, str]) -> str:
+    """Metrics of several replicas in one text: a metric's help and type once, each sample with its replica."""
+    about: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in found.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = line.split()[2]
+                known = about.setdefault(family, [])
+                known += [] if line in known else [line]
+            elif line:
+                name, _, value = line.rpartition(" ")
+                label = f'replica="{replica}"'
+                named = f"{name[:-1]},{label}}}" if name.endswith("}") else f"{name}{{{label}}}"
+                samples.setdefault(family, []).append(f"{named} {value}")
+    return "".join(f"{line}\n" for family, lines in about.items() for line in [*lines, *samples.get(family, [])])
+
+
+routes = FastAPI(title="retrieval-attn", docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@serve.deployment(max_ongoing_requests=16384)
+@serve.ingress(routes)
+class Front:
+    """Takes requests in and passes answers on."""
+
+    def __init__(self, replicas: DeploymentHandle, options: Options) -> None:
+        """replicas: those of `Replica`."""
+        self._replicas, self._body_bytes = replicas, options.body_bytes
+
+    @routes.get("/metrics")
+    async def metrics(self, request: Request) -> Response:
+        """Of all replicas, each sample with the label replica."""
+        call = Call("GET", "/metrics", b"", list(request.headers.raw), b"")
+        found = await self._replicas.broadcast("whole", call).results_async(timeout_s=10)
+        wrong = next(((status, body) for _, status, body in found if status != 200), None)
+        if wrong is not None:
+            return Response(wrong[1], wrong[0], media_type="application/json")
+        return Response(merged({name: body.decode() for name, _, body in found}), media_type="text/plain")
+
+    @routes.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def forward(self, request: Request, path: str) -> Response:
+        """To the replica that has what the request is about; to another one if that has gone."""
+        body = await self._body(request)
+        if body is None:
+            return _error(413, f"A body may have {self._body_bytes:,} bytes; send a shorter one.")
+        call = Call(request.method, f"/{path}", request.scope["query_string"], list(request.headers.raw), body)
+        chosen = self._replicas.options(stream=True, multiplexed_model_id=affinity(call))
+        for tried in range(1, TRIES + 1):
+            pieces = chosen.answer.remote(call)
+            try:
+                start = await anext(pieces)
+            except (RayError, RayServeException, StopAsyncIteration) as error:
+                if tried == TRIES:
+                    return _error(503, f"No replica answered: {type(error).__name__}.", {"retry-after": "5"})
+                continue
+            response = StreamingResponse(_passed(pieces), start.status)
+            response.raw_headers = start.headers
+            return response
+        raise AssertionError("the last try returns")
+
+    async def _body(self, request: Request) -> bytes | None:
+        """None for one that is too long."""
+        pieces, total = [], 0
+        async for piece in request.stream():
+            pieces.append(piece)
+            total += len(piece)
+            if total > self._body_bytes:
+                return None
+        return b"".join(pieces)
+
+
+def app(options: Options) -> serve.Application:
+    """What `serve run` starts."""
+    actors = {"num_gpus": options.gpus, "num_cpus": options.cpus}
+    replica = Replica.options(num_replicas=options.replicas, ray_actor_options=actors)
+    front = Front.options(ray_actor_options={"num_cpus": 0})
+    return front.bind(replica.bind(options), options)

@@ -1,0 +1,1 @@
+"""A server with OpenAI's API, as its client sees it. Imports no torch."""

@@ -1,0 +1,89 @@
+"""The program in a pseudo-terminal: keys are typed, and what a user would see is read."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_SECONDS = 120.0
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+class Terminal:
+    """seen: all that was shown so far, without colours and cursor moves."""
+
+    def __init__(self, pid: int, file: int) -> None:
+        self.pid, self._file = pid, file
+        self.seen = ""
+
+    def type(self, keys: str) -> None:
+        """As they are; a line ends with a line break."""
+        os.write(self._file, keys.encode())
+
+    def wait_for(self, pattern: str, *, behind: int = 0) -> str:
+        """Until it is shown behind so many characters; returns what it matched. Raises TimeoutError with all of it."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            found = re.search(pattern, self.seen[behind:])
+            if found:
+                return found[0]
+            came = self._read(1.0)
+            if time.monotonic() > deadline or (not came and self._ended()):
+                raise TimeoutError(f"{pattern!r} was not shown: {self.seen!r}")
+
+    def status(self) -> int:
+        """Its exit status, once it has ended."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            self._read(0.1)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+        raise TimeoutError(f"it has not ended: {self.seen!r}")
+
+    def _read(self, seconds: float) -> bool:
+        """Take in what is shown; False if nothing was."""
+        ready, _, _ = select.select([self._file], [], [], seconds)
+        if not ready:
+            return False
+        try:
+            data = os.read(self._file, 65536)
+        except OSError:  # Linux: nobody writes there any more
+            return False
+        text = data.decode(errors="replace")
+        self.seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+        return bool(data)
+
+    def _ended(self) -> bool:
+        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
+            self.pid = 0
+        return not self.pid
+
+
+@contextmanager
+def chatting(*arguments: str) -> Iterator[Terminal]:
+    """`retrieval-attn chat` with these arguments, killed at the end if it still runs."""
+    pid, file = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background starts what it runs with it ignored
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"}
+        command = [sys.executable, "-m", "retrieval_attn.cli", "chat", *arguments]
+        os.execve(sys.executable, command, environment)
+    terminal = Terminal(pid, file)
+    try:
+        yield terminal
+    finally:
+        if terminal.pid:
+            os.kill(terminal.pid, signal.SIGKILL)
+            os.waitpid(terminal.pid, 0)
+        os.close(file)

@@ -102,13 +102,14 @@ class Engine:
     def __init__(
         self, llm: Loaded, *, limits: Limits | None = None, shared_bytes: int | None = None,
         store: ContextStore | str | Path | None = None, exact_tokens: int = 0, exact_pages: int | None = None,
+        exact_int8: bool = False,
     ) -> None:  # fmt: skip
         """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
         memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. exact_tokens: prefixes
         of prompts that end there or before have their keys beside the model, in pages of 64 tokens, and no index: all
-        of them are attended to, by the requests over one prefix together. They are int8 where the host's are
-        (`Config(host_dtype="int8")`). exact_pages: of all such prefixes; None: as many as all rows can need, in at most
-        half of a GPU's free memory, or a quarter of the requests'. Raises ConfigError.
+        of them are attended to, by the requests over one prefix together. exact_pages: of all such prefixes; None: as
+        many as all rows can need, in at most half of a GPU's free memory, or a quarter of the requests'. exact_int8:
+        rows of these pages are int8: half the bytes of 16-bit ones, and slower to attend to. Raises ConfigError.
         """
         self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
@@ -122,9 +123,8 @@ class Engine:
             shared_bytes = self._limits.host_bytes // 4
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
-        packed = 0  # bytes of a token in int8
-        if self._config.host_dtype == "int8":
-            packed = HostSize(model_shape(self._loop.model), self._config).token_bytes
+        size = HostSize(model_shape(self._loop.model), self._config.replace(host_dtype="int8"))
+        packed = size.token_bytes if exact_int8 else 0
         self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, packed)
         self._outbox = Outbox()
         self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail)

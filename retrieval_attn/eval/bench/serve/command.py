@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--read-first", action="store_true", help="prompts but for their last parts are read before the clock starts")
     exact = "prefixes of at most N tokens lie in pages, and all of them is attended to: Engine(exact_tokens=N) (off)"
     add("--exact", type=as_tokens, default=0, metavar="N", help=exact)
+    add("--exact-int8", action="store_true", help="these pages in int8: Engine(exact_int8=True)")
     add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
     add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
     add(
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "slots": args.slots,
         "read_first": args.read_first,
         "exact_tokens": args.exact,
+        "exact_int8": args.exact_int8,
         "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
         "facts": subject.about(),
         "simplifications": subject.simplifications,
@@ -174,7 +176,8 @@ def _rows(
 
     llm = Served(subject.model, subject.tokenizer, settings.config)
     drive = Drive(
-        llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds, exact_tokens=args.exact
+        llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds, exact_tokens=args.exact,
+        exact_int8=args.exact_int8,
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None

@@ -35,11 +35,15 @@ class Served:
 class Drive:
     """An engine for each way, made for it and closed after it."""
 
-    def __init__(self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, exact_tokens: int = 0) -> None:
+    def __init__(
+        self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, exact_tokens: int = 0,
+        exact_int8: bool = False,
+    ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
-        row_seconds: requests that are not answered then are cancelled. exact_tokens: of the engines.
+        row_seconds: requests that are not answered then are cancelled. exact_tokens, exact_int8: of the engines.
         """
-        self._llm, self._slots, self._exact = llm, slots, exact_tokens
+        self._llm, self._slots = llm, slots
+        self._exact: dict[str, Any] = {"exact_tokens": exact_tokens, "exact_int8": exact_int8}
         self._read_first, self._row_seconds = read_first, row_seconds
 
     def warm(self, calls: Sequence[Call]) -> None:
@@ -78,7 +82,7 @@ class Drive:
             usual, rows=rows, ahead=ahead, pages=(rows + ahead) * usual.row_pages, waiting=max(usual.waiting, requests)
         )
         shared_bytes = 0 if way == "tree-off" else None
-        with ra.Engine(self._llm, limits=limits, shared_bytes=shared_bytes, exact_tokens=self._exact) as engine:
+        with ra.Engine(self._llm, limits=limits, shared_bytes=shared_bytes, **self._exact) as engine:
             yield engine
 
     def _read(self, engine: ra.Engine, calls: Sequence[Call]) -> None:

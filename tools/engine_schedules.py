@@ -165,7 +165,7 @@ def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: A
     store = None if library is None else library.store(llm)
     found: dict[int, list[Answered]] = {}
     errors: list[BaseException] = []
-    exact: dict[str, int] = {"exact_tokens": schedule.exact_tokens, "exact_pages": schedule.exact_pages}
+    exact: dict[str, Any] = {"exact_tokens": schedule.exact_tokens, "exact_pages": schedule.exact_pages}
     with Engine(llm, limits=limits, shared_bytes=schedule.shared_bytes, store=store, **exact) as engine:
 
         def ask(number: int) -> None:

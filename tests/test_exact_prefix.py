@@ -23,6 +23,7 @@ from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.gpu.shared import partials
+from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
 from tests.test_engine import CONFIG, ids, llm_of, same
 from tests.test_hybrid import new_model
 from tests.test_packed import alone, loop_of, together
@@ -260,6 +261,20 @@ def test_tree_on_is_tree_off_is_alone_is_full_attention() -> None:
     for request, *found in zip(requests, shared, apart, full, strict=True):
         alone = with_engine(llm, [request], **options)
         assert all(same(one, alone[0]) for one in found)
+
+
+def test_requests_are_counted_as_the_host_stores_them() -> None:
+    """As many bytes as a row of the store has; pages beside the model are counted by their own dtype."""
+    limits = {}
+    for dtype in ("auto", "int8"):
+        llm = llm_of(CONFIG.replace(host_dtype=dtype))
+        limits[dtype] = default_limits(llm.model, llm.config)
+        small = replace(limits[dtype], host_bytes=1 << 22)
+        with Engine(llm, limits=small, exact_tokens=400) as engine:
+            assert engine._exact is not None
+            assert engine._exact.layers.pages == (1 << 20) // (limits["auto"].token_bytes * PAGE_TOKENS)
+    head_dim = llm.model.config.head_dim
+    assert limits["int8"].token_bytes * 4 * head_dim == limits["auto"].token_bytes * (head_dim + 4)
 
 
 def test_pages_are_int8_where_that_is_asked_for() -> None:

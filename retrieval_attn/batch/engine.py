@@ -78,13 +78,12 @@ class Loaded(Protocol):
 def default_limits(model: PreTrainedModel, config: Config) -> Limits:
     """For a machine that does nothing else."""
     shape = model_shape(model)
-    layers = max(1, shape.full_layers)
     return Limits(
         rows=ROWS,
         pages=ROWS + 2,
         row_pages=1,
         host_bytes=int(available_host_bytes() * HOST_SHARE),
-        token_bytes=max(1, layers * shape.kv_layer_bytes),
+        token_bytes=max(1, HostSize(shape, config).token_bytes),
         row_seconds=0.0,
         step_seconds=1.0,
         inter_token_seconds=INTER_TOKEN_SECONDS,
@@ -123,9 +122,9 @@ class Engine:
             shared_bytes = self._limits.host_bytes // 4
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
-        size = HostSize(model_shape(self._loop.model), self._config.replace(host_dtype="int8"))
-        packed = size.token_bytes if exact_int8 else 0
-        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, packed)
+        stored = self._config.replace(host_dtype="int8" if exact_int8 else "auto")
+        size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, *size)
         self._outbox = Outbox()
         self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)

@@ -57,11 +57,13 @@ class ExactPool:
             )
 
     @classmethod
-    def of(cls, tokens: Any, pages: Any, limits: Limits, device: torch.device, int8_bytes: int = 0) -> Self | None:
+    def of(
+        cls, tokens: Any, pages: Any, limits: Limits, device: torch.device, token_bytes: int, int8: bool = False
+    ) -> Self | None:
         """For an engine's options `exact_tokens` and `exact_pages`; None where no prefix lies in pages.
 
-        device: where the pages are; without a number they get a part of the memory that is free there. int8_bytes: of a
-        token in all layers, where rows are int8; 0: they are in the model's dtype. Raises ConfigError.
+        device: where the pages are; without a number they get a part of the memory that is free there. token_bytes: of
+        a token's rows in all layers. int8: as in `ExactPool`. Raises ConfigError.
         """
         for name, value in (("exact_tokens", tokens), ("exact_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -71,8 +73,8 @@ class ExactPool:
         if pages is None:
             room = spare_bytes(device) // 2 if device.type == "cuda" else limits.host_bytes // 4
             each = -(-tokens // PAGE_TOKENS) + PARTS
-            pages = max(each, min(each * limits.rows, room // ((int8_bytes or limits.token_bytes) * PAGE_TOKENS)))
-        return cls(tokens, pages, int8=int8_bytes > 0)
+            pages = max(each, min(each * limits.rows, room // (max(1, token_bytes) * PAGE_TOKENS)))
+        return cls(tokens, pages, int8=int8)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that so many tokens take."""

@@ -65,7 +65,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(document: str) -> None:
     with chatting("--document", document, *long) as terminal:
         terminal.wait_for(">>> ")
         terminal.type(CTRL_C)
-        terminal.wait_for("/quit, or Ctrl-D, ends this")
+        terminal.wait_for(r"/quit, or Ctrl-D, ends this\s+>>> ")  # what is typed before that is shown twice
         for keys in (CTRL_C, CTRL_C + CTRL_C):
             behind = len(terminal.seen)
             terminal.type(f"{BERGEN}\n")

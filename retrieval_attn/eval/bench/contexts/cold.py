@@ -12,6 +12,8 @@ from retrieval_attn.store.pages import give_up, resident_bytes
 __all__ = ["context_files", "in_ram", "make_cold", "read_through"]
 
 _PIECE = 1 << 24
+_PATIENCE = 5.0
+"""Seconds in which the system is asked again to forget files."""
 
 
 def context_files(folder: str, name: str) -> list[Path]:
@@ -21,10 +23,18 @@ def context_files(folder: str, name: str) -> list[Path]:
 
 
 def make_cold(files: Sequence[Path]) -> float | None:
-    """Ask the system to forget the files (posix_fadvise, DONTNEED); the share that it still holds, None if unknown."""
-    for path in files:
-        give_up(path)
-    return in_ram(files)
+    """Ask the system to forget the files (posix_fadvise, DONTNEED); the share that it still holds, None if unknown.
+
+    It keeps pages that are on their way to the disk, or that a process which ends still maps: so it is asked again.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        for path in files:
+            give_up(path)
+        share = in_ram(files)
+        if not share or time.monotonic() > deadline:
+            return share
+        time.sleep(0.05)
 
 
 def in_ram(files: Sequence[Path]) -> float | None:

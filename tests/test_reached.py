@@ -118,16 +118,21 @@ def test_memory_that_no_device_reads_is_the_hosts(monkeypatch: pytest.MonkeyPatc
     assert kinds_of(graphed.decoder) == [()] and graphed.decoder.runtime.calls > 0
 
 
+def spilled(rows: Rows) -> Any:
+    """The group of four rows that joined, spilled and left."""
+    rows.steps(rows.pairs[:3], 20)
+    rows.steps(rows.pairs, 60)
+    rows.steps(rows.pairs[1:3], 10)
+    assert rows.runner.reason == ""
+    return rows.runner._group
+
+
 @pytest.mark.usefixtures("compiled", "one_thread")
 def test_rows_of_a_batch_are_as_alone() -> None:
     """Rows of any length, one without keys on the host; they join, spill and leave."""
     model = build_model("llama", max_position_embeddings=8192)
     rows = Rows(model, [20, 300, 900, 400], **DEVICE)
-    rows.steps(rows.pairs[:3], 20)
-    rows.steps(rows.pairs, 60)
-    rows.steps(rows.pairs[1:3], 10)
-    assert rows.runner.reason == ""
-    group: Any = rows.runner._group
+    group = spilled(rows)
     found = {read for bucket in group.buckets.values() for reads in kinds_of(bucket.decoder) for read in reads}
     assert found == {Reads.BOTH, Reads.DEVICE}
     assert rows.runner.captures == sum(len(bucket.decoder.graphs) for bucket in group.buckets.values())
@@ -139,11 +144,7 @@ def test_the_device_reads_for_half_of_the_rows(host_callback: str) -> None:
     """One graph of a size serves rows before and after they spill, whoever of them has keys without codes."""
     model = build_model("llama", max_position_embeddings=8192)
     rows = Rows(model, [300, 900, 400, 700], **DEVICE)
-    rows.steps(rows.pairs[:3], 20)
-    rows.steps(rows.pairs, 60)
-    rows.steps(rows.pairs[1:3], 10)
-    assert rows.runner.reason == ""
-    group: Any = rows.runner._group
+    group = spilled(rows)
     for bucket in group.buckets.values():
         assert kinds_of(bucket.decoder) == [(Reads.HOST, Reads.BOTH) * len(model.model.layers)]
     rows.check_books(host_reads_all=False)

@@ -26,7 +26,6 @@ TILE = BLOCK_KEYS
 """Keys that a program looks at at a time: scores are written so far behind the last key, and need no mask."""
 FEW_CLUSTERS = 64
 """Up to which the lower digit of a cluster has 16 values, and 32 above: least numbers to make for a key."""
-MASS_WARPS = 4
 MOST_POWER, SHIFT = 15.0, 10.0
 """Of 2, what a float16 weight is at most, and one like that of the least score that was named: no weight overflows,
 whatever was named, and one that is 2^24 times smaller keeps all of its bits. A key that was not named scores no more
@@ -219,7 +218,7 @@ def estimate(
         scratch.scores, terms, search.table, mass.table, sums,
         turn.first_entry, turn.members, scratch.max_keys, softcap,
         CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_POWER=MOST_POWER, SHIFT=SHIFT, LOG2_E=LOG2_E,
-        H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=MASS_WARPS,
+        H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
     )  # fmt: skip
     columns = min(64, triton.next_power_of_2(mass.value_dim))
     _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](

@@ -29,9 +29,22 @@ class Terminal:
         """As they are; a line ends with a line break."""
         os.write(self._file, keys.encode())
 
-    def wait_for(self, pattern: str, *, behind: int = 0) -> str:
+    def interrupt(self, pattern: str, *, behind: int = 0) -> str:
+        """Ctrl-C at a prompt, until its effect is shown. Python sees a signal that comes between the prompt and the
+        wait for a key no sooner than the next key (its readline asks for signals only where that wait is ended), so a
+        user who is that fast presses Ctrl-C again, and so does this."""
+        for attempt in range(1, 7):
+            self.type(CTRL_C)
+            try:
+                return self.wait_for(pattern, behind=behind, seconds=WAIT_SECONDS / 6)
+            except TimeoutError:
+                if attempt == 6 or not self.pid:
+                    raise
+        raise AssertionError("not reached")
+
+    def wait_for(self, pattern: str, *, behind: int = 0, seconds: float = WAIT_SECONDS) -> str:
         """Until it is shown behind so many characters; returns what it matched. Raises TimeoutError with all of it."""
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             found = re.search(pattern, self.seen[behind:])
             if found:

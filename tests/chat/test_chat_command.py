@@ -64,8 +64,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(document: str) -> None:
     long = ("--temperature", "9", "--seed", "1", "--max-new-tokens", "3000", "--window", "64", "--index", "flat")
     with chatting("--document", document, *long) as terminal:
         terminal.wait_for(">>> ")
-        terminal.type(CTRL_C)
-        terminal.wait_for(r"/quit, or Ctrl-D, ends this\s+>>> ")  # what is typed before that is shown twice
+        terminal.interrupt(r"/quit, or Ctrl-D, ends this\s+>>> ")  # what is typed before that is shown twice
         for keys in (CTRL_C, CTRL_C + CTRL_C):
             behind = len(terminal.seen)
             terminal.type(f"{BERGEN}\n")

@@ -316,5 +316,5 @@ def test_constraints_satisfy_the_declared_dependencies() -> None:
     pinned = {
         line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line and not line.startswith("#")
     }
-    names = {item.split(">")[0].split("<")[0].split("=")[0].strip().lower().replace("_", "-") for item in wanted}
+    names = {re.split("[<>=;]", item)[0].strip().lower().replace("_", "-") for item in wanted}
     assert names <= pinned, f"not pinned in constraints.txt: {sorted(names - pinned)}"

@@ -96,11 +96,14 @@ def run(args: argparse.Namespace) -> int:
     keys = Keys.of(args.api_key_file)
     require_safe_host(args.host, has_keys=bool(keys))
     with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
+        from uvicorn.loops.auto import auto_loop_factory
+
         from retrieval_attn.server.logs import log_to
         from retrieval_attn.server.run import serve
 
         log_to()
-        asyncio.run(serve(_spec(args), sock, settings, keys, apart=_apart(args)))
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
+            runner.run(serve(_spec(args), sock, settings, keys, apart=_apart(args)))
     return 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.batch.philox import WORD, Words, gumbels, philox, row_noise, uniforms
+from retrieval_attn.batch.philox import TOGETHER, WORD, Words, _row_words, gumbels, philox, row_noise, uniforms
 
 # Random123's kat_vectors: counter, key, answer
 KNOWN = [
@@ -79,6 +79,18 @@ def test_a_token_takes_its_word_of_its_counter() -> None:
     for token in range(11):
         words = philox(tensors((token // 4, 6, 5, 0)), key)
         assert torch.equal(noise[0, token : token + 1], gumbels(words[token % 4]))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 4 * TOGETHER - 1, 4 * TOGETHER, 12 * TOGETHER + 5])
+def test_the_compiled_loop_makes_the_words_of_torch(vocabulary: int) -> None:
+    """Rows with keys and places up to their ends, each with its own noise, however many blocks are done together."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    low, high = torch.randint(0, 2**32, (2, 5), generator=generator)
+    places = torch.tensor([0, 1, 2**32 - 1, 2**32, 2**62 + 3])
+    low[1], high[2] = WORD, WORD
+    found = row_noise((low, high), places, vocabulary)
+    assert torch.equal(found, gumbels(_row_words((low, high), places, vocabulary)))
+    assert len({tuple(row) for row in found.tolist()}) == 5
 
 
 def one_key(seed: int) -> tuple[Tensor, Tensor]:

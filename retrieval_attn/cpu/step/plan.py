@@ -318,7 +318,7 @@ def row_costs(step: LayerStep, cost: StepCost) -> list[StepCost]:
     rows = len(step._planned)
     counted = step._own["pending_at"].reshape(rows, -1, CACHE_LINE // 8)[:, :, 1:3].sum(axis=1)
     shared = cost.search_seconds / rows, cost.attend_seconds / rows
-    return [StepCost(*shared, int(scanned), int(nbytes)) for scanned, nbytes in counted]
+    return [StepCost(*shared, scanned, nbytes) for scanned, nbytes in counted.tolist()]
 
 
 def _failure(step: npt.NDArray[Any], places: Places, heads: int) -> str:

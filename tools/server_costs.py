@@ -11,6 +11,7 @@ the first turn's, 16K tokens. The processor is shared by server and clients: wha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
 from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.llm import LLM
+from retrieval_attn.server.prompts import Prompts
 from tests.server.process import WORDS, Served, serving
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin take the server's processor
@@ -123,15 +125,14 @@ def loop_costs(served: Served, http: httpx.Client, repeats: int) -> dict[str, fl
 
 
 def over_http(served: Served, bodies: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second of one client for each body."""
-    tokens = [0] * len(bodies)
-
-    def work(number: int) -> None:
-        with served.client() as http:
-            tokens[number] = line_of(served, streamed(http, bodies[number]).id)["completion_tokens"]
-
-    seconds = at_once(work, len(bodies))
-    return sum(tokens) / seconds
+    """Tokens per second of one client for each body; connected before, as clients that ask more than once are."""
+    found = list[Streamed]()
+    with contextlib.ExitStack() as clients:
+        https = [clients.enter_context(served.client()) for _ in bodies]
+        for http in https:
+            http.get("/health").raise_for_status()
+        seconds = at_once(lambda number: found.append(streamed(https[number], bodies[number])), len(bodies))
+    return sum(int(line_of(served, one.id)["completion_tokens"]) for one in found) / seconds
 
 
 def in_process(engine: Engine, prompts: Sequence[Request]) -> float:
@@ -148,15 +149,15 @@ def in_process(engine: Engine, prompts: Sequence[Request]) -> float:
     return sum(tokens) / seconds
 
 
-def compared(served: Served, http: httpx.Client, clients: int, repeats: int) -> dict[str, float]:
+def compared(served: Served, clients: int, repeats: int) -> dict[str, float]:
     """Tokens per second over HTTP and in this process, of short prompts; medians of runs in turn."""
     bodies = [body_of(document(1000 + number, 100)) for number in range(clients)]
-    prompts = []
-    for body in bodies:
-        ids = http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
-        prompts.append(Request((tuple(ids),), TOKENS, RowDraw(temperature=2.0, seed=1)))
     found: dict[str, list[float]] = {"http": [], "engine": []}
-    with Engine(LLM(BUNDLED)) as engine:
+    llm = LLM(BUNDLED)
+    made = Prompts(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.max_position_embeddings)
+    draw = RowDraw(temperature=2.0, seed=1)
+    prompts = [Request(made.of_messages(body["messages"]), TOKENS, draw) for body in bodies]  # in the server's parts
+    with Engine(llm) as engine:
         for number in range(repeats + 1):
             one = {"http": over_http(served, bodies), "engine": in_process(engine, prompts)}
             for name, value in one.items() if number else ():  # the first compiles
@@ -165,13 +166,16 @@ def compared(served: Served, http: httpx.Client, clients: int, repeats: int) -> 
 
 
 def several(served: Served, http: httpx.Client, clients: int, repeats: int) -> dict[str, float]:
-    """Tokens per second of one client, and of several, each with 4K tokens that were read before."""
+    """Tokens per second of one client, and of several, each with 4K tokens that were read before; and how many times
+    the one the other is. Medians of runs in turn, of another client each; the first turn compiles.
+    """
     bodies = [body_of(document(2000 + number, 4096)) for number in range(clients)]
     for body in bodies:
         streamed(http, {**body, "max_tokens": 1})
-    one = statistics.median(over_http(served, bodies[:1]) for _ in range(repeats))
-    all_of_them = statistics.median(over_http(served, bodies) for _ in range(repeats))
-    return {"one": one, "all": all_of_them}
+    turns = range(3 * repeats + 1)
+    pairs = [(over_http(served, [bodies[turn % clients]]), over_http(served, bodies)) for turn in turns][1:]
+    one, all_of_them = map(statistics.median, zip(*pairs, strict=True))
+    return {"one": one, "all": all_of_them, "times": statistics.median(many / single for single, many in pairs)}
 
 
 def follow_up(http: httpx.Client, tokens: int, number: int) -> dict[str, float]:
@@ -195,12 +199,12 @@ def main() -> None:
         print(f"first token: HTTP adds {added:.1f} ms")
         loop = loop_costs(served, http, args.repeats)
         print(f"event loop: {loop['request']:.2f} ms of processor time for a request, {loop['token']:.3f} for a token")
-        speeds = compared(served, http, args.clients, args.repeats)
+        speeds = compared(served, args.clients, args.repeats)
         share = speeds["http"] / speeds["engine"]
         print(f"{args.clients} streams: {speeds['http']:.0f} tokens/s over HTTP, {share:.3f} of {speeds['engine']:.0f}")
         many = several(served, http, args.clients, args.repeats)
-        times = many["all"] / many["one"]
-        print(f"{args.clients} clients at 4K: {many['all']:.0f} tokens/s, one {many['one']:.0f}: {times:.1f} times")
+        speed = f"{many['all']:.0f} tokens/s, one {many['one']:.0f}"
+        print(f"{args.clients} clients at 4K: {speed}: {many['times']:.2f} times")
         turns = [follow_up(http, args.turn_tokens, number) for number in range(args.repeats)]
         turn = statistics.median(one["second"] / one["first"] for one in turns)
         print(f"follow-up turn of {args.turn_tokens:,} tokens: {100 * turn:.1f} % of the first turn's time to a token")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Event, Finished, Request
-from retrieval_attn.server.failure import EngineLostError
+from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.keeping import keep
 
 __all__ = ["KEEPERS", "EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
@@ -84,6 +84,7 @@ class LocalEngine:
         self._engine = engine
         self._inbox = Inbox(asyncio.get_running_loop())
         self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
+        self._closing = False
 
     @property
     def lost(self) -> str | None:
@@ -105,7 +106,12 @@ class LocalEngine:
     async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
         """See `EngineClient`."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._keepers, keep, self._engine, name, ids, context, namespace)
+        try:
+            await loop.run_in_executor(self._keepers, keep, self._engine, name, ids, context, namespace)
+        except Exception as error:
+            if self._closing:
+                raise ended_error() from error
+            raise
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineClient`."""
@@ -113,6 +119,7 @@ class LocalEngine:
 
     async def close(self, *, drain: bool) -> None:
         """See `EngineClient`."""
+        self._closing = True
         await asyncio.to_thread(self._engine.close, drain=drain)
         self._keepers.shutdown(wait=False)
 

@@ -17,7 +17,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 
-__all__ = ["ApiError", "EngineLostError", "failure_of"]
+__all__ = ["ApiError", "EngineLostError", "ended_error", "failure_of"]
 
 TYPES = {
     400: "invalid_request_error",
@@ -35,6 +35,11 @@ TYPES = {
 
 class EngineLostError(RetrievalAttentionError):
     """The engine has ended, or its process has: what it was asked is lost, and a later try may succeed."""
+
+
+def ended_error() -> EngineLostError:
+    """Of what the server could not finish before its end."""
+    return EngineLostError("The server ended before this was done; ask again.")
 
 
 class ApiError(Exception):

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.client import Put, Submitted
-from retrieval_attn.server.failure import EngineLostError
+from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.frames import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
 from retrieval_attn.server.spec import EngineSpec, Facts
 
@@ -152,7 +153,12 @@ class RemoteEngine:
     async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
         """See `EngineClient`."""
         plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
-        await self._there().ask(plain)
+        try:
+            await self._there().ask(plain)
+        except RetrievalAttentionError as error:
+            if self._closing:
+                raise ended_error() from error
+            raise
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineClient`."""

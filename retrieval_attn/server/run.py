@@ -38,6 +38,8 @@ __all__ = ["Started", "serve", "service_for", "started"]
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
+END_SECONDS = 10
+"""From the end of the drain: for the engine's last step, and for clients to be told."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,46 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
 
 
 class _Server(uvicorn.Server):
-    """Signals are `serve`'s."""
+    """Signals are `serve`'s. What is under way when the drain is over is told so, by the end of its engine."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient, drain_seconds: float) -> None:
+        """client: ended with the drain."""
+        super().__init__(config)
+        self._client, self._drain_seconds = client, drain_seconds
+        self._closing: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Does nothing."""
         yield
 
+    def end(self) -> None:
+        """A signal came: the first begins the drain, the second ends it, the third waits for nobody."""
+        if not self.should_exit:
+            self.should_exit = True
+            log.info("draining: answers under way are finished, new requests are refused")
+            asyncio.get_running_loop().call_later(self._drain_seconds, self._close)
+        elif self._closing is None:
+            self._close()
+        else:
+            self.force_exit = True
+
+    def _close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._client.close(drain=False))
+
+    async def closed(self) -> None:
+        """Wait for the engine's end, or make one."""
+        self._close()
+        assert self._closing is not None
+        await self._closing
+
 
 async def serve(spec: EngineSpec, sock: socket.socket, settings: Settings, keys: Keys, *, apart: bool) -> None:
     """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
 
-    A second signal ends it at once. sock: listens; apart: see `started`. Raises what loading the model raises.
+    What is not answered then ends with an error that says so; a second signal does not wait that long. sock: listens;
+    apart: see `started`. Raises what loading the model raises.
     """
     found = await started(spec, apart=apart)
     client = found.client
@@ -99,12 +129,12 @@ async def serve(spec: EngineSpec, sock: socket.socket, settings: Settings, keys:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(settings.drain_seconds),
+        timeout_graceful_shutdown=int(settings.drain_seconds) + END_SECONDS,
     )
-    server = _Server(config)
+    server = _Server(config, client, settings.drain_seconds)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _end, server)
+        loop.add_signal_handler(number, server.end)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     log.info("listening on %s", url, extra={"fields": {"url": url, "model": settings.name}})
@@ -112,12 +142,5 @@ async def serve(spec: EngineSpec, sock: socket.socket, settings: Settings, keys:
         await server.serve(sockets=[sock])
     finally:
         began = time.perf_counter()
-        await client.close(drain=False)  # whoever still waited has been told
+        await server.closed()
         log.info("ended", extra={"fields": {"seconds": round(time.perf_counter() - began, 3)}})
-
-
-def _end(server: uvicorn.Server) -> None:
-    server.force_exit = server.should_exit
-    if not server.should_exit:
-        log.info("draining: answers under way are finished, new requests are refused")
-    server.should_exit = True

@@ -69,19 +69,30 @@ class Served:
         """Let it end; its exit status."""
         self.process.send_signal(number)
         status = self.process.wait(END_SECONDS)
-        self._reader.join(END_SECONDS)  # its engine's process writes there, too, and ends a little later
+        self.finish_log()
         return status
+
+    def finish_log(self) -> None:
+        """Until all that was written is read: its engine's process writes there, too, and ends a little later."""
+        self._reader.join(END_SECONDS)
 
 
 @contextmanager
 def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
-    """A server with these arguments, on a free port, until the block ends."""
+    """A server with these arguments that listens on a free port, until the block ends."""
+    with starting(*arguments, environment=environment) as served:
+        served.wait()
+        yield served
+
+
+@contextmanager
+def starting(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
+    """As `serving`, while it may not listen yet."""
     command: Sequence[str] = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", "0", *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
         served = Served(process)
         try:
-            served.wait()
             yield served
         finally:
             served.end(signal.SIGKILL)

@@ -199,6 +199,7 @@ def test_it_ends_when_answers_under_way_have(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    """Who is being answered is told, by the form that errors in streams have, and nothing of it is an error of ours."""
     body = {**talk("Tell a story."), **LONG, "max_tokens": 60_000, "stream": True}
     arguments = ("--store", str(tmp_path), "--warm-up", "0")
     with serving(*arguments) as served, served.client() as http, http.stream("POST", CHAT, json=body) as stream:
@@ -208,7 +209,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         served.process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         served.process.send_signal(signal.SIGINT)
+        rest = list(events)
         assert served.process.wait(30) == 0 and time.monotonic() - began < 15
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "cancelled" and rest[-1] == "data: [DONE]"
+    assert not [line for line in served.log if line["level"] == "error"] and not served.other
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import logging
 import os
@@ -91,13 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def program() -> NoReturn:
     """`main` as a process, which ends with it.
 
-    Interrupted it ends at once: to take down all that transformers and torch made takes Python a second and more.
+    To look for garbage in all that transformers and torch made takes Python a second and more, so that at the end it
+    does not. Interrupted it ends at once.
     """
     code = main()
     if code == INTERRUPTED:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    gc.freeze()
     sys.exit(code)
 
 

@@ -53,6 +53,7 @@ INSIDE = {
     "gpu.attention.merge",
     "gpu.memory",
     "memory.device_room",
+    "memory.host_room",
     "index.base",
     "index.flat",
     "index.formats",

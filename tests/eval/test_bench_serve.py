@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from retrieval_attn.eval.bench.serve.cuts import cuts
 from retrieval_attn.eval.bench.serve.drive import WAYS, Drive, Served
 from retrieval_attn.eval.bench.serve.report import markdown, plots
 from retrieval_attn.eval.bench.serve.row import Bounds, Row, row_of
+from retrieval_attn.eval.bench.serve.tree_room import tree_bytes
 from retrieval_attn.eval.bench.serve.workload import Workload, calls_of
 from retrieval_attn.eval.bench.session.subject import Subject
 from retrieval_attn.trace.line import Block, read_trace
@@ -155,6 +157,23 @@ def test_what_is_read_first_is_not_read_again(llm: Served) -> None:
     assert [one.cached_tokens for one in answers] == [200] * 5
 
 
+def test_texts_decide_the_trees_room(llm: Served) -> None:
+    """What a tree holds of all texts fits what arithmetic says of them, which is no more than a few windows above."""
+    vocabulary = llm.model.get_input_embeddings().weight.shape[0]
+    chance = random.Random(0)
+    calls = calls_of(replace(WORKLOAD, length=700), [], lambda n: [chance.randrange(1, vocabulary) for _ in range(n)])
+    room = tree_bytes(calls, llm.model, llm.config)
+    drive = Drive(llm, 2, read_first=True, row_seconds=100)
+    with drive._engine("engine", calls) as engine:
+        drive._read(engine, calls)
+        held = engine.stats["shared"]
+    assert held.in_memory == 5 and room / 3 < held.nbytes <= room
+    assert tree_bytes(calls[:1], llm.model, llm.config) == room // 5
+    small = Drive(llm, 2, read_first=True, row_seconds=100, shared_bytes=held.nbytes // 2)
+    answers, _, _ = small.serve("engine", calls)
+    assert small.evicted >= 3 and all(not one.problem for one in answers)
+
+
 def test_late_rows_end(llm: Served) -> None:
     calls = document_calls(llm)
     last = calls[-1].request
@@ -220,10 +239,23 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
         (("--trace", "file"), ConfigError),
         (("--length", "32"), ConfigError),
         (("--length", "1m"), ContextLengthError),
+        (("--shared-bytes", "much"), ConfigError),
+        (("--layers", "1"), ConfigError),
+        (("--shape", "tiny", "--random-ids", "--layers", "3"), ConfigError),
     ):
         with pytest.raises(error):
             run(arguments(*flags, *out))
     assert not (tmp_path / "out").exists()
+
+
+def test_fewer_layers_are_said(tmp_path: Path) -> None:
+    flags = ["bench", "serve", "--shape", "tiny", "--layers", "1", "--random-ids", "--device", "cpu", "--no-plot"]
+    flags += ["--requests", "2", "--length", "80", "--tokens", "2", "--ways", "engine", "--index", "flat"]
+    assert main([*flags, "--shared-bytes", "1MiB", "--output-dir", str(tmp_path / "one")]) == 0
+    report = json.loads((tmp_path / "one" / "serve.json").read_text())
+    assert report["model"] == "random:tiny, 1 of 2 layers" and report["facts"]["layers"] == 1
+    assert "random weights of the shape tiny, 1 of 2 layers" in report["simplifications"]
+    assert report["shared_bytes"] == "1MiB"
 
 
 def test_command_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

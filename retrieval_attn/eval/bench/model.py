@@ -21,7 +21,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
     """Flags that every benchmark of a whole model takes."""
     add = parser.add_argument
     add("--model", default="bundled", help="bundled, a folder or a hub id (default: %(default)s)")
-    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
+    add(
+        "--shape",
+        metavar="NAME",
+        help="random weights instead: llama-3-8b, llama-2-7b, llama3-8b-slice (two layers) or tiny",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
     add(

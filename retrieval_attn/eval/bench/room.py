@@ -6,19 +6,21 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrieval_attn.errors import MemoryPlanError
+from retrieval_attn.errors import ConfigError, MemoryPlanError
 
 __all__ = ["model_config", "require_host_room"]
 
 
-def model_config(model: str, shape: str | None) -> Any:
-    """Configuration of a named model, or of random weights of a shape. Loads no weights. Raises InputDataError or
-    ConfigError.
+def model_config(model: str, shape: str | None, layers: int | None = None) -> Any:
+    """Configuration of a named model, or of random weights of a shape with so many layers (None: all of them). Loads no
+    weights. Raises InputDataError or ConfigError, for layers without a shape, too.
     """
+    if shape is None and layers is not None:
+        raise ConfigError(f"--layers {layers} needs random weights: give --shape, or drop it")
     if shape is not None:
         from retrieval_attn.eval.bench.random_model import random_config
 
-        return random_config(shape)
+        return random_config(shape, layers=layers)
     from retrieval_attn.eval.models import load_description, model_path
 
     return load_description(model_path(model))[0]

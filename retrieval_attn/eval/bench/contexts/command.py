@@ -126,12 +126,11 @@ def _save(
     from retrieval_attn.eval.bench.contexts.report import markdown, plots
     from retrieval_attn.eval.bench.plots import save_results
 
-    name = f"random:{args.shape}" if args.shape else args.model
     settings = found[0].settings
     report: dict[str, Any] = {
         "what": "contexts",
         "finished": False,
-        "model": name,
+        "model": settings.name,
         "gpu_memory": settings.gpu_memory,
         "config": settings.options,
         "turns": args.turns,
@@ -140,5 +139,5 @@ def _save(
         "lengths": [one.to_dict() for one in found],
     }
     text = markdown(found, report)
-    save_results(folder, "contexts", report, text, plots(found, name) if plot else [])
+    save_results(folder, "contexts", report, text, plots(found, settings.name) if plot else [])
     return text

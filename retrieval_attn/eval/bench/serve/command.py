@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exact = "prefixes of at most N tokens lie in pages, and all of them is attended to: Engine(exact_tokens=N) (off)"
     add("--exact", type=as_tokens, default=0, metavar="N", help=exact)
     add("--exact-int8", action="store_true", help="these pages in int8: Engine(exact_int8=True)")
+    shared = "room of the engine's tree: for texts that no request uses now (default: what this workload's texts need)"
+    add("--shared-bytes", metavar="SIZE", help=shared)
     add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
     add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
     add(
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {
         "what": "serve",
         "finished": False,
-        "model": f"random:{args.shape}" if args.shape else args.model,
+        "model": settings.name,
         "config": settings.options,
         "workload": workload.to_dict(),
         "prompts": {
@@ -101,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "read_first": args.read_first,
         "exact_tokens": args.exact,
         "exact_int8": args.exact_int8,
+        "shared_bytes": args.shared_bytes,
         "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
         "facts": subject.about(),
         "simplifications": subject.simplifications,
@@ -135,6 +138,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         raise ConfigError("--workload trace and --trace FILE go together: give both or none")
     if args.workload != "trace" and args.length <= args.question:
         raise ConfigError(f"--length {args.length} must be more than --question {args.question}, which is a part of it")
+    _shared_bytes(args)
     ways = parse_choices("--ways", args.ways, ALL)
     lines = [] if args.trace is None else read_trace(Path(args.trace), args.requests, args.block)
     return (
@@ -145,6 +149,13 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         lines,
         ways,
     )  # fmt: skip
+
+
+def _shared_bytes(args: argparse.Namespace) -> int | None:
+    """Raises ConfigError."""
+    from retrieval_attn.memory.units import parse_bytes
+
+    return None if args.shared_bytes is None else parse_bytes(args.shared_bytes, "--shared-bytes")
 
 
 def _settings(args: argparse.Namespace, workload: Workload, lines: list[Line]) -> Settings:
@@ -177,7 +188,7 @@ def _rows(
     llm = Served(subject.model, subject.tokenizer, settings.config)
     drive = Drive(
         llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds, exact_tokens=args.exact,
-        exact_int8=args.exact_int8,
+        exact_int8=args.exact_int8, shared_bytes=_shared_bytes(args),
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None
@@ -194,7 +205,8 @@ def _rows(
         row = row_of(way, answers, bounds, expected, filled)
         if way == "one" and row.status == "ok":
             expected = [one.tokens for one in answers]
-        yield replace(row, cpu_seconds=cpu_seconds)
+        note = f"its tree gave up {drive.evicted} texts for lack of room" if drive.evicted else ""
+        yield replace(row, cpu_seconds=cpu_seconds, note=row.note or note)
 
 
 def _line(row: Row) -> str:

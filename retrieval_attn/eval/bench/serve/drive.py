@@ -16,6 +16,8 @@ from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.eval.bench.serve.answered import Answered
 from retrieval_attn.eval.bench.serve.call import Call
 from retrieval_attn.eval.bench.serve.filled import Filled
+from retrieval_attn.eval.bench.serve.tree_room import tree_bytes
+from retrieval_attn.memory.host_room import available_host_bytes
 
 __all__ = ["WAYS", "Drive", "Served"]
 
@@ -37,19 +39,21 @@ class Drive:
 
     def __init__(
         self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, exact_tokens: int = 0,
-        exact_int8: bool = False,
+        exact_int8: bool = False, shared_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
         row_seconds: requests that are not answered then are cancelled. exact_tokens, exact_int8: of the engines.
+        shared_bytes: of their trees; None: what the calls' texts need, where it is more than an engine's own choice.
         """
         self._llm, self._slots = llm, slots
         self._exact: dict[str, Any] = {"exact_tokens": exact_tokens, "exact_int8": exact_int8}
-        self._read_first, self._row_seconds = read_first, row_seconds
+        self._read_first, self._row_seconds, self._shared_bytes = read_first, row_seconds, shared_bytes
+        self.evicted = 0  # texts that the last way's tree gave up for lack of room
 
     def warm(self, calls: Sequence[Call]) -> None:
         """Compile and allocate what steps of all slots need: two tokens for a few of the requests."""
         some = [Call(replace(call.request, max_tokens=2), 0.0) for call in calls[: min(2, self._slots)]]
-        with self._engine("engine", len(some)) as engine:
+        with self._engine("engine", some) as engine:
             self._answers(engine, some, None, None)
 
     def serve(self, way: str, calls: Sequence[Call]) -> tuple[list[Answered], float | None, float]:
@@ -58,7 +62,7 @@ class Drive:
         The engine is warmed up before the clock starts. Raises TimeoutError where it took more than the row's seconds.
         """
         gc.collect()  # caches of the way before this one
-        with self._engine(way, len(calls)) as engine:
+        with self._engine(way, calls) as engine:
             if calls:
                 longest = max(call.request.prompt_tokens + call.request.max_tokens for call in calls)
                 draws = tuple(dict.fromkeys(call.request.draw for call in calls))
@@ -72,16 +76,23 @@ class Drive:
                 answers = self._answers(engine, calls, batch, filled)
             cpu_seconds = time.process_time() - began
             engine.check()
+            self.evicted = engine.stats["shared"].evicted
             return answers, filled.share, cpu_seconds
 
     @contextmanager
-    def _engine(self, way: str, requests: int) -> Iterator[ra.Engine]:
+    def _engine(self, way: str, calls: Sequence[Call]) -> Iterator[ra.Engine]:
         usual = default_limits(self._llm.model, self._llm.config)
         rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
+        shared_bytes = 0 if way == "tree-off" else self._shared_bytes
+        if shared_bytes is None:
+            texts = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["exact_tokens"])
+            shared_bytes = max(usual.host_bytes // 4, texts)
+        # what the tree holds counts as the requests' memory: beside it they keep three quarters of what they would have
+        host_bytes = max(usual.host_bytes, usual.host_bytes * 3 // 4 + shared_bytes)
         limits = replace(
-            usual, rows=rows, ahead=ahead, pages=(rows + ahead) * usual.row_pages, waiting=max(usual.waiting, requests)
-        )
-        shared_bytes = 0 if way == "tree-off" else None
+            usual, rows=rows, ahead=ahead, pages=(rows + ahead) * usual.row_pages,
+            waiting=max(usual.waiting, len(calls)), host_bytes=min(host_bytes, available_host_bytes()),
+        )  # fmt: skip
         with ra.Engine(self._llm, limits=limits, shared_bytes=shared_bytes, **self._exact) as engine:
             yield engine
 

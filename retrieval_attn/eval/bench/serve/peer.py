@@ -50,7 +50,7 @@ def _model(settings: Settings) -> Any:
     if settings.dtype != "auto":
         dtype = getattr(torch, settings.dtype)
     if settings.shape is not None:
-        model: Any = random_model(settings.shape, dtype, settings.seed, device)
+        model: Any = random_model(settings.shape, dtype, settings.seed, device, settings.layers)
     else:
         model = AutoModelForCausalLM.from_pretrained(model_path(settings.model), dtype=dtype)
     model = model.to(device).eval()

@@ -136,6 +136,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         seed=args.seed,
         skip=skip,
         no_second="",
+        layers=args.layers,
     )
     return _checked(settings)
 
@@ -153,7 +154,7 @@ def _checked(settings: Settings) -> Settings:
     from retrieval_attn.memory.units import show_bytes
     from retrieval_attn.model.loading import choose_device
 
-    config = model_config(settings.model, settings.shape)
+    config = model_config(settings.model, settings.shape, settings.layers)
     prose = model_config("bundled", None).vocab_size
     if settings.shape is not None and not settings.random_ids and config.vocab_size < prose:
         raise ConfigError(
@@ -195,11 +196,10 @@ def _save(folder: Path, settings: Settings, found: list[Process], about: dict[st
     from retrieval_attn.eval.bench.plots import save_results
     from retrieval_attn.eval.bench.session.report import markdown, plots
 
-    name = f"random:{settings.shape}" if settings.shape else settings.model
     report: dict[str, Any] = {
         "what": "session",
         "finished": False,
-        "model": name,
+        "model": settings.name,
         "gpu_memory": settings.gpu_memory,
         "config": settings.options,
         "settings": settings.to_dict(),
@@ -207,5 +207,5 @@ def _save(folder: Path, settings: Settings, found: list[Process], about: dict[st
         "processes": [process.to_dict() for process in found],
     }
     text = markdown(found, report)
-    save_results(folder, "session", report, text, plots(found, name) if plot else [])
+    save_results(folder, "session", report, text, plots(found, settings.name) if plot else [])
     return text

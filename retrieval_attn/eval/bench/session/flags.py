@@ -14,7 +14,12 @@ Add = Callable[..., Any]
 def add_model_flags(add: Add) -> None:
     """The model, or the shape of one with random weights."""
     add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
-    add("--shape", metavar="NAME", help="random weights instead: llama-3-8b, llama3-8b-slice (two layers) or tiny")
+    add(
+        "--shape",
+        metavar="NAME",
+        help="random weights instead: llama-3-8b, llama-2-7b, llama3-8b-slice (two layers) or tiny",
+    )
+    add("--layers", type=int, metavar="N", help="of --shape, only the first ones (default: all of them)")
 
 
 def add_running_flags(add: Add) -> None:

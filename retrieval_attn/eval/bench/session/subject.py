@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 import retrieval_attn as ra
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.eval.bench.random_model import layers_text
 from retrieval_attn.eval.models import BUNDLED_MODEL, model_path
 from retrieval_attn.eval.text.haystack import shipped_prose
 
@@ -25,9 +26,10 @@ TRIES = 64
 class Settings:
     """What one process of a session measures; plain values, as a parent hands them to it.
 
-    shape: random weights of this shape, in place of `model`. length: tokens of a context. questions: their tokens.
-    extensions: tokens that are appended to a fork. tokens: of a timed answer. repeats: times after the first one.
-    skip: stages that are left out. no_second: why no second context is read, empty where one is.
+    shape: random weights of this shape, in place of `model`; layers: so many of its layers, None: all. length: tokens
+    of a context. questions: their tokens. extensions: tokens that are appended to a fork. tokens: of a timed answer.
+    repeats: times after the first one. skip: stages that are left out. no_second: why no second context is read, empty
+    where one is.
     """
 
     model: str
@@ -45,11 +47,19 @@ class Settings:
     seed: int
     skip: tuple[str, ...]
     no_second: str
+    layers: int | None = None
 
     @property
     def config(self) -> ra.Config:
         """Options of retrieval attention. Raises ConfigError."""
         return ra.Config.from_dict(self.options)
+
+    @property
+    def name(self) -> str:
+        """Of the model, for reports."""
+        if self.shape is None:
+            return self.model
+        return f"random:{self.shape}" + (f", {layers_text(self.shape, self.layers)}" if self.layers else "")
 
     @property
     def max_tokens(self) -> int:
@@ -121,9 +131,9 @@ class Subject:
             dtype = getattr(torch, settings.dtype)
         if device.type == "cuda":
             cap(device, settings.gpu_memory)
-        self.model = random_model(shape, dtype, settings.seed, device).to(device)
+        self.model = random_model(shape, dtype, settings.seed, device, settings.layers).to(device)
         ra.enable(self.model, settings.config)
-        self.simplifications.append(f"random weights of the shape {shape}")
+        self.simplifications.append(f"random weights of the shape {shape}, {layers_text(shape, settings.layers)}")
 
     def about(self) -> dict[str, Any]:
         """What the report says of the model, as JSON values."""

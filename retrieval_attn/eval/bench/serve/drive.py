@@ -24,6 +24,9 @@ __all__ = ["WAYS", "Drive", "Served"]
 WAYS = ("one", "static", "engine", "tree-off")
 """One after the other; in batches, each of which ends before the next one begins; as they come; so without the tree."""
 
+WARM_TOKENS = 8192
+"""A text of 128K takes some 15 s to read, and compiles what its beginning does."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -51,8 +54,15 @@ class Drive:
         self.evicted = 0  # texts that the last way's tree gave up for lack of room
 
     def warm(self, calls: Sequence[Call]) -> None:
-        """Compile and allocate what steps of all slots need: two tokens for a few of the requests."""
-        some = [Call(replace(call.request, max_tokens=2), 0.0) for call in calls[: min(2, self._slots)]]
+        """Compile and allocate what steps of all slots need: two tokens for a few of the requests, of whose parts the
+        first WARM_TOKENS are read.
+        """
+        some = [
+            Call(
+                replace(call.request, max_tokens=2, parts=tuple(part[:WARM_TOKENS] for part in call.request.parts)), 0.0
+            )
+            for call in calls[: min(2, self._slots)]
+        ]
         with self._engine("engine", some) as engine:
             self._answers(engine, some, None, None)
 

@@ -1,0 +1,107 @@
+"""The measures of a card: every number is found in a result file, what fails stops nothing, and tiny ones run here."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
+from tools.card.runs import run_measure
+from tools.card.table import measures
+from tools.card_measures import chosen, main, run_all
+
+SERVE: dict[str, Any] = {
+    "rows": [
+        {
+            "way": "engine",
+            "status": "ok",
+            "note": "",
+            "rate": 30.0,
+            "filled": 0.5,
+            "answers": [
+                {"arrival": 0.0, "token_ms": [1000, 1500, 2000, 3000]},
+                {"arrival": 0.5, "token_ms": [500, 1000, 2000]},
+            ],
+        },
+        {"way": "static", "status": "ok", "note": "", "rate": 20.0, "filled": None, "answers": []},
+        {"way": "tree-off", "status": "failed", "note": "gone", "rate": None, "answers": []},
+    ]
+}
+
+
+def test_numbers_are_found_in_a_result_file() -> None:
+    assert ratio("engine", "static")(SERVE) == 1.5
+    assert ratio("engine", "tree-off")(SERVE) is None and ratio("engine", "one")(SERVE) is None
+    assert of_row("engine", "filled")(SERVE) == 0.5 and of_row("static", "filled")(SERVE) is None
+    # from 1.0 s, the last first token, to 2.5 s: 1.5 and 2.0 of the first request, 1.5 and 2.5 of the second
+    assert decode_rate("engine")(SERVE) == pytest.approx(4 / 1.5)
+    assert value("a", "b")({"a": {"b": 2}}) == 2 and value("a", "c")({"a": {"b": 2}}) is None
+
+
+def test_verdicts() -> None:
+    least, most = Goal("rate", "tokens/s", value("x"), 5), Goal("gap", "ms", value("x"), 5, least=False)
+    assert [least.verdict(found) for found in (5, 4.9, None)] == ["met", "missed", "not run"]
+    assert [most.verdict(found) for found in (5, 5.1, None)] == ["met", "missed", "not run"]
+    assert least.text == ">= 5 tokens/s" and most.text == "<= 5 ms"
+    assert Goal("x", "", value("x")).verdict(1) == "no goal"
+
+
+def test_every_measure_is_named_once_and_says_its_setting() -> None:
+    for tiny in (False, True):
+        names = [one.name for one in measures(tiny=tiny)]
+        assert len(set(names)) == len(names) == 11
+    assert [one.name for one in chosen("steps, beside", tiny=True)] == ["steps", "beside"]
+    with pytest.raises(ValueError, match="magic is not known"):
+        chosen("magic", tiny=True)
+    for one in measures():
+        assert any(goal.bound is not None for goal in one.goals) and "random weights" in one.setting
+        assert len({goal.what for goal in one.goals}) == len(one.goals)
+
+
+def module(folder: Path, name: str, text: str) -> Measure:
+    """A measure that is a module of its own."""
+    (folder / f"{name}.py").write_text(text)
+    goal = Goal("x", "", value("x"), 1)
+    return Measure(name, name, (), "--out", "found.json", [goal], 1.0, "a test")
+
+
+WRITES = """import pathlib, sys
+folder = pathlib.Path(sys.argv[2])
+folder.mkdir()
+(folder / 'found.json').write_text('{"x": 2}')
+"""
+
+
+def test_one_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    good = module(tmp_path, "card_good", WRITES)
+    bad = module(tmp_path, "card_bad", "raise SystemExit('no room')")
+    late = module(tmp_path, "card_late", f"{WRITES}import time\ntime.sleep(600)\n")
+    long = replace(good, name="card_long", seconds=1000.0)
+    began = time.monotonic()
+    runs = run_all([bad, good, long], tmp_path / "out", 100, tiny=False, commit="abc")
+    assert [run.status for run in runs] == ["failed", "ok", "not run"] and "no room" in runs[0].note
+    report = json.loads((tmp_path / "out" / "card.json").read_text())
+    assert report["commit"] == "abc" and [one["rows"][0]["verdict"] for one in report["runs"]] == [
+        "not run",
+        "met",
+        "not run",
+    ]
+    assert "| card_good | x | 2 | >= 1 | met |" in (tmp_path / "out" / "card.md").read_text()
+    run = run_measure(late, None, 3.0)
+    assert run.status == "failed" and "ended after 3 s" in run.note and run.values == {"x": 2.0}
+    assert time.monotonic() - began < 60
+
+
+def test_tiny_measures_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of `bench serve`, one script: all of their numbers are found."""
+    assert main(["--tiny", "--only", "document_exact,steps", "--out", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "card.json").read_text())
+    for run in report["runs"]:
+        assert run["status"] == "ok" and all(row["found"] is not None for row in run["rows"]), run
+    assert "| document_exact | tokens a second while all decode |" in capsys.readouterr().out

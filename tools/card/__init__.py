@@ -1,0 +1,1 @@
+"""What a GPU machine measures in one call of `tools.card_measures`."""

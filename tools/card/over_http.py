@@ -1,0 +1,129 @@
+"""What HTTP takes from the throughput of an engine: many streams over a server, and the same requests in this process.
+
+python -m tools.card.over_http --shape llama-3-8b --streams 32 --tokens 128 --out FOLDER
+
+A model with random weights is saved with the bundled tokenizer, its vocabulary cut to the tokenizer's; a server is
+started on it as users start it, and an engine of the same options here. They run in turn. The threads of the clients
+take what comes and look at nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+import retrieval_attn as ra
+from retrieval_attn.commands.loading import BUNDLED
+from retrieval_attn.eval.bench.random_model import layers_text, random_model
+from retrieval_attn.model.loading import choose_device
+from retrieval_attn.server.spec import EngineSpec
+from tests.server.process import Served, serving
+from tools.card.subject import save_found
+from tools.server_costs import at_once, body_of, document, in_process, line_of
+
+POSITIONS = 8192
+"""Of a prompt with its answer: what memory is planned for."""
+WARM_TOKENS = 1024
+NAME = "bundled"
+"""Of the model in requests, as `body_of` has it."""
+
+
+def save_model(args: argparse.Namespace, folder: str) -> None:
+    """Random weights that `serve` can load."""
+    device = choose_device(args.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(str(BUNDLED))
+    model = random_model(args.shape, dtype, 0, device, args.layers)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def over_http(served: Served, bodies: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second of a client for each body, by the server's count of tokens."""
+    ids = [""] * len(bodies)
+
+    def work(number: int) -> None:
+        with (
+            served.client() as http,
+            http.stream("POST", "/v1/chat/completions", json={**bodies[number], "stream": True}) as reply,
+        ):
+            if reply.status_code != 200:
+                raise RuntimeError(f"the server answered {reply.status_code}: {reply.read()!r}")
+            for _ in reply.iter_raw():
+                pass
+            ids[number] = reply.headers["x-request-id"]
+
+    seconds = at_once(work, len(bodies))
+    if not all(ids):
+        raise RuntimeError("a stream failed; its error stands above")
+    return sum(int(line_of(served, one)["completion_tokens"]) for one in ids) / seconds
+
+
+def main() -> int:
+    """Measure, and write found.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b", metavar="NAME")
+    parser.add_argument("--layers", type=int, metavar="N")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    bodies = [body_of(document(1000 + number, 100), args.tokens) for number in range(args.streams)]
+    with tempfile.TemporaryDirectory(prefix="card-model-") as folder:
+        save_model(args, folder)
+        flags = ["--name", NAME, "--device", args.device, "--rows", str(args.streams), "--max-context", str(POSITIONS)]
+        flags += ["--warm-up", str(WARM_TOKENS), "--store", f"{folder}/store"]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+        found: dict[str, list[float]] = {"http": [], "engine": []}
+        with serving(folder, *flags, environment=threads) as served:
+            with served.client() as http:
+                asked = [
+                    http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"] for body in bodies
+                ]
+            draw = ra.RowDraw(temperature=2.0, seed=1)
+            prompts = [ra.Request((tuple(ids),), args.tokens, draw) for ids in asked]
+            loading = {"device": args.device, "max_context": POSITIONS}
+            spec = EngineSpec(
+                folder,
+                loading,
+                ra.Config().to_dict(),
+                rows=args.streams,
+                warm_tokens=WARM_TOKENS,
+                store=f"{folder}/other",
+            )
+            _, engine = spec.load()
+            with engine:
+                for number in range(args.repeats + 1):
+                    one = {"http": over_http(served, bodies), "engine": in_process(engine, prompts)}
+                    for name, rate in one.items() if number else ():  # the first compiles
+                        found[name].append(rate)
+    rates = {name: statistics.median(values) for name, values in found.items()}
+    said = [f"random weights of the shape {args.shape}, {layers_text(args.shape, args.layers)}"]
+    said.append("vocabulary cut to that of the bundled tokenizer; no text of a language")
+    report = {"streams": args.streams, "tokens": args.tokens, "tokens_per_second": rates, "all": found}
+    report |= {
+        "ratio": rates["http"] / rates["engine"],
+        "prompts": [len(ids) for ids in asked],
+        "simplifications": said,
+    }
+    save_found(args, None, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

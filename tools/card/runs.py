@@ -1,0 +1,129 @@
+"""Running a measure: a process with a time limit, the card's memory watched, its result file read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrieval_attn.eval.bench.session.card import watch
+from tools.card.measure import Measure
+
+__all__ = ["ROOT", "Run", "card_of", "run_measure"]
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 12
+"""Of what a measure printed: kept where it failed."""
+END_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a measure. status: "ok", "failed" or "not run", with a note. found: its result file, without the
+    times of single tokens. values: by what they are. card_bytes: most of the card's memory that was used meanwhile, by
+    nvidia-smi; None: not known.
+    """
+
+    measure: Measure
+    status: str
+    note: str = ""
+    seconds: float = 0.0
+    values: dict[str, float | None] | None = None
+    found: dict[str, Any] | None = None
+    card_bytes: int | None = None
+
+    @property
+    def command(self) -> str:
+        """As one types it; FOLDER for that of the results."""
+        return shlex.join(["python", "-m", *self.measure.command("FOLDER")])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = self.values or {}
+        rows = [
+            {
+                "what": goal.what, "unit": goal.unit, "goal": goal.text, "found": values.get(goal.what),
+                "verdict": goal.verdict(values.get(goal.what)),
+            }
+            for goal in self.measure.goals
+        ]  # fmt: skip
+        return {
+            "measure": self.measure.name, "setting": self.measure.setting, "command": self.command,
+            "status": self.status, "note": self.note, "seconds": round(self.seconds, 1), "card_bytes": self.card_bytes,
+            "rows": rows, "found": self.found,
+        }  # fmt: skip
+
+
+def card_of() -> str | None:
+    """The first card, as nvidia-smi names it; None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def run_measure(measure: Measure, card: str | None, seconds_left: float) -> Run:
+    """Run it for its limit, or as long as seconds are left. card: whose memory is watched. Never raises for it."""
+    limit = min(measure.limit, seconds_left)
+    with tempfile.TemporaryDirectory(prefix="card-") as name:
+        folder, log = Path(name) / "out", Path(name) / "log"
+        sampler = watch(card)
+        began = time.monotonic()
+        try:
+            if sampler is not None:
+                sampler.start()
+            status = _process([sys.executable, "-m", *measure.command(str(folder))], log, limit)
+            seconds = time.monotonic() - began
+            card_bytes = None if sampler is None else sampler.peak()
+        finally:
+            if sampler is not None:
+                sampler.close()
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
+        note = "" if status == 0 else f"ended after {limit:.0f} s" if status is None else f"exit status {status}"
+        try:  # a run that was ended leaves what it had
+            found = json.loads((folder / measure.result).read_text(encoding="utf-8"))
+            values = {goal.what: goal.find(found) for goal in measure.goals}
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            note = "; ".join(filter(None, (note, f"no result: {type(error).__name__}: {error}".replace(name, ""))))
+            return Run(measure, "failed", f"{note}\n{last}", seconds, card_bytes=card_bytes)
+        for row in found["rows"] if found.get("what") == "serve" else ():
+            note = "; ".join(filter(None, (note, f"{row['way']}: {row['note']}" if row["note"] else "")))
+            row.pop("answers", None)
+        note = f"{note}\n{last}" if status != 0 else note
+        return Run(measure, "failed" if status != 0 else "ok", note, seconds, values, found, card_bytes)
+
+
+def _process(command: list[str], log: Path, limit: float) -> int | None:
+    """Its exit status; None where it was ended, with all that it started, after `limit` seconds."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what it started, too: a server that is left would hold the card's memory."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)  # its own session: nobody else is in this group
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -1,0 +1,117 @@
+"""What an engine takes between the replays of its steps, and what drawing the tokens takes.
+
+python -m tools.card.steps --shape llama-3-8b --random-ids --rows 32 --length 2k --tokens 256 --out FOLDER
+
+A gap is from the moment at which a step is over to the launch of the next one, of steps with all rows that come after
+each other. Rows whose windows are full make room in such gaps: p99. Drawing is the graph behind a step's, launched by
+itself while nothing else runs. Needs a GPU, or --emulate: graphs that are emulated.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import retrieval_attn as ra
+from retrieval_attn.batch.bucket_graph import Bucket
+from retrieval_attn.batch.engine import default_limits
+from retrieval_attn.batch.outbox import Outbox
+from retrieval_attn.engine.graph.emulation import emulated
+from retrieval_attn.errors import CaptureError
+from retrieval_attn.eval.flags import as_tokens
+from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
+
+DRAWS = 100
+SAMPLED = ra.RowDraw(temperature=0.8, top_k=50, top_p=0.95, seed=1)
+
+
+class Clock:
+    """Notes when steps of `rows` rows are launched and over. Wraps what an engine calls, while the block runs."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._stack = rows, ExitStack()
+        self._over: float | None = None
+        self._launched = 0.0
+        self.gaps: list[float] = []
+        self.steps: list[float] = []
+
+    def __enter__(self) -> Clock:
+        launch, step = Outbox.send_beside, Bucket.step
+        clock = self
+
+        def send_beside(outbox: Outbox) -> None:
+            clock._launched = time.perf_counter()
+            if clock._over is not None:  # the first call of this step
+                clock.gaps.append(clock._launched - clock._over)
+            clock._over = None
+            launch(outbox)
+
+        def stepped(bucket: Bucket, inputs: Any, draws: Any = None, launched: Callable[[], None] | None = None) -> Any:
+            whole = len(inputs) == clock._rows and bucket.is_captured
+            if not whole:
+                clock._over = None
+            found = step(bucket, inputs, draws, launched)
+            if whole:
+                clock._over = time.perf_counter()
+                clock.steps.append(clock._over - clock._launched)
+            return found
+
+        setattr(Outbox, "send_beside", send_beside)  # noqa: B010  not an assignment: that is no method's for mypy
+        setattr(Bucket, "step", stepped)  # noqa: B010
+        self._stack.callback(setattr, Outbox, "send_beside", launch)
+        self._stack.callback(setattr, Bucket, "step", step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def drawing(engine: Any, rows: int) -> list[float]:
+    """Seconds of the graph that draws for so many rows, launched alone. Nobody may be in a step meanwhile."""
+    group = engine._stepper._runner._group
+    if group is None:
+        raise CaptureError("No step was a replay: drawing can only be timed where graphs run.")
+    bucket = next(one for size, one in sorted(group.buckets.items()) if size >= rows)
+    found = []
+    for _ in range(DRAWS):
+        began = time.perf_counter()
+        bucket.draw.launch()
+        bucket.decoder.runtime.synchronize()
+        found.append(time.perf_counter() - began)
+    return found[DRAWS // 10 :]
+
+
+def main() -> int:
+    """Measure, and write found.json."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--length", type=as_tokens, default=2048, help="of each prompt")
+    parser.add_argument("--tokens", type=as_tokens, default=256, help="of each answer")
+    parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"rows": args.rows, "length": args.length}
+    with emulated() if args.emulate else ExitStack():
+        llm, subject = llm_of(args)
+        usual = default_limits(llm.model, llm.config)
+        limits = replace(usual, rows=args.rows, pages=args.rows + usual.ahead)
+        with ra.Engine(llm, limits=limits) as engine:
+            engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
+            for name, draw in (("", ra.RowDraw()), ("sampled_", SAMPLED)):
+                prompts = [subject.ids(args.length) for _ in range(args.rows)]
+                with Clock(args.rows) as clock:
+                    tickets = [engine.submit(request_of(ids, args.tokens, draw)) for ids in prompts]
+                    for ticket in tickets:
+                        if (error := ticket.result().error) is not None:
+                            raise error
+                found |= {f"{name}gap_ms": in_ms(clock.gaps), f"{name}step_ms": in_ms(clock.steps)}
+                found[f"{name}draw_ms"] = in_ms(drawing(engine, args.rows))
+    save_found(args, subject, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What scripts of measures have in common: flags, a model with random weights, percentiles, the result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import retrieval_attn as ra
+from retrieval_attn.eval.bench.serve.drive import Served
+from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
+from retrieval_attn.eval.bench.session.subject import Settings, Subject
+from retrieval_attn.eval.flags import parse_retrieve
+
+__all__ = ["in_ms", "llm_of", "parser_of", "request_of", "save_found"]
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """Flags of the model, and --out."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser.add_argument)
+    add_running_flags(parser.add_argument)
+    parser.add_argument("--random-ids", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    return parser
+
+
+def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:
+    """A model, as the flags of `parser_of` say, and its texts."""
+    config = ra.Config(
+        index=args.index, host_dtype=args.host_dtype, retrieve=parse_retrieve(args.retrieve),
+        threads=args.threads or None,
+    )  # fmt: skip
+    settings = Settings(
+        model=args.model, shape=args.shape, layers=args.layers, device=args.device, dtype=args.dtype,
+        length=args.length, gpu_memory=None, options=config.to_dict(), questions=(), extensions=(), repeats=1,
+        tokens=args.tokens, random_ids=args.random_ids, seed=args.seed, skip=(), no_second="",
+    )  # fmt: skip
+    subject = Subject(settings)
+    return Served(subject.model, subject.tokenizer, config), subject
+
+
+def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None) -> ra.Request:
+    """A prompt of its own, and an answer of so many tokens."""
+    return ra.Request((tuple(ids),), max_tokens=tokens, draw=draw or ra.RowDraw(), stop_ids=frozenset())
+
+
+def in_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """count, p50, p90, p99 and max, in milliseconds; of nothing only its count."""
+    if not len(seconds):
+        return {"count": 0}
+    p50, p90, p99 = (float(one) for one in np.percentile(seconds, [50, 90, 99]) * 1000)
+    return {"count": len(seconds), "p50": p50, "p90": p90, "p99": p99, "max": max(seconds) * 1000}
+
+
+def save_found(args: argparse.Namespace, subject: Subject | None, found: dict[str, Any]) -> None:
+    """Write found.json."""
+    said = {} if subject is None else {"facts": subject.about(), "simplifications": subject.simplifications}
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**found, **said}, indent=1) + "\n"
+    (args.out / "found.json").write_text(text, encoding="utf-8")
+    print(text)

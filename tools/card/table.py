@@ -1,0 +1,169 @@
+"""The measures that a card owes, in the order in which they are worth its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
+
+__all__ = ["measures"]
+
+TINY = ("--shape", "tiny", "--random-ids", "--device", "cpu", "--threads", "1")
+"""In place of a shape, with lengths divided by SMALLER: whether a command works, here and now."""
+SMALLER = 64
+
+
+def measures(*, tiny: bool = False) -> list[Measure]:
+    """tiny: the same commands for a processor, some seconds each."""
+
+    def length(tokens: int) -> str:
+        return str(max(48, tokens // SMALLER) if tiny else tokens)
+
+    def few(count: int, most: int = 4) -> str:
+        return str(min(count, most) if tiny else count)
+
+    def model(shape: str, *more: str) -> Sequence[str]:
+        return TINY if tiny else ("--shape", shape, "--random-ids", *more)
+
+    def serve(name: str, goals: Sequence[Goal], seconds: float, setting: str, *flags: str) -> Measure:
+        arguments = ("bench", "serve", *flags, "--row-seconds", str(round(seconds)), "--no-plot")
+        return Measure(
+            name, "retrieval_attn.cli", arguments, "--output-dir", "serve.json", goals, seconds, setting + SIMPLE
+        )  # fmt: skip
+
+    def script(name: str, goals: Sequence[Goal], seconds: float, setting: str, *flags: str) -> Measure:
+        return Measure(name, f"tools.card.{name}", flags, "--out", "found.json", goals, seconds, setting + SIMPLE)
+
+    def relay(name: str, shape: str, bound: float) -> Measure:
+        return serve(
+            name, [over("tree-off", bound), *rates("engine", "tree-off")], 150,
+            "2K in pages for 64 requests with 128 tokens of their own, answers of 128, 32 slots; reading "
+            "counts",
+            *model(shape), "--workload", "document", "--requests", few(64, 6), "--slots", few(32, 3),
+            "--length", length(2048), "--question", few(128, 16), "--tokens", few(128), "--exact", "4k",
+            "--ways", "engine,tree-off",
+        )  # fmt: skip
+
+    one_text: Sequence[str] = (
+        "--workload",
+        "document",
+        "--requests",
+        few(16),
+        "--slots",
+        few(16),
+        "--length",
+        length(131072),
+    )
+    one_text = (*one_text, "--question", few(32, 8), "--read-first", "--ways", "engine")
+    while_all = "tokens a second while all decode"
+    return [
+        serve(
+            "document_exact",
+            [Goal(while_all, "tokens/s", decode_rate("engine"), 700), *rates("engine"), *first("engine")], 90,
+            "16 questions of 32 tokens on one text of 128K that was read before, in bfloat16 pages, answers of 256",
+            *model("llama-3-8b"), *one_text, "--tokens", few(256, 12), "--exact", "132k",
+        ),
+        serve(
+            "document_index",
+            [Goal(while_all, "tokens/s", decode_rate("engine"), 400), *rates("engine"), *first("engine")], 100,
+            "the same through the index, keys on the host in int8",
+            *model("llama-3-8b"), *one_text, "--tokens", few(256, 12), "--host-dtype", "int8",
+        ),
+        script(
+            "beside",
+            [
+                Goal("p99 from token to token", "ms", value("gap_ms", "p99"), 60, least=False),
+                *(Goal(f"{name} from token to token", "ms", value("gap_ms", name)) for name in ("p50", "p90", "max")),
+                Goal("p50 from token to token before", "ms", value("alone_ms", "p50")),
+                Goal("the read", "s", value("read_seconds")),
+            ], 120,
+            "three rows of 16K that decode while 128K tokens are read, told 60 ms from token to token, int8",
+            *model("llama-3-8b"), *(() if tiny else ("--host-dtype", "int8")),
+            "--row-length", length(16384), "--length", length(131072), "--tokens", "900" if tiny else "6000",
+        ),
+        script(
+            "steps",
+            [
+                Goal("p50 between two replays", "ms", value("gap_ms", "p50"), 1.0, least=False),
+                Goal("p99 between two replays", "ms", value("gap_ms", "p99")),
+                Goal("drawing, p50", "ms", value("draw_ms", "p50"), 0.3, least=False),
+                Goal("drawing with top-k and top-p, p50", "ms", value("sampled_draw_ms", "p50"), 0.3, least=False),
+                Goal("a step, p50", "ms", value("step_ms", "p50")),
+            ], 60,
+            "32 rows of 2K, from a replay's end to the next one's launch; drawing: its graph alone, launch included",
+            *model("llama-3-8b"), *(("--emulate",) if tiny else ()), "--rows", few(32), "--length", length(2048),
+            "--tokens", few(256, 24),
+        ),
+        relay("relay_8b", "llama-3-8b", 1.3),
+        relay("relay_7b", "llama-2-7b", 2.0),
+        serve(
+            "short_prompts", [over("transformers", 1.0), *rates("engine", "transformers")], 90,
+            "64 requests of 128 to 512 tokens, answers of 10 to 102, 32 slots; reading counts",
+            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(64, 6), "--slots", few(32, 3),
+            "--length", few(512, 128), "--scale", "0.02" if tiny else "0.1", "--ways", "engine,transformers",
+        ),
+        serve(
+            "static_batches",
+            [
+                over("static", 2.0), *rates("engine", "static"),
+                Goal("slots filled, engine", "", of_row("engine", "filled"), 0.95),
+                Goal("slots filled, static", "", of_row("static", "filled")),
+            ], 150,
+            "160 requests of 128 to 512 tokens, answers of 50 to 512 (uniform), 32 slots; reading counts",
+            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(160, 9), "--slots", few(32, 3),
+            "--length", few(512, 128), "--scale", "0.02" if tiny else "0.5", "--ways", "engine,static",
+        ),
+        script(
+            "over_http",
+            [
+                Goal("over HTTP beside in process", "", value("ratio"), 0.95),
+                Goal("over HTTP", "tokens/s", value("tokens_per_second", "http")),
+                Goal("in process", "tokens/s", value("tokens_per_second", "engine")),
+            ], 150,
+            "32 streams of short prompts, answers of 128; a saved model with random weights, vocabulary cut to that of "
+            "the bundled tokenizer; the clients' work counts against HTTP",
+            *(("--shape", "tiny", "--device", "cpu") if tiny else ("--shape", "llama-3-8b")),
+            "--streams", few(32, 3), "--tokens", few(128, 16), "--repeats", few(3, 1),
+        ),
+        serve(
+            "shared_16k", [over("tree-off", 5.0), *rates("engine", "tree-off")], 240,
+            "16K in pages for 256 requests with 32 tokens of their own, answers of 128, 256 slots; 8 of 32 layers; "
+            "reading counts",
+            *model("llama-3-8b", "--layers", "8"), "--workload", "document", "--requests", few(256, 6),
+            "--slots", few(256, 3), "--length", length(16384), "--question", few(32, 8), "--tokens", few(128),
+            "--exact", "20k", "--ways", "engine,tree-off",
+        ),
+        serve(
+            "eight_texts",
+            [
+                Goal(while_all, "tokens/s", decode_rate("engine"), 280), *rates("engine"),
+                Goal("prompts' tokens that were not read again", "", of_row("engine", "cached")),
+            ], 270,
+            "eight texts of 128K in int8 that were read before, a question of 32 tokens each, answers of 128",
+            *model("llama-3-8b"), *(() if tiny else ("--host-dtype", "int8")),
+            "--workload", "clients", "--requests", few(8), "--slots", few(8), "--length", length(131072),
+            "--question", few(32, 8), "--tokens", few(128, 12), "--read-first", "--ways", "engine",
+        ),
+    ]  # fmt: skip
+
+
+SIMPLE = "; random weights and token ids, and answers do not end by themselves"
+
+
+def over(other: str, bound: float) -> Goal:
+    return Goal(f"engine over {other}", "", ratio("engine", other), bound)
+
+
+def rates(*ways: str) -> list[Goal]:
+    return [Goal(f"{way}, whole run", "tokens/s", of_row(way, "rate")) for way in ways]
+
+
+def first(way: str) -> list[Goal]:
+    """The last of the first tokens."""
+
+    def find(report: object) -> float | None:
+        assert isinstance(report, dict)
+        row = next((row for row in report["rows"] if row["way"] == way and row["status"] == "ok"), None)
+        return None if row is None else max(one["token_ms"][0] for one in row["answers"]) / 1000
+
+    return [Goal("all first tokens after", "s", find)]

@@ -1,0 +1,86 @@
+"""All numbers that are owed of a GPU, in one call; every command can be tried on a processor before.
+
+    python -m tools.card_measures --out FOLDER [--only NAME,...] [--tiny] [--seconds-left N]
+
+Measures run in order of worth, each as a process with a time limit, while seconds are left; one that fails does not
+stop the others. FOLDER gets card.json and card.md, written anew after each: what was measured survives what comes.
+Machines that tell too little of their memory: RETRIEVAL_ATTN_HOST_MEMORY=120GiB. Exit status 1 where a measure failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from retrieval_attn.eval.runs import environment
+from tools.card.measure import Measure
+from tools.card.runs import Run, card_of, run_measure
+from tools.card.summary import save
+from tools.card.table import measures
+
+LEFT_SECONDS = 15.0
+"""Kept back for what comes behind the last measure."""
+
+
+def chosen(names: str | None, *, tiny: bool) -> list[Measure]:
+    """The measures of these names, in the order given; None: all. Raises ValueError for a name that is none."""
+    known = {measure.name: measure for measure in measures(tiny=tiny)}
+    asked = list(known) if names is None else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in asked if name not in known]:
+        raise ValueError(f"--only {', '.join(unknown)} is not known; use some of {', '.join(known)}")
+    return [known[name] for name in asked]
+
+
+def run_all(wanted: Sequence[Measure], folder: Path, seconds: float, *, tiny: bool, commit: str | None) -> list[Run]:
+    """Run what seconds allow; what they do not is there as "not run"."""
+    until = time.monotonic() + seconds
+    card = None if tiny else card_of()
+    about = {**environment(), "tiny": tiny, "card": None if card is None else _card_name()}
+    about["commit"] = commit or about["commit"]
+    runs = {
+        measure.name: Run(measure, "not run", f"it needs {measure.seconds:.0f} s by estimate") for measure in wanted
+    }
+    save(folder, list(runs.values()), about)
+    for measure in wanted:
+        left = until - time.monotonic() - LEFT_SECONDS
+        if not tiny and left < measure.seconds:
+            print(f"{measure.name}: not run, {left:.0f} s are left", file=sys.stderr, flush=True)
+            continue
+        run = runs[measure.name] = run_measure(measure, card, left)
+        save(folder, list(runs.values()), about)
+        said = ", ".join(f"{row['what']} {row['found']} ({row['verdict']})" for row in run.to_dict()["rows"])
+        print(f"{measure.name}: {run.status} in {run.seconds:.0f} s: {said}", file=sys.stderr, flush=True)
+        if run.status == "failed":
+            print(run.note, file=sys.stderr, flush=True)
+    return list(runs.values())
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument("--only", metavar="NAME,...", help=", ".join(one.name for one in measures()))
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a processor: whether every command works")
+    parser.add_argument("--seconds-left", type=float, default=3600.0, metavar="N")
+    parser.add_argument("--commit", metavar="ID", help="of the tree, where git is not there to tell")
+    args = parser.parse_args(given)
+    try:
+        wanted = chosen(args.only, tiny=args.tiny)
+    except ValueError as error:
+        parser.error(str(error))
+    runs = run_all(wanted, args.out, args.seconds_left, tiny=args.tiny, commit=args.commit)
+    print((args.out / "card.md").read_text(encoding="utf-8"))
+    return 1 if any(run.status == "failed" for run in runs) else 0
+
+
+def _card_name() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

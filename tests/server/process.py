@@ -42,9 +42,9 @@ class Served:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def wait(self) -> None:
-        """Until it listens."""
-        assert self._listens.wait(START_SECONDS) and self.url, "\n".join(self.other)
+    def wait(self, seconds: float = START_SECONDS) -> None:
+        """Until it listens, at most so long."""
+        assert self._listens.wait(seconds) and self.url, "\n".join(self.other)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -78,10 +78,12 @@ class Served:
 
 
 @contextmanager
-def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
-    """A server with these arguments that listens on a free port, until the block ends."""
+def serving(
+    *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS
+) -> Iterator[Served]:
+    """A server with these arguments that listens on a free port, until the block ends. start_seconds: until it does."""
     with starting(*arguments, environment=environment) as served:
-        served.wait()
+        served.wait(start_seconds)
         yield served
 
 

@@ -3,13 +3,14 @@
 python -m tools.card.over_http --shape llama-3-8b --streams 32 --tokens 128 --out FOLDER
 
 A model with random weights is saved with the bundled tokenizer, its vocabulary cut to the tokenizer's; a server is
-started on it as users start it, and an engine of the same options here. They run in turn. The threads of the clients
-take what comes and look at nothing.
+started on it as users start it, and an engine of the same options here. They run one after the other. The threads
+of the clients take what comes and look at nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer
 
 import retrieval_attn as ra
 from retrieval_attn.commands.loading import BUNDLED
+from retrieval_attn.commands.serve import NEEDED
 from retrieval_attn.eval.bench.random_model import layers_text, random_model
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.server.spec import EngineSpec
@@ -33,6 +35,8 @@ from tools.server_costs import at_once, body_of, document, in_process, line_of
 POSITIONS = 8192
 """Of a prompt with its answer: what memory is planned for."""
 WARM_TOKENS = 1024
+START_SECONDS = 300.0
+"""For weights to be loaded, kernels compiled and graphs captured on a new machine."""
 NAME = "bundled"
 """Of the model in requests, as `body_of` has it."""
 
@@ -83,35 +87,29 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
     args = parser.parse_args()
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        parser.error(f"a server needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
     bodies = [body_of(document(1000 + number, 100), args.tokens) for number in range(args.streams)]
     with tempfile.TemporaryDirectory(prefix="card-model-") as folder:
         save_model(args, folder)
         flags = ["--name", NAME, "--device", args.device, "--rows", str(args.streams), "--max-context", str(POSITIONS)]
         flags += ["--warm-up", str(WARM_TOKENS), "--store", f"{folder}/store"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-        found: dict[str, list[float]] = {"http": [], "engine": []}
-        with serving(folder, *flags, environment=threads) as served:
+        with serving(folder, *flags, environment=threads, start_seconds=START_SECONDS) as served:
             with served.client() as http:
-                asked = [
-                    http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"] for body in bodies
-                ]
-            draw = ra.RowDraw(temperature=2.0, seed=1)
-            prompts = [ra.Request((tuple(ids),), args.tokens, draw) for ids in asked]
-            loading = {"device": args.device, "max_context": POSITIONS}
-            spec = EngineSpec(
-                folder,
-                loading,
-                ra.Config().to_dict(),
-                rows=args.streams,
-                warm_tokens=WARM_TOKENS,
-                store=f"{folder}/other",
-            )
-            _, engine = spec.load()
-            with engine:
-                for number in range(args.repeats + 1):
-                    one = {"http": over_http(served, bodies), "engine": in_process(engine, prompts)}
-                    for name, rate in one.items() if number else ():  # the first compiles
-                        found[name].append(rate)
+                replies = [http.post("/tokenize", json={"messages": body["messages"]}) for body in bodies]
+            asked = [reply.json()["tokens"] for reply in replies]
+            found = {"http": [over_http(served, bodies) for _ in range(args.repeats + 1)]}
+        # not beside the server: threads of two engines would share the cores
+        loading = {"device": args.device, "max_context": POSITIONS}
+        spec = EngineSpec(
+            folder, loading, ra.Config().to_dict(), rows=args.streams, warm_tokens=WARM_TOKENS, store=f"{folder}/other"
+        )
+        prompts = [ra.Request((tuple(ids),), args.tokens, ra.RowDraw(temperature=2.0, seed=1)) for ids in asked]
+        _, engine = spec.load()
+        with engine:
+            found["engine"] = [in_process(engine, prompts) for _ in range(args.repeats + 1)]
+    found = {name: values[1:] for name, values in found.items()}  # the first ones compile
     rates = {name: statistics.median(values) for name, values in found.items()}
     said = [f"random weights of the shape {args.shape}, {layers_text(args.shape, args.layers)}"]
     said.append("vocabulary cut to that of the bundled tokenizer; no text of a language")

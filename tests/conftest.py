@@ -180,7 +180,7 @@ def emulated_graphs(fresh_decoders: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["polling", "host_node"])
+@pytest.fixture(params=["polling", "mapped", "host_node"])
 def host_callback(request: pytest.FixtureRequest, fresh_decoders: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test runs once with each exchange."""
     from retrieval_attn.gpu.capture.exchange import VARIABLE

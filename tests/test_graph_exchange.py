@@ -98,7 +98,7 @@ def test_a_replay_that_is_not_served_costs_its_token() -> None:
 
 
 @pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("host_callback", ["polling", "host_node"])
+@pytest.mark.parametrize("host_callback", ["polling", "mapped", "host_node"])
 @torch.no_grad()
 def test_decoders_share_a_runtime(where: str, host_callback: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models' steps in turn."""

@@ -3,7 +3,9 @@
 A call is a row of a table of int64 words behind one address. In the rows' order the function waits for the call's
 request word to hold the number of this replay, calls its C function, copies its results to the device and then writes
 the number to the call's answer word there, both by one stream of the device, in which the second follows the first.
-The functions that do this on the device come as addresses: CUDA's driver's, or an emulation's.
+The functions that do this on the device come as addresses: CUDA's driver's, or an emulation's. Without them (COPY and
+WRITE are 0) the device fetches results itself, and an answer is a word of the host's: then no call of the driver, which
+another thread may keep while it waits for the very device, stands between a request and its answer.
 
 It always ends: a request that does not come within a limit, a stream that is over or that reports an error ends the
 waiting, and every call that is left is answered all the same, so that the device does not wait for it.
@@ -31,8 +33,8 @@ intrinsic: Any = _numba_intrinsic
 (
     CALLS,  # how many rows follow
     GENERATION,  # the number of this replay, positive, below 2**31
-    COPY,  # address of int32 f(device address, host address, bytes, stream)
-    WRITE,  # address of int32 f(stream, device address, uint32 value, uint32 flags)
+    COPY,  # address of int32 f(device address, host address, bytes, stream); 0: nothing is copied
+    WRITE,  # address of int32 f(stream, device address, uint32 value, uint32 flags); 0: the low half of a host's word
     QUERY_STREAM,  # address of int32 f(stream): 0 if all its work is done, NOT_READY, or an error
     QUERY_EVENT,  # the same for an event
     ANSWERS_BY,  # the stream of copies and answers
@@ -43,8 +45,8 @@ intrinsic: Any = _numba_intrinsic
     BEACON,  # address of a slot of `beacon.py`: what is being done now
 ) = range(12)
 HEAD_WORDS = 16
-# A row. ASKED, ANSWERED: when, in nanoseconds of `atomics.nanoseconds`, written by `serve_calls`.
-REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER, ASKED, ANSWERED = range(9)
+# A row. ASKED, SEARCHED, ANSWERED: when, in nanoseconds of `atomics.nanoseconds`, written by `serve_calls`.
+REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER, ASKED, ANSWERED, SEARCHED = range(10)
 ROW_WORDS = 16
 
 MAX_CALLS = 512
@@ -139,6 +141,22 @@ def _await_request(head, row):
 
 
 @njit(nogil=True, cache=True)
+def _copy_results(head, row):
+    if head[COPY] == 0:
+        return np.int64(0)
+    return _call_copy(head[COPY], row[TARGET], row[SOURCE], row[SIZE], head[ANSWERS_BY])
+
+
+@njit(nogil=True, cache=True)
+def _write_answer(head, address):
+    if head[WRITE] == 0:
+        # the high half is the call's number, which nobody writes
+        atomic_swap(address, (atomic_load(address) >> 32 << 32) | head[GENERATION])
+        return np.int64(0)
+    return _call_write(head[WRITE], head[ANSWERS_BY], address, head[GENERATION])
+
+
+@njit(nogil=True, cache=True)
 def _note(slot, phase, call):
     """Write down what is done from now on: words of a line that nobody else writes."""
     atomic_swap(slot + 8 * beacon.SINCE, nanoseconds())
@@ -162,16 +180,17 @@ def serve_calls(table):
         if code == 0:
             _note(slot, SEARCHES, i)
             _call(row[FUNCTION], row[ARGUMENT])
+            row[SEARCHED] = nanoseconds()
             _note(slot, COPIES, i)
-            code = _call_copy(head[COPY], row[TARGET], row[SOURCE], row[SIZE], head[ANSWERS_BY])
+            code = _copy_results(head, row)
         if code == 0:
             _note(slot, ANSWERS, i)
-            code = _call_write(head[WRITE], head[ANSWERS_BY], row[ANSWER], head[GENERATION])
+            code = _write_answer(head, row[ANSWER])
         row[ANSWERED] = nanoseconds()
         if code != 0:
             head[SERVED] = i
             for j in range(i, head[CALLS]):
-                _call_write(head[WRITE], head[ANSWERS_BY], rows[j, ANSWER], head[GENERATION])
+                _write_answer(head, rows[j, ANSWER])
             _note(slot, IDLE, i)
             return code
     head[SERVED] = head[CALLS]
@@ -186,7 +205,7 @@ class Server:
     """`serve_calls`, itself: between a replay's launch and its serving no Python runs that a signal could interrupt."""
 
     def __init__(self, functions: tuple[int, int, int, int], answers_by: int, limit_seconds: float) -> None:
-        """functions: addresses of COPY, WRITE, QUERY_STREAM, QUERY_EVENT; answers_by: the stream of both."""
+        """functions: addresses of COPY, WRITE, QUERY_STREAM, QUERY_EVENT; answers_by: the stream of the first two."""
         self._words = np.zeros(HEAD_WORDS + MAX_CALLS * ROW_WORDS, np.int64)
         self.head, self.rows = self._words[:HEAD_WORDS], self._words[HEAD_WORDS:].reshape(MAX_CALLS, ROW_WORDS)
         self.head[COPY : QUERY_EVENT + 1] = functions
@@ -212,6 +231,12 @@ class Server:
     def served(self) -> int:
         """Calls that the last replay got answered."""
         return int(self.head[SERVED])
+
+    def spent(self, number: int) -> str:
+        """What a call of the last replay took: the search, and the driver's part of the answer."""
+        row = self.rows[number]
+        search, answer = (row[SEARCHED] - row[ASKED]) / 1e6, (row[ANSWERED] - row[SEARCHED]) / 1e6
+        return f"its search took {search:.1f} ms, to send the answer {answer:.1f} ms"
 
 
 def compile_server() -> None:

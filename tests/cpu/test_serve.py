@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrieval_attn.cpu.serve import ENDED, NEVER_ASKED, NOT_READY, Server
+from retrieval_attn.cpu.serve import COPY, ENDED, NEVER_ASKED, NOT_READY, WRITE, Server
 
 ERROR = 719
 
@@ -127,3 +127,16 @@ def test_a_failed_copy_ends_it_and_answers_all() -> None:
     device.requests[:], device.copy_code = 4, ERROR
     assert device.run(4) == ERROR and device.server.served == 0
     assert device.did == [*ALL[:2], ALL[2], ALL[5]]
+
+
+def test_without_a_driver_an_answer_is_the_low_half_of_a_word() -> None:
+    """Results stay where the search left them; the high half is the call's number, and nobody else's functions run."""
+    device = Device()
+    device.server.head[COPY] = device.server.head[WRITE] = 0
+    device.requests[:], device.answers[:] = 4, [5 << 32 | 3, 6 << 32]
+    assert device.run(4) == 0 and device.server.served == 2
+    assert device.answers.tolist() == [5 << 32 | 4, 6 << 32 | 4]
+    assert device.did == [("search", 0), ("search", 1)] and not device.arrived.any()
+    device.requests[:], device.stream_state = 4, ERROR
+    assert device.run(7) == ERROR  # and all are answered
+    assert device.answers.tolist() == [5 << 32 | 7, 6 << 32 | 7]

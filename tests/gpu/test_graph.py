@@ -20,7 +20,7 @@ from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
 
 AnyRuntime = EmulatedRuntime | CudaRuntime
-HOST_CALLBACKS: tuple[HostCallback, ...] = ("polling", "host_node")
+HOST_CALLBACKS: tuple[HostCallback, ...] = ("polling", "mapped", "host_node")
 
 
 @pytest.fixture(params=HOST_CALLBACKS)
@@ -115,7 +115,7 @@ def test_host_functions_are_part_of_replays(runtime: AnyRuntime) -> None:
         replay()
         runtime.synchronize()
         assert out.tolist() == [12.0 * step + 7] * 3 and replay.failure() is None
-    assert (threading.get_ident() in host.threads) == (runtime.host_callback == "polling") and len(host.threads) == 1
+    assert (threading.get_ident() in host.threads) == (runtime.host_callback != "host_node") and len(host.threads) == 1
 
 
 def test_results_before_the_join_are_wrong(emulated: EmulatedRuntime) -> None:

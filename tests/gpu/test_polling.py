@@ -191,12 +191,45 @@ def test_an_interrupt_at_the_launch_waits_until_the_launched_is_served(monkeypat
     chain.check(2)
 
 
+@pytest.mark.parametrize("host_callback, is_lost", [("polling", True), ("mapped", False)])
+def test_who_waits_for_the_device_inside_the_driver(host_callback: Any, is_lost: bool) -> None:
+    """It holds up who answers by the driver, and so the device that it waits for, until that gives up."""
+    runtime = EmulatedRuntime(Server, host_callback)
+    runtime.patience = 1.0
+    chain, inside = Chain(runtime), threading.Event()
+    chain.check(1)
+
+    def wait() -> None:
+        with runtime.driver:
+            inside.set()
+            runtime.synchronize()
+
+    thread = threading.Thread(target=wait)
+
+    def launched() -> None:
+        thread.start()
+        inside.wait(10)
+
+    runtime.latency = 0.1
+    chain.given.fill_(2)
+    began = time.monotonic()
+    chain.replay(launched)
+    thread.join()
+    assert (chain.replay.failure() is not None) == is_lost
+    assert (time.monotonic() - began > runtime.patience) == is_lost
+    assert is_lost or chain.out.tolist() == chain.wanted(2)
+    if is_lost:  # the error says who was late
+        seconds = float(chain.replay.failure().split("send the answer ")[1].split()[0]) / 1000
+        assert seconds > 0.9 * runtime.patience
+    chain.check(3)
+
+
 def test_the_environment_names_an_exchange_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told, wanted in (("", None), ("polling", "polling"), ("host_node", "host_node")):
+    for told, wanted in (("", None), *((name, name) for name in ("polling", "mapped", "host_node"))):
         monkeypatch.setenv(VARIABLE, told)
         assert requested_host_callback() == wanted
     monkeypatch.setenv(VARIABLE, "nodes")
-    with pytest.raises(ConfigError, match='must be "polling" or "host_node".*\'nodes\''):
+    with pytest.raises(ConfigError, match='must be one of "polling", "mapped", "host_node".*\'nodes\''):
         requested_host_callback()
 
 
@@ -219,6 +252,77 @@ def test_thousands_of_replays_are_right(cuda: CudaRuntime) -> None:
     chain = Chain(cuda, 8)
     for number in range(3000):
         chain.check(number % 64)
+
+
+@pytest.mark.cuda
+def test_thousands_of_replays_are_right_where_no_driver_answers() -> None:
+    chain = Chain(cuda_runtime(0, Server, "mapped"), 8)
+    for number in range(3000):
+        chain.check(number % 64)
+
+
+RARE_KERNELS = ["hypot", "nextafter", "copysign", "heaviside"]
+
+
+def _first_launch() -> Any:
+    """Of a kernel that nothing else uses: its code is loaded then."""
+    numbers, kernel = torch.ones(8, device="cuda"), getattr(torch, RARE_KERNELS.pop())
+    return lambda: kernel(numbers, numbers)
+
+
+def _give_back() -> Any:
+    torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    return torch.cuda.empty_cache
+
+
+def _unregister() -> Any:
+    memory, cudart = torch.zeros(1 << 28, dtype=torch.uint8), torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1)) == 0
+    return lambda: (cudart.cudaHostUnregister(memory.data_ptr()), memory)
+
+
+def _register() -> Any:
+    memory, cudart = torch.zeros(1 << 30, dtype=torch.uint8), torch.cuda.cudart()
+    return lambda: (
+        cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1),
+        cudart.cudaHostUnregister(memory.data_ptr()),
+    )
+
+
+def _ordinary_copy() -> Any:
+    return torch.zeros(1 << 20, device="cuda").cpu
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("work", [_first_launch, _give_back, _register, _unregister, _ordinary_copy])
+@pytest.mark.parametrize(
+    "host_callback",
+    ["mapped", pytest.param("polling", marks=pytest.mark.xfail(reason="another thread keeps the driver"))],
+)
+def test_what_a_thread_does_in_the_driver_holds_no_answer_up(work: Any, host_callback: Any) -> None:
+    """Begun while a replay waits for its host; on a stream of its own, as threads beside a read have one."""
+    chain = Chain(cuda_runtime(0, Server, host_callback), 4)
+    chain.check(1)
+    action, stream = work(), torch.cuda.Stream()
+
+    def act() -> None:
+        with torch.cuda.stream(stream):
+            action()
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=act)
+
+    def launched() -> None:
+        thread.start()
+        time.sleep(0.2)
+
+    chain.given.fill_(2)
+    began = time.monotonic()
+    chain.replay(launched)
+    seconds = time.monotonic() - began
+    thread.join()
+    assert chain.replay.failure() is None and seconds < 1
+    assert chain.out.tolist() == chain.wanted(2)
 
 
 @pytest.mark.cuda

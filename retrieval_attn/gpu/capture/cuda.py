@@ -56,20 +56,21 @@ class CudaRuntime:
         reason = "as requested"
         if host_callback != "host_node":
             try:
-                self._try_polling(server_of)
+                self._try_polling(server_of, mapped=host_callback == "mapped")
             except Exception as error:
-                reason = f"polling does not work here: {first_line(error)}"
-                if host_callback == "polling":
+                reason = f"{host_callback or 'polling'} does not work here: {first_line(error)}"
+                if host_callback is not None:
                     raise BackendError(f"{reason}. Any device takes the exchange by host nodes.") from error
             else:
-                logger.info("graphs call the host by polling: %s", reason if host_callback else "a trial of it worked")
-                return "polling"
+                found = host_callback or "polling"
+                logger.info("graphs call the host by %s: %s", found, reason if host_callback else "a trial worked")
+                return found
         self._use(HostNodeExchange(self._device))
         logger.log(logging.INFO if host_callback else logging.WARNING, "graphs call the host by host nodes: %s", reason)
         return "host_node"
 
-    def _try_polling(self, server_of: ServerOf) -> None:
-        exchange = PollingExchange(self._device, server_of)
+    def _try_polling(self, server_of: ServerOf, mapped: bool) -> None:
+        exchange = PollingExchange(self._device, server_of, mapped)
         # a device where this hangs must not cost every start the whole wait
         patience = exchange.polls, exchange.limit_seconds
         exchange.polls, exchange.limit_seconds = patience[0] // 8, patience[1] / 8

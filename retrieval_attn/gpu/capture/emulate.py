@@ -7,14 +7,15 @@ that was made anew for a step is not seen. Reading a tensor's value while record
 it. What one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
 meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
 
-Both exchanges are there. "host_node": the host function is called from another thread. "polling": the recorded
+All exchanges are there. "host_node": the host function is called from another thread. "polling": the recorded
 operations run on another thread, the caller's serves them by the same compiled function as on a device
-(`emulate_polling.py`).
+(`emulate_polling.py`); "mapped": the same without a driver's functions. Such a driver lets one thread in at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class EmulatedRuntime:
     """See the module. calls: calls of host functions so far, by replays under "polling" those that were answered.
 
     patience: seconds that an emulated device waits for an answer, and its host for a request. latency: seconds from a
-    launch to its beginning, under "polling".
+    launch to its beginning, under "polling". driver: held by who is in the driver.
     """
 
     processors = 2
@@ -58,19 +59,20 @@ class EmulatedRuntime:
         self._capture: _Capture | None = None
         self.server_of, self.host_callback = server_of, host_callback
         self.numbers = Numbers()
+        self.driver = threading.Lock()
         self.patience, self.latency = 60.0, 0.0
         self.calls = 0
 
     def queries(self, count: int) -> Shared:
         host = torch.zeros(count, dtype=torch.float32)
-        return Shared(host if self.host_callback == "polling" else torch.zeros_like(host), host)
+        return Shared(host if self.host_callback != "host_node" else torch.zeros_like(host), host)
 
     def results(self, count: int) -> Shared:
         return Shared(torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float32))
 
     def begin(self, call: HostCall) -> Any:
         call.results.device.fill_(torch.nan)
-        if self.host_callback == "polling":
+        if self.host_callback != "host_node":
             call_here(call)
             self.calls += 1
             number = 0
@@ -85,7 +87,7 @@ class EmulatedRuntime:
         return pending
 
     def join(self, begun: Any) -> None:
-        if self.host_callback == "polling":
+        if self.host_callback != "host_node":
             call, number = begun
             if self._capture is not None:
                 polling = self._capture.polling

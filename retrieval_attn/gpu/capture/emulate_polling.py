@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, HostCall
+from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, HostCall, HostCallback
 from retrieval_attn.gpu.capture.polling import MAX_CALLS, Functions, Numbers, ServerOf, failure_of, serve
 
 NOT_READY = 600
+MAPPED_LOOK_SECONDS = 1e-4
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
 _QUERY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64)
@@ -31,6 +32,8 @@ class Owner(Protocol):
     """What the replays of one graph ask of their runtime."""
 
     server_of: ServerOf
+    host_callback: HostCallback
+    driver: threading.Lock
     numbers: Numbers
     patience: float
     latency: float
@@ -58,8 +61,11 @@ class EmulatedPolling:
         self._mistakes: list[str] = []
         # kept: compiled code calls them by address
         self._functions = _COPY(self._copy), _WRITE(self._write), _QUERY(self._state), _QUERY(lambda event: 0)
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions]
-        self.server = owner.server_of(Functions(*addresses), 0, owner.patience)
+        functions = Functions(*[ctypes.cast(one, ctypes.c_void_p).value or 0 for one in self._functions])
+        self._mapped = owner.host_callback == "mapped"
+        if self._mapped:
+            functions = functions._replace(copy=0, write=0)
+        self.server = owner.server_of(functions, 0, owner.patience)
 
     def add(self, call: HostCall) -> int:
         """One call more; returns its number."""
@@ -92,7 +98,9 @@ class EmulatedPolling:
         generation = self.generation
         with self._changed:
             patience = 0.0 if self._report // REPORT_SHIFT == generation else self._owner.patience
-            if self._changed.wait_for(lambda: self._answers[number] == generation, patience):
+            if self._mapped:
+                self._fetch(number, patience)
+            if self._changed.wait_for(lambda: self._answers[number] == generation, 0.0 if self._mapped else patience):
                 self.calls[number].results.device.numpy()[:] = self._arrived[number]
                 self._arrived[number][:] = np.nan
             elif patience:
@@ -135,7 +143,7 @@ class EmulatedPolling:
             raise CaptureError(f"{self.calls[missed[0]].name} was never answered")
 
     def failure(self, generation: int | None = None) -> str | None:
-        return failure_of(self._report, generation or self.generation, self.calls)
+        return failure_of(self._report, generation or self.generation, self.calls, self.server)
 
     # -- the device's side --------------------------------------------------------------------------
 
@@ -148,12 +156,25 @@ class EmulatedPolling:
                 self._running = False
                 self._changed.notify_all()
 
+    def _fetch(self, number: int, patience: float) -> None:
+        """Look at the host's word until the answer is there, and take the results from the host's memory."""
+        until = time.monotonic() + patience
+        while self._answers[number] != self.generation and time.monotonic() < until:
+            time.sleep(MAPPED_LOOK_SECONDS)
+        if self._answers[number] == self.generation:
+            self._arrived[number][:] = self.calls[number].results.host.numpy()
+            self._owner.calls += 1
+
     def _copy(self, target: int, source: int, size: int, stream: int) -> int:
+        with self._owner.driver:
+            pass  # who is inside may wait for the device there
         ctypes.memmove(target, source, size)
         return 0
 
     def _write(self, stream: int, address: int, value: int, flags: int) -> int:
         """The device sees the flag at once: what the host does next comes too late for it."""
+        with self._owner.driver:
+            pass
         number = (address - int(self._answers.ctypes.data)) // self._answers.itemsize
         with self._changed:
             name = self.calls[number].name

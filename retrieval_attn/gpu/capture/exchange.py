@@ -1,8 +1,9 @@
 """How a graph's layers exchange queries and results with the host, and the plain way of doing it.
 
 "host_node": copies to and from page-locked memory on a side stream, with one of CUDA's host nodes between them.
-"polling" (`polling.py`): no node; kernels write requests, and the thread that launched the replay answers them. A
-runtime has one of them.
+"polling" (`polling.py`): no node; kernels write requests, and the thread that launched the replay answers them.
+"mapped": the same, but answers and results stay in the host's memory, from where kernels fetch them: the thread that
+answers calls no driver. A runtime has one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from torch import Tensor
 from retrieval_attn.errors import CaptureError, ConfigError
 from retrieval_attn.gpu.attention.libraries import host_function_launcher
 
-HostCallback = Literal["polling", "host_node"]
+HostCallback = Literal["polling", "mapped", "host_node"]
 """How a running graph calls host code."""
 VARIABLE = "RETRIEVAL_ATTN_HOST_CALLBACK"
-"""Environment variable: how graphs call the host, "polling" or "host_node"; empty or unset: "polling" if it works."""
+"""Environment variable: how graphs call the host, a `HostCallback`; empty or unset: "polling" if it works."""
 REPORT_SHIFT = 1024
 """A device that waited in vain reports the replay's number times this, plus the call's."""
 
@@ -111,8 +112,9 @@ class Exchange(Calls, Protocol):
 def requested_host_callback() -> HostCallback | None:
     """What the environment asks for. Raises ConfigError for anything unknown."""
     requested = os.environ.get(VARIABLE, "")
-    if requested not in ("", "polling", "host_node"):
-        raise ConfigError(f'{VARIABLE} must be "polling" or "host_node", or not be set, got {requested!r}')
+    if requested not in ("", *get_args(HostCallback)):
+        known = ", ".join(f'"{name}"' for name in get_args(HostCallback))
+        raise ConfigError(f"{VARIABLE} must be one of {known}, or not be set, got {requested!r}")
     return requested or None  # type: ignore[return-value]
 
 

@@ -1,8 +1,8 @@
-"""Two Triton kernels: a graph asks the host, and waits for its answer. Imported only where there is Triton.
+"""Triton kernels: a graph asks the host, waits for its answer, fetches results. Imported only where there is Triton.
 
 A replay's number is its flag: nothing has to be reset between replays, which would race with whoever is late, and a
-flag that an earlier replay left is no flag of this one. Each kernel is one warp of one program: what waits leaves the
-multiprocessors to the work that runs beside the host's search.
+flag that an earlier replay left is no flag of this one. Who asks or waits is one warp of one program: what waits leaves
+the multiprocessors to the work that runs beside the host's search.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT
+
+FETCHED = 1024
+"""Numbers that one program fetches: many programs, for a load over the bus takes a microsecond."""
 
 
 @triton.jit
@@ -43,6 +46,14 @@ def _wait_kernel(line, head, report, SHIFT: tl.constexpr):
     tl.store(report, generation.to(tl.int64) * SHIFT + number, mask=late & (failed != generation))
 
 
+@triton.jit
+def _fetch_kernel(source, target, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    # volatile: from the host's memory, whatever a cache has of an earlier replay
+    tl.store(target + at, tl.load(source + at, mask=inside, volatile=True), mask=inside)
+
+
 def ask(request: Tensor, head: Tensor) -> None:
     """Write the replay's number to `request`, int64 in page-locked host memory, after all that was written before.
 
@@ -54,7 +65,13 @@ def ask(request: Tensor, head: Tensor) -> None:
 def wait(line: Tensor, head: Tensor, report: Tensor) -> None:
     """What follows waits until line[0] is the replay's number, or until it was looked at too often.
 
-    line: int32 (2,) on the device, the answer and the number of the call. report: int64 in page-locked host memory,
-    gets the replay's number * REPORT_SHIFT + the call's, of the first call that was waited for in vain.
+    line: int32 (2,), the answer and the number of the call, on the device or page-locked. report: int64 in page-locked
+    host memory, gets the replay's number * REPORT_SHIFT + the call's, of the first call that was waited for in vain.
     """
     _wait_kernel[(1,)](line, head, report, SHIFT=REPORT_SHIFT, num_warps=1)
+
+
+def fetch(source: Tensor, target: Tensor) -> None:
+    """Copy float32 source (count,), page-locked host memory that was written before the wait ended, to the device."""
+    count = source.numel()
+    _fetch_kernel[(triton.cdiv(count, FETCHED),)](source, target, count, BLOCK=FETCHED, num_warps=4)

@@ -5,6 +5,11 @@ thread runs the search and lets the device copy the results to its own memory, o
 replay's number follows them into the call's answer word. A kernel polls that word before the merge, in the device's
 memory, where a load is quick. It gives up after POLLS and reports the call; the thread gives up after LIMIT_SECONDS and
 then answers all calls that are left. Neither waits for ever.
+
+A driver lets one thread in at a time: while another one is in it and waits for the device (a kernel's code is loaded at
+its first launch, memory is given back), the copy and the answer wait for that thread, which waits for this replay. Only
+the kernel's giving up ends that. `mapped`: answer words lie in page-locked memory, and a kernel behind the wait fetches
+the results from there, so the thread that answers calls no driver; a poll over the bus takes longer.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from retrieval_attn.gpu.capture.exchange import (
 MAX_CALLS = 512
 """Host calls of one graph."""
 POLLS = 20_000_000
-"""Loads of an answer word before a kernel gives up, half a microsecond each: ten seconds, for a host that is busy."""
+"""Loads of an answer word before a kernel gives up, for a host that is busy. Half a microsecond each would be ten
+seconds; steps that were given up on an H100 took some three in all, so one takes .16 there."""
 LIMIT_SECONDS = 10.0
 """How long the thread waits for a request."""
 HOST_LINE, DEVICE_LINE = 8, 32  # words of 64 and 32 bits: flags lie on cache lines of their own
@@ -45,9 +51,9 @@ class Functions(NamedTuple):
     """Addresses of C functions that return int32, 0 if all is well: the driver's, or an emulation's."""
 
     copy: int
-    """cuMemcpyHtoDAsync(target, source, bytes, stream)"""
+    """cuMemcpyHtoDAsync(target, source, bytes, stream); 0: the device fetches results itself"""
     write: int
-    """cuStreamWriteValue32(stream, address, value, 0)"""
+    """cuStreamWriteValue32(stream, address, value, 0); 0: the word is the host's"""
     query_stream: int
     query_event: int
 
@@ -68,6 +74,8 @@ class Server(Protocol):
 
     @property
     def served(self) -> int: ...
+
+    def spent(self, number: int) -> str: ...
 
 
 ServerOf = Callable[[tuple[int, int, int, int], int, float], Server]
@@ -94,12 +102,15 @@ def serve(server: Server, launch: Callable[[], None], calls: Sequence[HostCall],
         raise BackendError(f"{calls[server.served].name}: {reason} while its queries were awaited. {HINT}.")
 
 
-def failure_of(report: int, generation: int, calls: Sequence[HostCall]) -> str | None:
-    """What a device's report says about the replay `generation`."""
+def failure_of(report: int, generation: int, calls: Sequence[HostCall], server: Server) -> str | None:
+    """What a device's report says about the replay `generation`, the last one that `server` served."""
     if report // REPORT_SHIFT != generation:
         return None
-    name = calls[report % REPORT_SHIFT].name
-    return f"{name}: the device gave up waiting for the host's answer, so this token is lost. {HINT}."
+    number = report % REPORT_SHIFT
+    return (
+        f"{calls[number].name}: the device gave up waiting for the host's answer, so this token is lost "
+        f"({server.spent(number)}). {HINT}."
+    )
 
 
 class Numbers:
@@ -113,7 +124,7 @@ class Numbers:
         return next(self._count) % (2**31 - 1) + 1
 
 
-def load_flags(device: torch.device) -> Any:
+def load_flags(device: torch.device, mapped: bool = False) -> Any:
     """The kernels that ask and wait, compiled and loaded: loading may wait for a device, which must not wait for us
     then. Raises ImportError or what Triton raises.
     """
@@ -124,25 +135,32 @@ def load_flags(device: torch.device) -> Any:
     host = page_locked(2 * HOST_LINE, torch.int64)
     flag_triton.ask(host[HOST_LINE:], words)
     flag_triton.wait(words[DEVICE_LINE:], words, host)
+    if mapped:
+        lines = page_locked(DEVICE_LINE, torch.int32)
+        flag_triton.wait(lines, words, host)
+        flag_triton.fetch(page_locked(DEVICE_LINE), torch.zeros(DEVICE_LINE, device=device))
+        torch.cuda.synchronize(device)  # before this memory may be taken again
     return flag_triton
 
 
 class PollingExchange:
     """See the module. polls, limit_seconds: POLLS and LIMIT_SECONDS of graphs that are captured from now on."""
 
-    def __init__(self, device: torch.device, server_of: ServerOf) -> None:
+    def __init__(self, device: torch.device, server_of: ServerOf, mapped: bool = False) -> None:
         """Raises BackendError, ImportError or what Triton raises where a part of it is missing."""
-        self.device, self._server_of = device, server_of
+        self.device, self._server_of, self.mapped = device, server_of, mapped
         self.polls, self.limit_seconds = POLLS, LIMIT_SECONDS
         self.numbers, self.turn = Numbers(), threading.Lock()
         driver = DriverFunctions()
         names = "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamQuery", "cuEventQuery"
         self._functions = Functions(*[driver.address(name) for name in names])
+        if mapped:
+            self._functions = self._functions._replace(copy=0, write=0)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # there is a context
             # not one of PyTorch's: those are shared, and an answer behind other work of the stream would come late
             self._answers_by = driver.new_stream()
-            self.kernels = load_flags(device)
+            self.kernels = load_flags(device, mapped)
             torch.cuda.synchronize()
 
     def server(self) -> Server:
@@ -189,6 +207,10 @@ class PollingCalls:
         words[0, 2] = exchange.polls
         words[1:, 1] = torch.arange(MAX_CALLS)
         self._device = words.to(exchange.device)
+        self._lines = self._device
+        if exchange.mapped:
+            self._lines = page_locked(words.numel(), torch.int32).view(words.shape)
+            self._lines.copy_(words)
 
     def begin(self, call: HostCall) -> int:
         number = len(self.calls)
@@ -203,16 +225,19 @@ class PollingCalls:
             target=call.results.device.data_ptr(),
             source=call.results.host.data_ptr(),
             size=call.results.host.nbytes,
-            answer=self._device[number + 1].data_ptr(),
+            answer=self._lines[number + 1].data_ptr(),
         )
         self.exchange.kernels.ask(request, self._device[0])
         return number
 
     def join(self, begun: int) -> None:
-        self.exchange.kernels.wait(self._device[begun + 1], self._device[0], self._host)
+        self.exchange.kernels.wait(self._lines[begun + 1], self._device[0], self._host)
+        if self.exchange.mapped:
+            results = self.calls[begun].results
+            self.exchange.kernels.fetch(results.host, results.device)
 
     def replay(self, launch: Callable[[], None]) -> Replay:
-        return PollingReplay(self, launch, self._device, self._host)
+        return PollingReplay(self, launch, (self._device, self._host, self._lines))
 
 
 class PollingReplay:
@@ -220,13 +245,13 @@ class PollingReplay:
 
     serves = True
 
-    def __init__(self, calls: PollingCalls, launch: Callable[[], None], device: Tensor, host: Tensor) -> None:
-        """device, host: the flags of `PollingCalls`."""
+    def __init__(self, calls: PollingCalls, launch: Callable[[], None], flags: tuple[Tensor, Tensor, Tensor]) -> None:
+        """flags: of `PollingCalls`, on the device and the host, and where answers are written."""
         self._exchange, self._launch = calls.exchange, launch
         self.server, self.calls = calls.server, calls.calls
-        self._flags = device, host  # kept: the graph and the server use them by address
-        self._number = device[0, 0]
-        self._report = host.numpy()[:1]
+        self._flags = flags  # kept: the graph and the server use them by address
+        self._number = flags[0][0, 0]
+        self._report = flags[1].numpy()[:1]
         self._begun = torch.cuda.Event()
         self.generation = 0
 
@@ -248,4 +273,4 @@ class PollingReplay:
             serve(self.server, launch, self.calls, self._exchange.limit_seconds)
 
     def failure(self, generation: int | None = None) -> str | None:
-        return failure_of(int(self._report[0]), generation or self.generation, self.calls)
+        return failure_of(int(self._report[0]), generation or self.generation, self.calls, self.server)

@@ -29,12 +29,16 @@ from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 
+SPIKE = 3.0
+
 
 @dataclass(frozen=True)
 class Cost:
     """What work takes, in seconds: a step for itself and for each row, a token to read.
 
     beside: share of reading that costs decoding no time. past: tokens before it with which a token takes twice as long.
+    noise: of the time of a tick's cells, the deviation of its logarithm. spikes: share of ticks whose cells take three
+    times as long. Only the continuous run has both, from a seed.
     """
 
     step: float
@@ -42,6 +46,8 @@ class Cost:
     token: float
     beside: float = 0.0
     past: float = math.inf
+    noise: float = 0.0
+    spikes: float = 0.0
 
     def decode(self, rows: int) -> float:
         """A step of so many rows."""
@@ -57,6 +63,10 @@ class Cost:
         """A whole prompt's reading."""
         chunks = -(-unread // limits.chunk_tokens)
         return limits.layers * sum(self.cell(unread, number, limits) for number in range(chunks))
+
+    def drawn(self, draw: random.Random) -> float:
+        """By what the time of a tick's cells is multiplied."""
+        return math.exp(draw.gauss(0.0, self.noise)) * (SPIKE if draw.random() < self.spikes else 1.0)
 
     def tick(self, rows: int, read_seconds: float) -> float:
         """A step and what was read at its time."""
@@ -117,6 +127,7 @@ class Continuous:
         self._unread: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._last: dict[str, float] = {}
+        self._draw = random.Random(0)
 
     def run(self, arrivals: Sequence[Arrival], check: Callable[[Scheduler], None] | None = None) -> Outcome:
         """Until all have left. check: called after each tick."""
@@ -156,6 +167,7 @@ class Continuous:
             cell = partial(self.cost.cell, job.unread_tokens, limits=self.limits)
             read_seconds += sum(cell(number) for number in range(first, first + read[name]))
             self._unread[name] -= read[name]
+        read_seconds *= self.cost.drawn(self._draw)
         self.now += self.cost.tick(len(plan.decode), read_seconds)
         ended = []
         for name in plan.decode:
@@ -227,8 +239,9 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """Of all ways."""
     ms = 1 / 1000
     return Cost(
-        options.step_ms * ms, options.row_ms * ms, options.token_us * ms * ms, options.beside, options.past_tokens
-    )
+        options.step_ms * ms, options.row_ms * ms, options.token_us * ms * ms, options.beside, options.past_tokens,
+        options.noise, options.spikes,
+    )  # fmt: skip
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
@@ -273,6 +286,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--beside", type=float, default=0.0, help="share of reading that costs decoding nothing")
     made.add_argument(
         "--past-tokens", type=float, default=math.inf, help="before it, with which a token takes twice that"
+    )
+    made.add_argument("--noise", type=float, default=0.0, help="deviation of the logarithm of reading's time")
+    made.add_argument(
+        "--spikes", type=float, default=0.0, help="share of ticks whose reading takes three times as long"
     )
     made.add_argument("--long-every", type=int, default=0, help="every so manyth job has a long prompt; 0: none")
     made.add_argument("--long-tokens", type=int, default=131072)

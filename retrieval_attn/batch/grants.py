@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from retrieval_attn.batch.entry import Entry
 from retrieval_attn.batch.limits import Limits
+from retrieval_attn.batch.margin import Margin
 
 __all__ = ["Grants"]
 
 LEAST_SHARE = 1 / 8
 """Of a step's time, what readings get beside it even where the step alone takes longer than it should."""
+LEAST_ROOM = 1 / 4
+"""Of the time that a step leaves, what readings get at least, however uncertain it is what they take."""
 PATIENCE = 64
 """Ticks without a cell after which a reading gets one, whatever was measured."""
 FEW_TOKENS = 64
@@ -25,6 +28,7 @@ class Grants:
     A tick's cells are all of short readings or all of one long reading, whose chunks take longer: so that each kind's
     seconds per cell are known by themselves. While rows decode, whole cells are granted that fit what a step leaves of
     inter_token_seconds, and LEAST_SHARE of the step at least; where not even one fits, room is saved up until one does.
+    A margin stays free, as ticks took longer than expected: else half of them would be late.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -35,6 +39,8 @@ class Grants:
         self._saved = 0.0
         self._patience = PATIENCE
         self._long_waits = 0
+        self._margin = Margin(limits.inter_token_seconds)
+        self._expected: tuple[float, float] | None = None  # of the tick under way: when it began, its seconds
 
     def measured(self, read: Mapping[str, int], entries: Mapping[str, Entry], cell_seconds: float) -> None:
         """What a cell took, the mean of those in `read`; of the last two such numbers the larger is believed."""
@@ -49,8 +55,15 @@ class Grants:
         if rows and seconds > 0:
             self._decode, self._decoded_rows = seconds, rows
 
-    def plan(self, reading: Iterable[Entry], rows: int) -> tuple[tuple[str, int], ...]:
-        """Cells for readings, interactive ones first and each kind by age, beside a step of `rows` rows."""
+    def plan(self, reading: Iterable[Entry], rows: int, now: float) -> tuple[tuple[str, int], ...]:
+        """Cells for readings, interactive ones first and each kind by age, beside a step of `rows` rows.
+
+        now: seconds. What the last plan took until now is learned from.
+        """
+        if self._expected is not None:
+            began, seconds = self._expected
+            self._margin.learn(seconds, now - began)
+        self._expected = None
         order = sorted(reading, key=lambda entry: (not entry.interactive, entry.order))
         short = [entry for entry in order if not entry.is_long]
         long = [entry for entry in order if entry.is_long][:1]
@@ -63,12 +76,21 @@ class Grants:
         else:
             self._long_waits = 0
             turn = long or short
-        return tuple(self._share(turn, rows))
+        shares = tuple(self._share(turn, rows))
+        entries = {entry.job.id: entry for entry in order}
+        read = sum(cells * self._seconds(entries[name]) for name, cells in shares)
+        if rows and self._decode and read:
+            self._expected = now, self._step(rows) + read
+        return shares
+
+    def _step(self, rows: int) -> float:
+        """Seconds that a step of so many rows may take."""
+        return self._decode + self._limits.row_seconds * max(rows - self._decoded_rows, 0) if rows else 0.0
 
     def _share(self, turn: Iterable[Entry], rows: int) -> Iterator[tuple[str, int]]:
-        limits = self._limits
-        step = self._decode + limits.row_seconds * max(rows - self._decoded_rows, 0) if rows else 0.0
-        room = max(limits.inter_token_seconds - step, step * LEAST_SHARE)
+        limits, step = self._limits, self._step(rows)
+        left = limits.inter_token_seconds - step
+        room = max(left - self._margin.seconds if rows else left, left * LEAST_ROOM, step * LEAST_SHARE)
         for number, entry in enumerate(turn):
             cell = self._seconds(entry)
             cells = int(room / cell) if cell > 0 else 0

@@ -203,7 +203,7 @@ class Scheduler:
         return StepPlan(
             start=tuple(changes.start),
             decode=tuple(entry.job.id for entry in rows),
-            read=self._grants.plan(self._places.held[State.READING].values(), len(rows)),
+            read=self._grants.plan(self._places.held[State.READING].values(), len(rows), now),
             park=tuple(changes.park),
             resume=tuple(changes.resume),
             leave=leave,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -228,7 +229,7 @@ def kills(count: int, choice: random.Random, base: Path) -> Tally:
         moments.append(choice.choice(moments))
     for at, how in moments[:count]:
         with empty(base) as folder:
-            status = _in_child(lambda folder=folder, at=at, how=how: _die(scenario, folder, at, how))
+            status = _in_child(functools.partial(_die, scenario, folder, at, how))
             where = f"killed {how} operation {at}, {names[at]}"
             if not os.WIFSIGNALED(status):
                 tally.note(where, f"the process ended with status {status}", "")

@@ -23,6 +23,7 @@ from retrieval_attn.batch.bucket_group import BucketGroup
 from retrieval_attn.batch.bucket_pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.batch.bucket_refusals import Refusals
 from retrieval_attn.batch.chooser import Choice
+from retrieval_attn.batch.counts import StepClock
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.rows import require_rows
 from retrieval_attn.batch.rows import step as eager_step
@@ -67,14 +68,14 @@ class Stepped(NamedTuple):
 class BucketRunner:
     """See the module. One thread at a time. reason: why there are no graphs, once that is known of all; "" else."""
 
-    def __init__(self, model: PreTrainedModel, rows: int) -> None:
-        """rows: most rows of a graph. Nothing is captured, and no memory taken, before the first step."""
+    def __init__(self, model: PreTrainedModel, rows: int, clock: StepClock | None = None) -> None:
+        """rows: most rows of a graph. clock: of steps. Nothing is captured, no memory taken, before the first step."""
         self._model, self._most = unwrapped(model), 1 << max(0, rows - 1).bit_length()
         self._known = KnownModel(self._model)
         self._runtime: Runtime | None = None
         self._group: BucketGroup | None = None
         self._key: tuple[Any, ...] = ()
-        self._refusals = Refusals()
+        self._refusals, self._clock = Refusals(), clock or StepClock()
         self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
         self._gone: list[int] = []
         self._turn = threading.Lock()
@@ -120,7 +121,7 @@ class BucketRunner:
         served = set(graphed)
         apart = [row for row in range(len(caches)) if row not in served]
         choices = {} if isinstance(found, Tensor) else dict(zip(graphed, found, strict=True))
-        logits, errors = _eager(self._model, caches, inputs, apart) if apart else (None, {})
+        logits, errors = _eager((self._model, self._clock), caches, inputs, apart) if apart else (None, {})
         if isinstance(found, Tensor):
             logits = _in_order(found, graphed, logits, apart)
         return Stepped(choices, apart if draws is not None else range(len(caches)), logits, errors)
@@ -162,7 +163,7 @@ class BucketRunner:
                     return None
                 asked = None if draws is None else [draws[row] for row in rows]
                 own = [caches[row] for row in rows], [inputs[row] for row in rows]
-                found = self._group.replay(*own, asked, launched)
+                found = self._group.replay(*own, asked, launched, self._clock)
             except CaptureError as error:
                 self._end(str(error), caches)
                 return None
@@ -326,12 +327,15 @@ def _in_order(graphed: Tensor, rows: Sequence[int], logits: Tensor | None, apart
 
 
 def _eager(
-    model: PreTrainedModel, caches: Sequence[RetrievalCache], inputs: Sequence[tuple[int, int]], rows: Sequence[int]
+    model: tuple[PreTrainedModel, StepClock],
+    caches: Sequence[RetrievalCache],
+    inputs: Sequence[tuple[int, int]],
+    rows: Sequence[int],
 ) -> tuple[Tensor, Mapping[int, Exception]]:
     """Logits of these of the rows after an eager step, in order, and the errors of those that failed."""
     tokens, positions = zip(*(inputs[row] for row in rows), strict=True)
     try:
-        return eager_step(model, [caches[row] for row in rows], tokens, positions), {}
+        return eager_step(model[0], [caches[row] for row in rows], tokens, positions, model[1]), {}
     except RowsFailedError as error:
         return error.logits, {rows[row]: one for row, one in error.errors.items()}
 

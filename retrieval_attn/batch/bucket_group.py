@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from retrieval_attn.batch.bucket_pages import levels_for
 from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers, StepCosts
 from retrieval_attn.batch.bucket_states import StateBuffers
 from retrieval_attn.batch.chooser import Choice
+from retrieval_attn.batch.counts import StepClock
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import PagedLayers
@@ -110,17 +112,20 @@ class BucketGroup:
         inputs: Sequence[tuple[int, int]],
         draws: Sequence[RowDraw] | None = None,
         launched: Callable[[], None] | None = None,
+        clock: StepClock | None = None,
     ) -> Tensor | list[Choice | None]:
         """Logits (rows, vocabulary) float32 after one token in each cache, all of which `arrange` took in, or, with
         draws, what the rows chose; None: not finite.
 
-        inputs: token and position of each. launched: as in `Replay`. Raises CaptureError where no graph can be
-        captured, BackendError where the host or the exchange failed: the tokens then did not happen.
+        inputs: token and position of each. launched: as in `Replay`. clock: is told the seconds. Raises
+        CaptureError where no graph can be captured, BackendError where the host or the exchange failed: the tokens then
+        did not happen.
         """
         bucket = self._bucket
         assert bucket is not None
         places = [self.rows[id(cache)].place for cache in caches]
         by_place = None if draws is None else dict(zip(places, draws, strict=True))
+        began = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if not bucket.is_captured:  # the model itself runs
                 stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
@@ -135,6 +140,9 @@ class BucketGroup:
                 raise
         retrieving = sum(row.retrieves for row in self.rows.values())
         work = bucket.commit()  # at last: what raises before did not happen
+        if clock is not None:
+            clock.device += time.perf_counter() - began
+            clock.host += float(work[1].sum()) / 1e9 if retrieving else 0.0
         if retrieving:
             self._costs.add(*work, retrieving)
         return found

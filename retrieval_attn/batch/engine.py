@@ -20,16 +20,17 @@ from typing import Any, Protocol, Self
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.exact import ExactPool, RowPages
+from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.expected import Expected
 from retrieval_attn.batch.held import HeldCache
-from retrieval_attn.batch.job import Job
+from retrieval_attn.batch.intake import Intake
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.readings import Readings
 from retrieval_attn.batch.request import Reason, Request
-from retrieval_attn.batch.row import Row, known_tokens
+from retrieval_attn.batch.row import Row
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.stepper import Stepper
@@ -126,12 +127,16 @@ class Engine:
         size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
         self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, *size)
         self._outbox = Outbox()
-        self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail)
+        shared = self._tree, self._exact
+        self._intake = Intake(self._loop, self._outbox, self._saved, shared, self._empty.require_room)
+        self._counts = Counts()
+        self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail, self._counts)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, Row] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._readings = Readings(self._rows, self._scheduler, self._changed, (self._config, self._tree), self._fail)
+        caches = self._config, self._tree
+        self._readings = Readings(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
         self._warm_ups = WarmUps()
         self._closing = False
         self.died: BaseException | None = None  # what ended it in the middle of its work
@@ -146,25 +151,16 @@ class Engine:
         EngineFullError if too many wait or the engine is closed, and for a saved context what `LLM.open` raises: what
         is found only when its layers are opened ends the request as its error.
         """
-        saved = None if request.context is None else self._saved.find(request.context)
-        tokens = 0 if saved is None else saved.tokens
-        forgotten = 0 if saved is None else saved.forgotten_tokens
-        self._empty.require_room(tokens - forgotten + request.prompt_tokens + request.max_tokens)
         number = str(next(self._numbers))
         ticket = Ticket(number, lambda: self._abort(number))
-        pages = None if self._exact is None or saved is not None else RowPages(self._exact, request.parts)
-        row = Row(request, ticket, self._loop, self._outbox, saved, pages)
-        # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
-        known = 0 if self._tree is None else known_tokens(row, self._tree)
-        job = Job(
-            number, row.prompt_tokens + 1, request.max_tokens, 0, tokens, known, request.owner, request.priority
-        )  # fmt: skip
+        row = self._intake.row(request, ticket)
+        job = self._intake.job(number, row)
         with self._changed:
             self._require_open()
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
-            if saved is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
-                self._expected.add(number, saved.name)
+            if request.context is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
+                self._expected.add(number, request.context)
             self._changed.notify_all()
             return ticket
 
@@ -227,12 +223,13 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """waiting, rows: now; filled: share of slots that were filled in steps so far; shared: counts of the tree."""
+        """waiting, rows: now; filled: share of slots that were filled in steps so far; shared: counts of the tree; and
+        `Counts.plain`.
+        """
         with self._changed:
-            steps = self._stepper.steps
-            filled = self._stepper.filled / max(1, steps * self._limits.decoding_rows)
+            filled = self._counts.filled / max(1, self._counts.steps * self._limits.decoding_rows)
             now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
-            return {**now, "steps": steps, "shared": TreeStats() if self._tree is None else self._tree.stats}
+            return {**now, **self._counts.plain, "shared": TreeStats() if self._tree is None else self._tree.stats}
 
     def check(self) -> None:
         """Raise AssertionError unless pages, bytes, slots and references add up."""

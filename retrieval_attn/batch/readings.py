@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.job import State
-from retrieval_attn.batch.row import Row, begins_as
+from retrieval_attn.batch.row import Row, begins_as, found_tokens
 from retrieval_attn.batch.scheduler import Scheduler
 from retrieval_attn.batch.short_read import PackedRead, ShortRead, paused
 from retrieval_attn.batch.tree import Tree
@@ -42,12 +43,14 @@ class Readings:
         changed: threading.Condition,
         caches: tuple[Config, Tree | None],
         fail: Fail,
+        counts: Counts,
     ) -> None:
         """rows: all of the engine, by number. changed: held while the scheduler is asked. caches: what new ones have,
-        and where those that others read lie.
+        and where those that others read lie. counts: is told what prompts began with.
         """
         self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
         self._config, self._tree = caches
+        self._counts = counts
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: PackedRead | None = None
         self._pack_cell_seconds = 0.0  # of the last one
@@ -92,6 +95,7 @@ class Readings:
                 self._note_shared(number, self._rows[number])
                 if self._rows[number].is_read:
                     done.append(number)
+                    self._counts.found(found_tokens(self._rows[number]))
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.counts import TierTokens
 from retrieval_attn.batch.exact import RowPages
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.ids import Ids, int32_row
@@ -52,7 +53,7 @@ class Row:
         self.logits: Tensor | None = None
         self.read: PausedRead | ShortRead | None = None
         self.tokens: list[int] = []
-        self.cached_tokens = self.noted_tokens = 0
+        self.cached_tokens = self.noted_tokens = self._brought = 0  # _brought: from the store, by this row
         self.ended = False
         self._loop, self._teller = loop, Teller(ticket, outbox, loop.tokenizer, request.stop)
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
@@ -197,6 +198,7 @@ class Row:
         cache, self._opened = opening.result()
         cache.in_batch = True
         self._done, self.cached_tokens = 1, self._saved.tokens
+        self._brought = self._saved.tokens
         cache.require_room(self.request.prompt_tokens + self.request.max_tokens)
         self._go_on(cache, tree)
 
@@ -266,15 +268,28 @@ class Row:
         """Claim the next part; whether somebody else reads it."""
         if self._claim is None:
             start = self._ends[self._done - 1] if self._done else 0
-            ids = self._ids[: self._ends[self._done]]
-            match = tree.match(ids[: start + 1], self.request.namespace, in_memory=True, leased=True, again=True)
-            assert match.lease is not None
-            if match.length != start:  # what precedes was given up meanwhile: nobody can continue it there
-                match.lease.release()
-                return False
-            self._claim = tree.pending(match, ids[start:], self._namespace(self._done))
-            match.lease.release()
+            spaces = self.request.namespace, self._namespace(self._done)
+            self._claim = claimed(tree, self._ids[: self._ends[self._done]], start, spaces)
         return self._waits()
+
+
+def found_tokens(row: Row) -> TierTokens:
+    """Of a row's prompt, the tokens that were there, by where they were."""
+    exact = None if row.cache is None else row.cache.batch.exact
+    known = row.cached_tokens - row._brought
+    paged = 0 if exact is None else min(exact.tokens, known)
+    return TierTokens(paged, known - paged, row._brought)
+
+
+def claimed(tree: Tree, ids: Ids, start: int, namespaces: tuple[Namespace, Namespace]) -> Claim | None:
+    """A claim to read ids behind the first `start`; None: these were given up meanwhile, and nobody can continue them.
+
+    namespaces: of who asks, and of what is read.
+    """
+    match = tree.match(ids[: start + 1], namespaces[0], in_memory=True, leased=True, again=True)
+    assert match.lease is not None
+    with match.lease:
+        return tree.pending(match, ids[start:], namespaces[1]) if match.length == start else None
 
 
 def known_tokens(row: Row, tree: Tree) -> int:

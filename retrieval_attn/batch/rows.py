@@ -7,6 +7,7 @@ were alone. A row joins by being in the list and leaves by not being in it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from retrieval_attn.batch.counts import StepClock
 from retrieval_attn.batch.row_states import RowsState
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
@@ -40,12 +42,16 @@ _plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyD
 
 @torch.no_grad()
 def step(
-    model: PreTrainedModel, caches: Items[RetrievalCache], tokens: Items[int] | Tensor, positions: Items[int] | Tensor
+    model: PreTrainedModel,
+    caches: Items[RetrievalCache],
+    tokens: Items[int] | Tensor,
+    positions: Items[int] | Tensor,
+    clock: StepClock | None = None,
 ) -> Tensor:
     """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
 
     caches: of one sequence each, filled by this model. tokens, positions: (rows,), the new token of each and its
-    position; int64 on the model's input device, or numbers. No rows give (0, vocabulary).
+    position; int64 on the model's input device, or numbers. No rows give (0, vocabulary). clock: is told the seconds.
 
     Raises CacheMismatchError before anything happens for a cache that cannot take part, ShapeError for lists of
     different lengths. Raises RowsFailedError, with the logits, where some rows' search failed: the others have their
@@ -59,10 +65,12 @@ def step(
         return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
     logits: list[tuple[list[int], Tensor]] = []
     errors: dict[int, Exception] = {}
+    plans = _plans.setdefault(model, StepPlans())
+    before, began = plans.host_seconds, time.perf_counter()
     try:
         with using_retrieval(model, caches[0].config.prefill_chunk):
             for rows in position_groups(model, places):
-                together = RowsCache([caches[row] for row in rows], _plans.setdefault(model, StepPlans()))
+                together = RowsCache([caches[row] for row in rows], plans)
                 own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
                 found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
                 together.finish()
@@ -72,6 +80,9 @@ def step(
         for cache in caches:
             cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
         raise
+    if clock is not None:
+        clock.host += plans.host_seconds - before
+        clock.device += time.perf_counter() - began
     result = logits[0][1]
     if len(logits) > 1:
         result = torch.empty(len(caches), result.shape[1], dtype=result.dtype, device=result.device)
@@ -292,10 +303,11 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
                     continue
                 if exact is not None and isinstance(layer, RetrievalLayer):
                     layer.exact_part = Partial(exact.out[own], exact.lse[own])
-                place = self._rows.spec_of(row, layer.columns, spec)
+                place, before = self._rows.spec_of(row, layer.columns, spec), layer.stats.host_seconds
                 out[own] = layer.attend(
                     module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
                 )
+                self._rows.plans.host_seconds += layer.stats.host_seconds - before
             except Exception as error:
                 self._rows.fail(row, error)
         if together:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket import BucketRunner, Stepped
 from retrieval_attn.batch.chooser import Choice, Chooser
+from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.outbox import Outbox
@@ -38,22 +39,20 @@ class Decoded(NamedTuple):
 
 
 class Stepper:
-    """See the module. Belongs to the engine's thread. steps, filled: how many there were, and how many rows in all."""
+    """See the module. Belongs to the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, limits: Limits, outbox: Outbox, fail: Fail) -> None:
-        """outbox: of the rows; it is sent while graphs run."""
+    def __init__(self, model: PreTrainedModel, limits: Limits, outbox: Outbox, fail: Fail, counts: Counts) -> None:
+        """outbox: of the rows; it is sent while graphs run. counts: is told of the steps."""
         self._chooser = Chooser(limits.rows, model.device)
-        self._runner = BucketRunner(model, limits.decoding_rows)
+        self._runner = BucketRunner(model, limits.decoding_rows, counts.clock)
         self._outbox, self._fail = outbox, fail
-        self.steps = self.filled = 0
+        self._counts = counts
 
     def decode(self, rows: Mapping[str, Row], failed: list[str]) -> Decoded:
         """One token for each of these rows. Who fails is added to failed."""
         if not rows:
             return Decoded()
         began = time.perf_counter()
-        self.steps += 1
-        self.filled += len(rows)
         fed = {number: row for number, row in rows.items() if row.logits is None}
         stepped = self._step(fed, failed) if fed else Stepped({}, (), None, {})
         names = list(fed)
@@ -76,7 +75,9 @@ class Stepper:
                 ended.append(number)
             else:
                 tokens.append(number)
-        return Decoded(ended, tokens, time.perf_counter() - began, len(stepped.choices) == len(rows))
+        seconds = time.perf_counter() - began
+        self._counts.stepped(len(rows), sum(map(_spilled, rows.values())), seconds)
+        return Decoded(ended, tokens, seconds, len(stepped.choices) == len(rows))
 
     @torch.no_grad()
     def rehearse(
@@ -99,6 +100,7 @@ class Stepper:
                     raise error
         finally:
             self._runner.vacate()
+            self._counts.clock.take()  # these were nobody's steps
 
     def close(self) -> None:
         """Give all rows windows of their own, and let go of graphs."""
@@ -127,3 +129,11 @@ class Stepper:
         draws = [row.request.draw for row in rows.values()]
         found = self._chooser(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()])
         return dict(zip(rows, found, strict=True))
+
+
+def _spilled(row: Row) -> bool:
+    """Whether the row's full windows moved tokens to the host since the last look."""
+    if row.cache is None:
+        return False
+    spilled, row.cache.batch.spilled = row.cache.batch.spilled, False
+    return spilled

@@ -95,6 +95,7 @@ class HeldTokens:
         gets the whole tail, too; otherwise only what it needs now, and the caller does the rest later: `prepare_spill`.
         """
         moved = max(0, self.window.tail_len - self._config.window)
+        self._batch.spilled |= moved > 0
         if flush or self.host_columns < self.tail_start + moved:
             self.flush()
         self._drop_oldest(moved)

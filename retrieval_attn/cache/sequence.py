@@ -75,7 +75,8 @@ class Batch:
     forgotten: what no token attends to from now on; columns count them still. exact: the first columns, where they lie
     in pages and not in the layers; None: they do not.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
-    broken: why nothing can follow, a forward failed half-way; "" else.
+    broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
+    until somebody who counts that says False.
     """
 
     def __init__(self) -> None:
@@ -88,6 +89,7 @@ class Batch:
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
         self.broken = ""
+        self.spilled = False
 
     def start(self, rows: int) -> None:
         """Make the sequences of an empty batch. Raises CacheMismatchError if there are others than `rows`, or if it is

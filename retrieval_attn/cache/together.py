@@ -64,13 +64,14 @@ class RowAsks(NamedTuple):
 class StepPlans:
     """Steps over the paths of several caches, kept from token to token. A path that is gone is let go of.
 
-    exact: the same of prefixes in pages.
+    exact: the same of prefixes in pages. host_seconds: that rows' keys were searched and attended to, since the start.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[Hashable, _KeptStep] = {}
         self.exact = PrefixPlans()
+        self.host_seconds = 0.0
 
     def ask(
         self, key: Hashable, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring
@@ -263,7 +264,9 @@ def _retrieved(
     for key, group in groups.items():
         began = time.perf_counter()
         answers = _answers(plans, key, [asks[i] for i in group], queries[group], scoring, errors)
-        seconds = (time.perf_counter() - began) / len(group)
+        seconds = time.perf_counter() - began
+        plans.host_seconds += seconds
+        seconds /= len(group)
         for i, answer in zip(group, answers, strict=True):
             if answer is None:
                 continue

@@ -6,6 +6,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from retrieval_attn.batch.counts import TierTokens
+
 __all__ = ["Metrics"]
 
 PREFIX = "retrieval_attn:"
@@ -21,6 +23,29 @@ SHARED = {
     "tokens_asked": "Tokens that were looked up in the tree since the start",
     "tokens_hit": "Of these, found",
 }
+ENGINE = {
+    "steps": "Steps of the engine, each a token of every row",
+    "step_seconds": "Seconds of the engine's steps",
+    "host_seconds": "Of these, the host searched and attended",
+    "waiting_seconds": "Of these, no model ran, or it may have waited for the host",
+    "spills": "Rows whose full window moved tokens to the host, in a step each",
+}
+TIERS = {
+    "hits": "Requests that found a beginning of their prompt, by where",
+    "hit_tokens": "Tokens of prompts that were found, by where",
+}
+
+
+class Following:
+    """A counter that follows one of the engine's, which begins anew when the engine's process does."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter, self._last = counter, 0.0
+
+    def follow(self, value: float) -> None:
+        """The engine's shows this now."""
+        self._counter.inc(value - self._last if value >= self._last else value)
+        self._last = value
 
 
 class Metrics:
@@ -41,8 +66,15 @@ class Metrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait in the engine now")
         self._first_waiting = self._gauge("num_requests_without_token", "Requests that wait for their first token now")
         self._filled = self._gauge("slots_filled_ratio", "Share of rows that were filled in the steps so far")
-        self._steps = self._gauge("engine_steps", "Steps of the engine since its start")
         self._up = self._gauge("engine_up", "1 while the engine answers")
+        self._engine = {name: Following(self._counter(f"engine_{name}", text)) for name, text in ENGINE.items()}
+        self._damaged = Following(self._counter("damaged_blocks", "Blocks of saved contexts that were found damaged"))
+        tiers = {name: self._counter(f"tier_{name}", text, "tier") for name, text in TIERS.items()}
+        self._tiers = {
+            (name, tier): Following(counter.labels(tier))
+            for name, counter in tiers.items()
+            for tier in TierTokens._fields
+        }
         self._shared = {name: self._gauge(f"prefix_{name}", text) for name, text in SHARED.items()}
 
     def http(self, method: str, path: str, status: int) -> None:
@@ -77,7 +109,11 @@ class Metrics:
             self._running.set(stats["rows"])
             self._waiting.set(stats["waiting"])
             self._filled.set(stats["filled"])
-            self._steps.set(stats["steps"])
+            self._damaged.follow(stats["damaged_blocks"])
+            for name, counter in self._engine.items():
+                counter.follow(stats[name])
+            for (name, tier), counter in self._tiers.items():
+                counter.follow(stats[name][tier])
             for name, gauge in self._shared.items():
                 gauge.set(stats["shared"][name])
         return generate_latest(self._registry)

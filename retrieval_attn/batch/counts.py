@@ -1,0 +1,89 @@
+"""Counts: what an engine's steps took and what its requests found, since its start. Imports no torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Counts", "StepClock", "TierTokens"]
+
+
+class StepClock:
+    """Seconds of a step. host: the host searched and attended. device: forwards and replays ran, `host` among them.
+
+    A device computes its own part of a layer while the host works: `host` is at least what it waited for. Belongs to
+    the thread that steps.
+    """
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def take(self) -> tuple[float, float]:
+        """What it shows, host and device; it begins anew."""
+        shown = self.host, self.device
+        self.host = self.device = 0.0
+        return shown
+
+
+class TierTokens(NamedTuple):
+    """Tokens of a prompt that were there, by where: in an engine's pages, in memory, or in a store's files."""
+
+    device: int = 0
+    memory: int = 0
+    disk: int = 0
+
+
+class Counts:
+    """steps, filled: how many there were, and rows in all. seconds: of steps. host: of these, the host searched and
+    attended. waiting: these, and those in which no forward and no replay ran. spills: rows whose full window moved
+    tokens to the host, in a step each. hits, hit_tokens: requests that found something in a tier, and what. damaged:
+    blocks of saved contexts.
+
+    Any thread may read and call `note_damage`; all else belongs to the engine's.
+    """
+
+    def __init__(self) -> None:
+        self.clock = StepClock()
+        self.steps = self.filled = self.spills = self.damaged = 0
+        self.seconds = self.host = self.waiting = 0.0
+        self.hits, self.hit_tokens = TierTokens(), TierTokens()
+        self._lock = threading.Lock()
+
+    def stepped(self, rows: int, spills: int, seconds: float) -> None:
+        """A step of so many rows is over; what of it the host and the model had is on the clock."""
+        host, device = self.clock.take()
+        self.steps += 1
+        self.filled += rows
+        self.spills += spills
+        self.seconds += seconds
+        self.host += host
+        self.waiting += host + max(0.0, seconds - device)
+
+    def found(self, tokens: TierTokens) -> None:
+        """A request has its prompt, of which so many tokens were there."""
+        self.hits = TierTokens(*_sums(self.hits, [int(count > 0) for count in tokens]))
+        self.hit_tokens = TierTokens(*_sums(self.hit_tokens, tokens))
+
+    def note_damage(self, blocks: int) -> None:
+        """So many blocks of a saved context do not have their checksums."""
+        with self._lock:
+            self.damaged += blocks
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Numbers alone; host_seconds is part of waiting_seconds, and that of step_seconds."""
+        return {
+            "steps": self.steps,
+            "step_seconds": self.seconds,
+            "host_seconds": self.host,
+            "waiting_seconds": self.waiting,
+            "spills": self.spills,
+            "hits": self.hits._asdict(),
+            "hit_tokens": self.hit_tokens._asdict(),
+            "damaged_blocks": self.damaged,
+        }
+
+
+def _sums(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(one, other, strict=True)]

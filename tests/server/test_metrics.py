@@ -1,0 +1,106 @@
+"""What a server's metrics say of its engine: each is made to move, on a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from retrieval_attn.batch.counts import Counts, TierTokens
+from retrieval_attn.server.metrics import SHARED, Metrics
+from tests.server.process import QUESTION, document, serving
+
+CHAT = "/v1/chat/completions"
+SECONDS = ("engine_step_seconds_total", "engine_waiting_seconds_total", "engine_host_seconds_total")
+
+
+def samples(http: httpx.Client) -> dict[str, float]:
+    """Numbers by name and labels, without the prefix."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith("retrieval_attn:")]
+    return {
+        name.removeprefix("retrieval_attn:"): float(value) for name, _, value in (one.rpartition(" ") for one in lines)
+    }
+
+
+def moved(http: httpx.Client, before: dict[str, float], what: str) -> dict[str, float]:
+    """By tier, how much more there is of it."""
+    now = samples(http)
+    keys = {tier: f'tier_{what}_total{{tier="{tier}"}}' for tier in TierTokens._fields}
+    return {tier: now[key] - before[key] for tier, key in keys.items()}
+
+
+def asked(http: httpx.Client, **options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": QUESTION}]
+    if "model" not in options:
+        messages.insert(0, {"role": "system", "content": document()})
+    body = {"model": "bundled", "messages": messages, "temperature": 0, "max_tokens": 12, **options}
+    reply = http.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_steps_spills_and_tiers(tmp_path: Path) -> None:
+    """Of a server that saves a context, and of the one that opens it and has prefixes beside the model."""
+    store = "--store", str(tmp_path / "store"), "--warm-up", "0"
+    with serving(*store, "--window", "64") as served, served.client() as http:
+        first = samples(http)
+        assert first["engine_steps_total"] == first["engine_spills_total"] == first["damaged_blocks_total"] == 0
+        assert cached(asked(http)) == 0 and not any(moved(http, first, "hits").values())
+        known = cached(asked(http))
+        assert known > 800
+        assert moved(http, first, "hits") == {"device": 0, "memory": 1, "disk": 0}
+        assert moved(http, first, "hit_tokens") == {"device": 0, "memory": known, "disk": 0}
+        some = samples(http)
+        step, waiting, host = (some[name] for name in SECONDS)
+        assert some["engine_steps_total"] >= 10 and 0 < host <= waiting < step
+        assert some["engine_spills_total"] == 0
+        # 512 tokens gather behind the window, then they move to the host
+        body = {"model": "bundled", "prompt": document(), "max_tokens": 600, "temperature": 0}
+        tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
+        assert tokens > 512 and samples(http)["engine_spills_total"] == tokens // 512
+        saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
+    with serving(*store, "--exact-tokens", "1024") as served, served.client() as http:
+        first = samples(http)
+        assert cached(asked(http, model="bundled@book")) == saved["tokens"]
+        assert moved(http, first, "hit_tokens") == {"device": 0, "memory": 0, "disk": saved["tokens"]}
+        assert cached(asked(http, model="bundled@book")) == saved["tokens"]
+        assert moved(http, first, "hits") == {"device": 0, "memory": 1, "disk": 1}
+        asked(http)
+        known = cached(asked(http))
+        assert moved(http, first, "hits") == {"device": 1, "memory": 1, "disk": 1}
+        assert moved(http, first, "hit_tokens")["device"] == known > 800
+        assert samples(http)["damaged_blocks_total"] == 0
+
+
+def test_the_share_of_waiting() -> None:
+    """What the model did not take of a step, and what the host took of the model's time, is waiting."""
+    counts = Counts()
+    counts.clock.host, counts.clock.device = 9.0, 9.0
+    counts.clock.take()  # a warm-up's
+    for host, device, seconds in ((0.25, 0.75, 1.0), (0.0, 1.0, 1.0)):
+        counts.clock.host, counts.clock.device = host, device
+        counts.stepped(2, 1, seconds)
+    plain = counts.plain
+    assert (plain["steps"], plain["spills"], counts.filled) == (2, 2, 4)
+    assert (plain["step_seconds"], plain["host_seconds"], plain["waiting_seconds"]) == (2.0, 0.25, 0.5)
+
+
+def test_counters_go_on_when_an_engine_begins_anew() -> None:
+    """A process of its own that was lost counts from 0 again; the server's counters never go back."""
+    metrics = Metrics()
+    stats: dict[str, Any] = {
+        "rows": 0,
+        "waiting": 0,
+        "filled": 0.0,
+        "shared": dict.fromkeys(SHARED, 0),
+        **Counts().plain,
+    }
+    for spills, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
+        text = metrics.text({**stats, "spills": spills}, 0).decode()
+        assert f"retrieval_attn:engine_spills_total {total}.0" in text

@@ -129,7 +129,12 @@ class UnknownContextError(StoreError):
 
 
 class StoreDamagedError(StoreError):
-    """A saved context whose bytes are not those that were written; nothing of it may be used."""
+    """A saved context whose bytes are not those that were written; nothing of it may be used.
+
+    blocks: that are known to be damaged, at least.
+    """
+
+    blocks = 1
 
 
 class StoreMismatchError(StoreError):

@@ -14,6 +14,7 @@ import retrieval_attn as ra
 from retrieval_attn.batch import saved_text
 from retrieval_attn.batch.engine import Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.engine import late_check
 from retrieval_attn.errors import (
     AdmissionError,
     ContextLengthError,
@@ -204,29 +205,114 @@ def test_what_is_refused_at_once(store: ContextStore) -> None:
         assert engine.stats["waiting"] == engine.stats["rows"] == 0
 
 
-@pytest.mark.parametrize("array", ["tail/key", "host/0/values"])
-def test_damage_fails_who_names_it(array: str, store: ContextStore) -> None:
-    """Found while it is opened or, in keys and values, beside the answer: an error, and the others are answered."""
-    llm = llm_of()
-    read(llm, 900, 3).save("book", store=store)
-    node = store.get(store.resolve("book").digest)
+def damage(store: ContextStore, name: str, array: str, *, bits: int = 1, count: int = 1) -> None:
+    """Change bytes of an array of the context's second layer, one in four. bits: that are turned in each of them."""
+    node = store.get(store.resolve(name).digest)
     (path,) = [one for one in store.files(node.digest) if "001" in one.name]
     data = bytearray(path.read_bytes())
     at = data.find(node.bundle("layer-001", verify=False).arrays[array].tobytes()[:64])
     assert at > 0
-    data[at + 5] ^= 1
+    for place in range(at + 3, at + 3 + 4 * count, 4):
+        data[place] ^= bits
     del node
     path.chmod(0o600)
     path.write_bytes(bytes(data))
+
+
+LATER = ("host/0/keys", "host/0/values")
+
+
+@pytest.mark.parametrize(
+    ("array", "late"), [("tail/key", True), ("host/0/values", False), *((one, True) for one in LATER)]
+)
+def test_damage_is_a_miss(
+    array: str, late: bool, store: ContextStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found while it is opened or beside the answer: its tokens are read again, once for all, with its own options, and
+    the answers are those from before. Damage is counted and told once; a repair is taken up.
+    """
+    monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(saved_text, "WHOLE_BYTES", 0 if late else 1 << 30)
+    llm, requests = llm_of(), [Request((ids(5, n),), 200, context="book", stop_ids=NEVER) for n in range(3)]
+    read(llm_of(config=CONFIG.replace(retrieve=7)), 900, 3).save("book", store=store)
+    with Engine(llm, store=store) as engine:
+        expected = [ticket.result().tokens for ticket in [engine.submit(one) for one in requests]]
+    damage(store, "book", array)
     with Engine(llm, store=store) as engine:
         beside = engine.submit(Request((ids(40, 1),), 200, stop_ids=NEVER))
-        tickets = [engine.submit(Request((ids(5, n),), 200, context="book", stop_ids=NEVER)) for n in range(3)]
+        tickets = [engine.submit(one) for one in requests]
+        events = [[event.token for event in ticket] for ticket in tickets]
         found = [ticket.result() for ticket in tickets]
-        assert {type(one.error) for one in found} == {StoreDamagedError} and {one.reason for one in found} == {"error"}
-        assert beside.result().reason == "length"
+        assert [one.tokens for one in found] == expected and [tuple(one) for one in events] == expected
+        assert sorted(one.cached_tokens for one in found) == [0, 900, 900] and beside.result().reason == "length"
+        assert engine.submit(requests[0]).result().cached_tokens == 900
         engine.check()
-        read(llm, 900, 3).save("book", store=store)  # a repair is taken up
-        assert engine.submit(Request((ids(5, 1),), 4, context="book", stop_ids=NEVER)).result().error is None
+        assert engine.stats["damaged_blocks"] == 1
+        assert len([one for one in caplog.records if "'book' is damaged" in one.getMessage()]) == 1
+        read(llm, 900, 3).save("book", store=store)  # other options: the same context is not repaired by it
+        read(llm_of(config=CONFIG.replace(retrieve=7)), 900, 3).save("book", store=store)
+        assert not store.verify()
+        repaired: list[Finished] = []
+        assert max(forwards(llm, lambda: repaired.append(engine.submit(requests[1]).result()))) < 900
+        assert repaired[0].tokens == expected[1] and repaired[0].cached_tokens == 900
+    with Engine(llm, store=store) as engine:
+        assert engine.submit(requests[0]).result().cached_tokens == 900
+
+
+def test_damage_that_was_marked_is_read_at_once(store: ContextStore, openings: list[str]) -> None:
+    """A later engine does not open it; a file that is cut or gone is damage, too."""
+    llm, request = llm_of(), Request((ids(5, 1),), 9, context="book", stop_ids=NEVER)
+    read(llm, 900, 3).save("book", store=store)
+    with Engine(llm, store=store) as engine:
+        expected = engine.submit(request).result().tokens
+    paths = store.files(store.resolve("book").digest)
+    (path,) = [one for one in paths if "001" in one.name]
+    for change in (lambda: path.chmod(0o600), lambda: path.write_bytes(path.read_bytes()[:-100]), path.unlink):
+        change()
+        openings.clear()
+        with Engine(llm, store=store) as engine:
+            found = [engine.submit(request).result() for _ in range(2)]
+        assert [one.tokens for one in found] == [expected] * 2
+    assert [one.cached_tokens for one in found] == [0, 900] and not openings
+
+
+def test_an_answer_that_damage_changed_ends_with_an_error(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told of it cannot be taken back; who asks again is answered."""
+    monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(saved_text, "WHOLE_BYTES", 0)
+    llm, request = llm_of(), Request((ids(5, 1),), 400, context="book", stop_ids=NEVER)
+    read(llm, 900, 3).save("book", store=store)
+    with Engine(llm, store=store) as engine:
+        expected = engine.submit(request).result().tokens
+    damage(store, "book", "host/0/values", bits=2, count=4000)
+    with Engine(llm, store=store) as engine:
+        found = engine.submit(request).result()
+        assert isinstance(found.error, StoreDamagedError) and "Ask again" in str(found.error)
+        assert engine.submit(request).result().tokens == expected
+        engine.check()
+
+
+def test_ids_that_are_damaged_are_an_error(store: ContextStore) -> None:
+    """And so is a context that forgot a part: nobody knows what it held."""
+    llm, request = llm_of(), Request((ids(5, 1),), 9, context="book", stop_ids=NEVER)
+    read(llm, 900, 3).save("book", store=store)
+    read(llm, 900, 4).forget(4, 400).save("cut", store=store)
+    damage(store, "cut", "tail/key")
+    (path,) = [one for one in store.files(store.resolve("book").digest) if one.stem == "ids"]
+    data = bytearray(path.read_bytes())
+    data[4096 + 40] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(bytes(data))
+    with Engine(llm, store=store) as engine:
+        for _ in range(2):
+            with pytest.raises(StoreDamagedError, match="ids"):
+                engine.submit(request)
+        cut = engine.submit(Request((ids(5, 1),), 9, context="cut", stop_ids=NEVER)).result()
+        assert isinstance(cut.error, StoreDamagedError)
+        with pytest.raises(StoreDamagedError, match="forgotten"):
+            engine.submit(Request((ids(5, 1),), 9, context="cut", stop_ids=NEVER))
+        assert engine.submit(Request((ids(40, 1),), 9, stop_ids=NEVER)).result().error is None
+        engine.check()
 
 
 def test_rows_go_on_while_a_context_is_opened(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,12 @@ from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.expected import Expected
 from retrieval_attn.batch.held import HeldCache
-from retrieval_attn.batch.intake import Intake
+from retrieval_attn.batch.intake import Intake, begun_again
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.readings import Readings
 from retrieval_attn.batch.request import Reason, Request
-from retrieval_attn.batch.row import Row
+from retrieval_attn.batch.row import Row, damage_of
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.batch.stepper import Stepper
@@ -111,25 +111,24 @@ class Engine:
         many as all rows can need, in at most half of a GPU's free memory, or a quarter of the requests'. exact_int8:
         rows of these pages are int8: half the bytes of 16-bit ones, and slower to attend to. Raises ConfigError.
         """
-        self._loop = AnswerLoop(unwrapped(llm.model), llm.tokenizer)
+        self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
         self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
         self._template = PromptTemplate.of(llm.tokenizer)
         digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
-        self._saved = SavedTexts(self._loop, self._config, digest, store)
+        self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
         self._empty = RetrievalCache(self._loop.model, self._config)
         self._scheduler = Scheduler(self._limits)
-        if shared_bytes is None:
-            shared_bytes = self._limits.host_bytes // 4
+        shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
         self._tree = Tree() if shared_bytes else None
         self._shared_bytes = shared_bytes
         stored = self._config.replace(host_dtype="int8" if exact_int8 else "auto")
         size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
         self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, *size)
         self._outbox = Outbox()
-        shared = self._tree, self._exact
-        self._intake = Intake(self._loop, self._outbox, self._saved, shared, self._empty.require_room)
-        self._counts = Counts()
+        self._intake = Intake(
+            self._loop, self._outbox, self._saved, (self._tree, self._exact), self._empty.require_room
+        )
         self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail, self._counts)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, Row] = {}
@@ -151,18 +150,20 @@ class Engine:
         EngineFullError if too many wait or the engine is closed, and for a saved context what `LLM.open` raises: what
         is found only when its layers are opened ends the request as its error.
         """
-        number = str(next(self._numbers))
-        ticket = Ticket(number, lambda: self._abort(number))
-        row = self._intake.row(request, ticket)
-        job = self._intake.job(number, row)
+        ticket = Ticket(str(next(self._numbers)), lambda: self._abort(ticket))
+        self._enter(self._intake.row(request, ticket))
+        return ticket
+
+    def _enter(self, row: Row) -> None:
+        number = row.ticket.id if row.before is None else str(next(self._numbers))
+        job, context = self._intake.job(number, row), None if row.lost else row.request.context
         with self._changed:
             self._require_open()
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
-            if request.context is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
-                self._expected.add(number, request.context)
+            if context is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
+                self._expected.add(number, context)
             self._changed.notify_all()
-            return ticket
 
     def ask(self, text: str | Sequence[int], question: Question, *, raw: bool = False, **options: Any) -> Ticket:
         """Submit a question about a text, put as `Context.ask` puts it; equal texts are read once.
@@ -223,9 +224,7 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """waiting, rows: now; filled: share of slots that were filled in steps so far; shared: counts of the tree; and
-        `Counts.plain`.
-        """
+        """waiting, rows: now; filled: share of slots filled in steps; shared: the tree's counts; and `Counts.plain`."""
         with self._changed:
             filled = self._counts.filled / max(1, self._counts.steps * self._limits.decoding_rows)
             now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
@@ -262,9 +261,10 @@ class Engine:
         if self._closing or self.died is not None:
             raise EngineFullError("The engine is closed; make another.") from self.died
 
-    def _abort(self, number: str) -> None:
+    def _abort(self, ticket: Ticket) -> None:
         with self._changed:
-            self._scheduler.abort(number)
+            for number in [number for number, row in self._rows.items() if row.ticket is ticket]:
+                self._scheduler.abort(number)
             self._changed.notify_all()
 
     # -- the engine's thread -------------------------------------------------------------------------
@@ -302,11 +302,13 @@ class Engine:
     def _do(self, plan: StepPlan) -> Results:
         failed: list[str] = []
         for number in plan.leave:
-            row = self._rows.pop(number)
+            row = self._rows[number]
             self._expected.remove(number)
             reason: Reason = "length" if len(row.tokens) >= row.request.max_tokens else "cancelled"
+            if reason == "length" and (damage := damage_of(row)) is not None:
+                self._fail(number, damage, failed)
             row.finish(reason)
-            row.leave()
+            self._rows.pop(number).leave()
         for number in plan.start:
             self._expected.remove(number)
         if not self._replays:
@@ -323,10 +325,12 @@ class Engine:
         )  # fmt: skip
 
     def _fail(self, number: str, error: BaseException, failed: list[str]) -> None:
-        """This request ends with its error; the others go on."""
-        log.warning("request %s failed: %s: %s", number, type(error).__name__, error)
-        self._rows[number].finish("error", error)
+        """This request ends with its error, or begins again without what was damaged; the others go on."""
+        row = self._rows[number]
         failed.append(number)
+        if not begun_again(row, error, self._intake, self._enter):
+            log.warning("request %s failed: %s: %s", number, type(error).__name__, error)
+            row.finish("error", error)
 
     def _give_up(self) -> None:
         """Prefixes that nobody uses, where they or requests need more than there is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from retrieval_attn.answer_loop import AnswerLoop
@@ -13,8 +14,11 @@ from retrieval_attn.batch.row import Row, known_tokens
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
+from retrieval_attn.errors import RetrievalAttentionError, StoreDamagedError
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "begun_again"]
+
+log = logging.getLogger(__name__)
 
 
 class Intake:
@@ -31,18 +35,33 @@ class Intake:
         self._tree, self._exact = shared
         self._require_room = require_room
 
-    def row(self, request: Request, ticket: Ticket) -> Row:
-        """Raises ContextLengthError, AdmissionError, and for a saved context what `LLM.open` raises."""
-        saved = None if request.context is None else self._saved.find(request.context)
+    def row(self, request: Request, ticket: Ticket, before: Row | None = None) -> Row:
+        """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
+        AdmissionError, and for a saved context what `LLM.open` raises.
+        """
+        saved = None if request.context is None else self._saved.find(request.context, lost=before is not None)
         held = 0 if saved is None else saved.tokens - saved.forgotten_tokens
         self._require_room(held + request.prompt_tokens + request.max_tokens)
         pages = None if self._exact is None or saved is not None else RowPages(self._exact, request.parts)
-        return Row(request, ticket, self._loop, self._outbox, saved, pages)
+        return Row(request, ticket, self._loop, self._outbox, saved, pages, before)
 
     def job(self, number: str, row: Row) -> Job:
         """The row as the scheduler sees it."""
-        request, opened = row.request, row.prompt_tokens - row.request.prompt_tokens
+        request, opened = row.request, 0 if row.lost else row.prompt_tokens - row.request.prompt_tokens
         known = 0 if self._tree is None else known_tokens(row, self._tree)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         tokens = row.prompt_tokens + 1
         return Job(number, tokens, request.max_tokens, 0, opened, known, request.owner, request.priority)
+
+
+def begun_again(row: Row, error: BaseException, intake: Intake, enter: Callable[[Row], None]) -> bool:
+    """Whether another row has the request from now on, which reads what this one found in damaged files. Once."""
+    if not isinstance(error, StoreDamagedError) or row.request.context is None or row.before is not None:
+        return False
+    try:
+        enter(intake.row(row.request, row.ticket, row))
+    except RetrievalAttentionError as refusal:
+        log.warning("request %s cannot begin again: %s", row.ticket.id, refusal)
+        return False
+    row.ended = True
+    return True

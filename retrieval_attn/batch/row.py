@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -37,15 +38,17 @@ class Row:
 
     logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
     first. tokens: of the answer. cached_tokens: of the prompt, not read for it; noted_tokens: that the scheduler knows
-    the tree to hold. prompt_tokens: with those of the saved context that the request names.
+    the tree to hold. prompt_tokens: with those of the saved context that the request names. lost: that is not opened
+    but read.
     """
 
     def __init__(
         self, request: Request, ticket: Ticket, loop: AnswerLoop, outbox: Outbox, saved: SavedText | None = None,
-        pages: RowPages | None = None,
+        pages: RowPages | None = None, before: Row | None = None,
     ) -> None:  # fmt: skip
         """loop: of the model that answers. outbox: takes what the ticket is told. saved: what the prompt begins with.
-        pages: for parts of it that are attended to exactly; None: none are.
+        pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
+        were found damaged: what it told is not told again.
         """
         self.request, self.ticket = request, ticket
         self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
@@ -55,9 +58,12 @@ class Row:
         self.tokens: list[int] = []
         self.cached_tokens = self.noted_tokens = self._brought = 0  # _brought: from the store, by this row
         self.ended = False
-        self._loop, self._teller = loop, Teller(ticket, outbox, loop.tokenizer, request.stop)
+        self._loop, self.before = loop, before
+        self._teller: Teller = (
+            Teller(ticket, outbox, loop.tokenizer, request.stop) if before is None else before._teller
+        )
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
-        self._saved = saved
+        self._saved, self.lost = saved, saved is not None and saved.lost
         self._opening: Opening[tuple[RetrievalCache, OpenedText]] | None = None
         self._opened: OpenedText | None = None
         # arrays, once: a list of 128K ids takes milliseconds to compare
@@ -67,7 +73,8 @@ class Row:
         self._pages = pages
         self._lease: Lease | None = None
         self._claim: Claim | None = None
-        self._began = self._first = time.perf_counter()
+        self._began: float = time.perf_counter() if before is None else before._began
+        self._first = self._began
         self._part_began = 0.0
 
     @property
@@ -123,14 +130,18 @@ class Row:
             return
         self._part_began = time.perf_counter()
         if self._saved is not None and self._done == 0:
-            self._opening = self._saved.open()
-            return
+            if not self.lost:
+                self._opening = self._saved.open()
+                return
+            self.cache, self._opened = self._saved.emptied()
         if self.cache is None:
             self.cache = RetrievalCache(self._loop.model, config)
-            self.cache.in_batch = True
+        self.cache.in_batch = True
         if self._pages is not None:
             self._pages.open(self._done, self.cache)
-        part = self.request.parts[self._done - self._marks]
+        part: Sequence[int] = self.request.parts[self._done - self._marks] if self._done >= self._marks else ()
+        if self._done < self._marks:
+            part = self._ids[self._marks : self._ends[0]].tolist()
         short = len(part) <= min(SHORT_TOKENS, self.cache.config.prefill_chunk)
         self.read = (ShortRead if packs and short and packable(self.cache) else PausedRead)(
             self._loop, self.cache, part
@@ -139,11 +150,17 @@ class Row:
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""
         self.logits = None
+        told = [] if self.before is None else self.before.tokens
         if not self.tokens:
-            self._first = time.perf_counter()
+            self._first = time.perf_counter() if not told or self.before is None else self.before._first
+        if len(self.tokens) < len(told) and token != told[len(self.tokens)]:
+            self.finish("error", contradiction(self))
+            return True
         if token in self._stops:
             return True
         self.tokens.append(token)
+        if len(self.tokens) <= len(told):
+            return len(self.tokens) == len(told) and self._teller.stopped
         return self._teller.token(token, logprob, top)
 
     def finish(self, reason: Reason, error: BaseException | None = None) -> None:
@@ -151,11 +168,6 @@ class Row:
         if self.ended:
             return
         self.ended = True
-        if self._opened is not None and error is None:
-            try:
-                self._opened.require_whole()
-            except StoreDamagedError as damage:
-                reason, error = "error", damage
         counts = self.prompt_tokens, self.cached_tokens
         self._teller.end(reason, error, Summary(self.tokens, *counts, self._began, self._first))
 
@@ -279,6 +291,26 @@ def found_tokens(row: Row) -> TierTokens:
     known = row.cached_tokens - row._brought
     paged = 0 if exact is None else min(exact.tokens, known)
     return TierTokens(paged, known - paged, row._brought)
+
+
+def damage_of(row: Row) -> StoreDamagedError | None:
+    """What was found so far in the files that a row's keys come from; None: nothing, or it has ended."""
+    if row._opened is not None and not row.ended:
+        try:
+            row._opened.require_whole()
+        except StoreDamagedError as error:
+            return error
+    return None
+
+
+def contradiction(row: Row) -> StoreDamagedError:
+    """Why a row cannot go on where the one before it was."""
+    assert row.before is not None
+    told, name = len(row.before.tokens), row.request.context
+    return StoreDamagedError(
+        f"The saved context {name!r} is damaged, which was found after {told} tokens of this answer: without the "
+        "damage they are others. Ask again; its text has been read again."
+    )
 
 
 def claimed(tree: Tree, ids: Ids, start: int, namespaces: tuple[Namespace, Namespace]) -> Claim | None:

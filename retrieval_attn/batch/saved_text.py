@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,29 +12,51 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.ids import Ids
 from retrieval_attn.batch.opening import Opening
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.engine.saving import Kept, Saved, described, find_saved, open_chain, saved_chain
+from retrieval_attn.engine.saving import (
+    Kept,
+    Saved,
+    SavedChain,
+    described,
+    emptied,
+    find_saved,
+    open_chain,
+    saved_chain,
+)
 from retrieval_attn.errors import StoreDamagedError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.store import ContextStore
 
 __all__ = ["OpenedText", "SavedText", "SavedTexts"]
 
+log = logging.getLogger(__name__)
+
+WHOLE_BYTES = 256 << 20
+"""Contexts with so many or fewer are compared with all their checksums before an answer; larger ones beside it."""
+
 
 class SavedText:
     """What a store has under a name. It is opened when a request needs it, and again when the tree gave it up.
 
     ids: int32 (1 + tokens,), first a mark that no text has: only requests that name the context find its node, however
-    their texts begin, for it was read with options of its own. forgotten_tokens: of these, what nothing attends to.
+    their texts begin, for it was read with options of its own. lost: its files are damaged, but for its ids, which are
+    read again where others are opened. damaged: so were those that it was opened from.
     """
 
-    def __init__(self, texts: SavedTexts, name: str, digest: str, ids: Ids, forgotten_tokens: int) -> None:
-        """Made by `SavedTexts.find`."""
-        self.name, self.digest, self.ids, self.forgotten_tokens = name, digest, ids, forgotten_tokens
-        self._texts = texts
+    def __init__(self, texts: SavedTexts, chain: SavedChain, mark: int, *, lost: bool) -> None:
+        """Made by `SavedTexts.find`. chain: its ids at least."""
+        self.name, self.digest, self.lost, self.damaged = chain.name, chain.digest, lost, False
+        self.ids: Ids = np.concatenate((np.array([-mark], np.int32), chain.ids()))
+        self._texts, self._chain = texts, chain
+
+    @property
+    def forgotten_tokens(self) -> int:
+        """Of its tokens, what nothing attends to."""
+        return self._chain.forgotten.tokens
 
     @property
     def tokens(self) -> int:
@@ -47,12 +70,22 @@ class SavedText:
         return Opening(self._opened, f"retrieval_attn-open-{self.name}")
 
     def _opened(self, on_layer: Callable[[], None]) -> tuple[RetrievalCache, OpenedText]:
-        cache, kept = self._texts.opened(self, on_layer)
+        try:
+            cache, kept = self._texts.opened(self, on_layer)
+        except StoreDamagedError as error:
+            self.note_damage(error)
+            raise
         return cache, OpenedText(self, kept)
 
-    def discard(self) -> None:
-        """Its files are damaged: who names it from now on opens what the store has then."""
-        self._texts.discard(self)
+    def emptied(self) -> tuple[RetrievalCache, OpenedText]:
+        """For the ids to be read into: an empty cache with the options that they were read with, and what says that its
+        keys come from no file. Raises StoreMismatchError.
+        """
+        return self._texts.emptied(self._chain), OpenedText(self, Kept())
+
+    def note_damage(self, error: StoreDamagedError) -> None:
+        """Its files are damaged: who names it from now on does not have them. Any thread."""
+        self._texts.note_damage(self, error)
 
 
 class OpenedText:
@@ -69,22 +102,20 @@ class OpenedText:
 
     def require_whole(self) -> None:
         """Raise StoreDamagedError if the files were found to be damaged so far."""
-        try:
-            self._kept.require_whole()
-        except StoreDamagedError:
-            self.text.discard()
-            raise
+        self._kept.require_whole()
 
 
 class SavedTexts:
     """Saved contexts of one store for one model, each with one mark while anybody has it. Any thread may ask."""
 
     def __init__(
-        self, loop: AnswerLoop, config: Config, template: str, store: ContextStore | str | Path | None
+        self, loop: AnswerLoop, config: Config, template: str, store: ContextStore | str | Path | None, counts: Counts
     ) -> None:
-        """template: `template_digest` of the one that questions have. store: looked at when the first is asked for."""
+        """template: `template_digest` of the one that questions have. store: looked at when the first is asked for.
+        counts: is told of damage.
+        """
         self._loop, self._config, self._template = loop, config, template
-        self._store = store
+        self._store, self._counts = store, counts
         self._identity = ""
         self._marks = itertools.count(1)
         self._known: weakref.WeakValueDictionary[str, SavedText] = weakref.WeakValueDictionary()
@@ -98,20 +129,27 @@ class SavedTexts:
                 self._store = ContextStore(self._store)
             return self._store
 
-    def find(self, name: str) -> SavedText:
-        """What the name means now. Raises UnknownContextError, StoreMismatchError, StoreDamagedError."""
+    def find(self, name: str, *, lost: bool = False) -> SavedText:
+        """What the name means now. lost: its files cannot be used, which the store may not know. Raises
+        UnknownContextError, StoreMismatchError; StoreDamagedError where its ids are damaged, too, or its files are and
+        parts of it were forgotten: who reads the ids again would not have what was saved.
+        """
         store = self.store
         named = store.resolve(name)
+        lost = lost or store.known_damaged(named)  # until it is saved again
         with self._lock:
             known = self._known.get(named.digest)
-            if known is not None and named.plain.get("template") == self._template:
-                return known
-            found = find_saved(store, name, self._of_model(), self._template)
-            known = self._known.get(found.digest)
-            if known is None:
-                ids = np.concatenate((np.array([-next(self._marks)], np.int32), found.ids()))
-                known = SavedText(self, name, found.digest, ids, found.forgotten.tokens)
-                self._known[found.digest] = known
+            if known is None or known.lost != lost or named.plain.get("template") != self._template:
+                chain = find_saved(store, name, self._of_model(), self._template, ids_only=True)
+                if lost and chain.forgotten.tokens:
+                    raise StoreDamagedError(
+                        f"the context {name!r} is damaged, and was saved after parts of it were forgotten: it cannot "
+                        "be read again from its token ids. Read its text again, and save it under the same name."
+                    )
+                known = self._known.get(chain.digest)
+                if known is None or known.lost != lost:
+                    known = SavedText(self, chain, next(self._marks), lost=lost)
+                    self._known[chain.digest] = known
             return known
 
     def save(
@@ -129,13 +167,24 @@ class SavedTexts:
         with self._lock:
             identity = self._of_model()
         chain = saved_chain(self.store, text.name, text.digest, identity)
-        return open_chain(chain, self._loop.model, self._config, {}, on_layer=on_layer)
+        return open_chain(
+            chain, self._loop.model, self._config, {}, on_layer=on_layer, on_damage=text.note_damage,
+            whole_bytes=WHOLE_BYTES,
+        )  # fmt: skip
 
-    def discard(self, text: SavedText) -> None:
-        """Not to be found any more, though who has it keeps it."""
+    def emptied(self, chain: SavedChain) -> RetrievalCache:
+        """An empty cache for the ids of a context. Raises StoreMismatchError."""
+        return emptied(chain, self._loop.model, self._config)
+
+    def note_damage(self, text: SavedText, error: StoreDamagedError) -> None:
+        """Not to be found any more, though who has it keeps it. Counts, and tells the log, once."""
         with self._lock:
+            told, text.damaged = text.damaged, True
             if self._known.get(text.digest) is text:
                 del self._known[text.digest]
+        if not told:
+            self._counts.note_damage(error.blocks)
+            log.warning("the saved context %r is damaged; its tokens are read again: %s", text.name, error)
 
     def _of_model(self) -> str:
         """Once: weights are read for it."""

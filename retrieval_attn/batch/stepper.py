@@ -16,7 +16,7 @@ from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.outbox import Outbox
-from retrieval_attn.batch.row import Row
+from retrieval_attn.batch.row import Row, damage_of
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.errors import NotFiniteError
 
@@ -71,6 +71,10 @@ class Stepper:
             if choice is None:
                 self._fail(number, NotFiniteError("the model gave logits that are not finite"), failed)
             elif row.chosen(*choice):
+                damage = damage_of(row)
+                if damage is not None:
+                    self._fail(number, damage, failed)
+                    continue
                 row.finish("stop")
                 ended.append(number)
             else:

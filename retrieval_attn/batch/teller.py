@@ -46,6 +46,11 @@ class Teller:
         self._outbox.put(functools.partial(self._tell, Event(token, text or "", logprob, top), made=text is not None))
         return self._stops and (self._stream.stopped or self._failed is not None)
 
+    @property
+    def stopped(self) -> bool:
+        """The text has ended at a string."""
+        return self._stops and self._stream.stopped
+
     def end(self, reason: Reason, error: BaseException | None, summary: Summary) -> None:
         """Tell of the end, with what text is left. Once."""
         self._outbox.put(functools.partial(self._tell_end, reason, error, summary))

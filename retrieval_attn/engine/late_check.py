@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tqdm import tqdm
 
@@ -34,14 +34,21 @@ class LateCheck:
     error: what it found. files, compared: how many there are, and were compared.
     """
 
-    def __init__(self, chain: Sequence[SavedNode], locked: Iterable[Segment] = ()) -> None:
-        """locked: segments of the files, to be page-locked before that if all are in memory."""
+    def __init__(
+        self,
+        chain: Sequence[SavedNode],
+        locked: Iterable[Segment] = (),
+        on_damage: Callable[[StoreDamagedError], None] | None = None,
+    ) -> None:
+        """locked: segments of the files, to be page-locked before that if all are in memory. on_damage: is told, by the
+        thread that compares.
+        """
         self.error: StoreDamagedError | None = None
         self.files, self.compared = sum(len(node.files) for node in chain), 0
         self._ended, self._pause = threading.Event(), _Pause()
         self._pause.until(FIRST_SECONDS)
         task = list(chain), [weakref.ref(one) for one in locked], weakref.ref(self), self._ended, self._pause
-        thread = threading.Thread(target=_run, args=task, name="retrieval_attn-check", daemon=True)
+        thread = threading.Thread(target=_run, args=(*task, on_damage), name="retrieval_attn-check", daemon=True)
         weakref.finalize(self, self._ended.set)
         self._thread = thread
         thread.start()
@@ -92,6 +99,7 @@ def _run(
     owner: weakref.ref[LateCheck],
     ended: threading.Event,
     pause: _Pause,
+    on_damage: Callable[[StoreDamagedError], None] | None,
 ) -> None:
     def stop() -> bool:
         return pause.wait(ended)
@@ -107,7 +115,9 @@ def _run(
                         found.compared += 1
                         del found
     except StoreError as error:
-        found = owner()
+        found, damage = owner(), error if isinstance(error, StoreDamagedError) else StoreDamagedError(str(error))
         if found is not None:
-            found.error = error if isinstance(error, StoreDamagedError) else StoreDamagedError(str(error))
+            found.error = damage
         log.error("%s", error)
+        if on_damage is not None:
+            on_damage(damage)

@@ -42,7 +42,7 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.late_check import LateCheck
 from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready, prepared
-from retrieval_attn.errors import ConfigError, StoreMismatchError
+from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreMismatchError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.store import Bundle, ContextStore, NodeWriter, SavedNode, check_name
@@ -283,13 +283,14 @@ class SavedChain:
         return np.concatenate([node.ids for node in self.nodes])
 
 
-def find_saved(store: ContextStore, name: str, identity: str, template: str) -> SavedChain:
+def find_saved(store: ContextStore, name: str, identity: str, template: str, *, ids_only: bool = False) -> SavedChain:
     """What is saved under a name. identity: of the model that is to open it; template: see `open_saved`.
 
-    Raises UnknownContextError, StoreMismatchError, StoreDamagedError.
+    ids_only: it is not opened; only its token ids, and what is said of it, need be whole. Raises UnknownContextError,
+    StoreMismatchError, StoreDamagedError.
     """
     named = store.resolve(name)
-    chain = saved_chain(store, name, named.digest, identity)
+    chain = saved_chain(store, name, named.digest, identity, ids_only=ids_only)
     if named.plain.get("template") != template:
         raise StoreMismatchError(
             f"the context {name!r} was begun with another chat template than the tokenizer has now; questions would "
@@ -298,9 +299,18 @@ def find_saved(store: ContextStore, name: str, identity: str, template: str) -> 
     return chain
 
 
-def saved_chain(store: ContextStore, name: str, digest: str, identity: str) -> SavedChain:
+def saved_chain(store: ContextStore, name: str, digest: str, identity: str, *, ids_only: bool = False) -> SavedChain:
     """The nodes up to a digest, their files mapped anew. name: for messages. Raises as `ContextStore.chain`."""
-    return SavedChain(name, store.folder, tuple(store.chain(digest, identity)))
+    return SavedChain(name, store.folder, tuple(store.chain(digest, identity, ids_only=ids_only)))
+
+
+def emptied(saved: SavedChain, model: PreTrainedModel, config: Config) -> RetrievalCache:
+    """An empty cache with the options that a saved context was read with. Raises StoreMismatchError."""
+    last = saved.nodes[-1]
+    chosen = _opened_config(last, config, {})
+    cache = RetrievalCache(model, chosen)
+    cache.index.take(chosen.replace(**last.plain["decided"]))
+    return cache
 
 
 def open_saved(
@@ -333,10 +343,13 @@ def open_chain(
     *,
     progress: bool = False,
     on_layer: Callable[[], object] | None = None,
+    on_damage: Callable[[StoreDamagedError], None] | None = None,
+    whole_bytes: int = 0,
 ) -> tuple[RetrievalCache, Kept]:
     """As `open_saved`, of a context that was found; nothing is captured or rehearsed for its first answer.
 
-    on_layer: called after each layer; what it raises ends the opening. Runs beside steps of the same model.
+    on_layer: called after each layer; what it raises ends the opening. Runs beside steps of the same model. on_damage:
+    is told of damage that is found later. whole_bytes: of a context with so many or fewer, none is found later.
     """
     nodes, last = saved.nodes, saved.nodes[-1]
     chosen = _opened_config(last, config, overrides)
@@ -350,20 +363,25 @@ def open_chain(
         prepared(model, cache, compiling),
         ReadingBar(cache, f"opening {saved.name}", progress),
     ):
-        _restore_layers(cache, nodes, devices, saved.folder)
+        small = sum(node.nbytes for node in nodes) <= whole_bytes
+        _restore_layers(cache, nodes, devices, saved.folder, True if small else CHECKED_LATER)
     cache.on_layer = None
     point = SavedPoint(str(saved.folder), saved.digest, len(ids), saved.forgotten, marks_of(cache))
-    return cache, Kept([point], LateCheck(nodes, asked_exactly(cache, devices)))
+    return cache, Kept([point], LateCheck(nodes, asked_exactly(cache, devices), on_damage))
 
 
 def _restore_layers(
-    cache: RetrievalCache, chain: Sequence[SavedNode], devices: Sequence[torch.device], folder: Path
+    cache: RetrievalCache,
+    chain: Sequence[SavedNode],
+    devices: Sequence[torch.device],
+    folder: Path,
+    verify: bool | tuple[str, ...],
 ) -> None:
-    """folder: of the store, for errors."""
+    """folder: of the store, for errors. verify: as in `SavedNode.bundle`."""
     files, sent = dict(_files(chain[-1])), SentCodes()
 
     def states(number: int) -> list[State]:
-        bundles = [node.bundle(files[number], verify=CHECKED_LATER) for node in chain] if number in files else []
+        bundles = [node.bundle(files[number], verify=verify) for node in chain] if number in files else []
         return [(dict(one.plain), dict(one.arrays)) for one in bundles]
 
     try:

@@ -213,9 +213,11 @@ class BundleFile:
         if mapped.nbytes != seal.nbytes:
             raise self._damage(f"it must have {seal.nbytes} bytes, it has {mapped.nbytes}")
 
-    def _damage(self, why: str) -> Exception:
+    def _damage(self, why: str, blocks: int = 1) -> Exception:
         self._report()
-        return damaged(self.path, why)
+        error = damaged(self.path, why)
+        error.blocks = blocks
+        return error
 
     def _bytes(self) -> npt.NDArray[np.uint8]:
         with guarded("read", self.path):
@@ -323,7 +325,7 @@ class BundleFile:
                 self._mapped.populate(low, high)
             wrong = np.flatnonzero(block_sums(data[low:high]) != self._sums[begin:end])
             if len(wrong):
-                raise self._damage(f"the checksum of {self._owners(begin + int(wrong[0]))} differs")
+                raise self._damage(f"the checksum of {self._owners(begin + int(wrong[0]))} differs", len(wrong))
             self._checked[begin:end] = True
 
     def _owners(self, block: int) -> str:

@@ -126,9 +126,11 @@ class SavedNode:
     identity, options, plain: as they were saved. nbytes: of its files. files: the names that `add` was given.
     """
 
-    def __init__(self, layout: Layout, digest: str) -> None:
-        """Raises UnknownContextError, StoreDamagedError for a record or sizes that are wrong, StoreMismatchError."""
-        self._layout = layout
+    def __init__(self, layout: Layout, digest: str, *, ids_only: bool = False) -> None:
+        """ids_only: without its other files, which may be damaged or gone. Raises UnknownContextError,
+        StoreDamagedError for a record or sizes that are wrong, StoreMismatchError.
+        """
+        self._layout, self._ids_only = layout, ids_only
         self.digest: str = digest
         record, self._files = self._opened()
         self.parent: str | None = record["parent"]
@@ -145,7 +147,8 @@ class SavedNode:
         while True:
             record = read_node(self._layout, self.digest)
             folder = self._layout.node(self.digest)
-            paths = {name: folder / f"{name}{SUFFIX}" for name in record["files"]}
+            names = [IDS] if self._ids_only else record["files"]
+            paths = {name: folder / f"{name}{SUFFIX}" for name in names if name in record["files"]}
             with guarded("read", folder):
                 maps = {name: self._mapped(path) for name, path in paths.items()}
             found = {name: mapped for name, mapped in maps.items() if mapped is not None}
@@ -156,7 +159,7 @@ class SavedNode:
                 raise damaged(paths[name], "it is not there")
             # not a method of this node: a circle would keep the maps until the garbage collector runs
             report = partial(mark_damaged, self._layout, self.digest)
-            seals = {name: Seal(*seal) for name, seal in record["files"].items()}
+            seals = {name: Seal(*seal) for name, seal in record["files"].items() if name in paths}
             return record, {name: BundleFile(paths[name], found[name], seals[name], report) for name in seals}
 
     def _mapped(self, path: Path) -> Mapped | None:

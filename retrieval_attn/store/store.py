@@ -19,7 +19,7 @@ from retrieval_attn.store.names import NamedContext, check_name, read_name, read
 from retrieval_attn.store.node import SUFFIX, SavedNode, chain_of, check_identity
 from retrieval_attn.store.sweep import Freed, stored_bytes, sweep
 from retrieval_attn.store.verify import Damage, verify
-from retrieval_attn.store.writer import NodeWriter, is_whole
+from retrieval_attn.store.writer import NodeWriter, is_marked, is_whole
 
 
 class ContextStore:
@@ -69,13 +69,20 @@ class ContextStore:
             check_identity(self._layout, {"digest": digest, "identity": node.identity}, identity)
         return node
 
-    def chain(self, digest: str, identity: str | None = None) -> builtins.list[SavedNode]:
-        """All nodes from the root to this one, mapped. Raises as `get`; a parent that is gone: UnknownContextError."""
+    def chain(self, digest: str, identity: str | None = None, *, ids_only: bool = False) -> builtins.list[SavedNode]:
+        """All nodes from the root to this one, mapped. Raises as `get`; a parent that is gone: UnknownContextError.
+
+        ids_only: without what their other files hold, which may be damaged.
+        """
         self._layout.exists()
         records = chain_of(self._layout, digest)
         if identity is not None:
             check_identity(self._layout, records[-1], identity)
-        return [SavedNode(self._layout, record["digest"]) for record in records]
+        return [SavedNode(self._layout, record["digest"], ids_only=ids_only) for record in records]
+
+    def known_damaged(self, named: NamedContext) -> bool:
+        """Whether damage was found in what a name means, and nobody saved it again since. Raises StoreError."""
+        return any(is_marked(self._layout, digest) for digest in named.chain)
 
     def continues(self, digest: str) -> bool:
         """Whether a node can have children: all nodes up to it are there, and no damage of them is known."""

@@ -195,15 +195,21 @@ class NodeWriter:
         self.close()
 
 
-def is_whole(layout: Layout, digest: str) -> bool:
-    """Whether a node is in the store and nothing about it is known to be wrong: its record, the sizes of its files."""
+def is_marked(layout: Layout, digest: str) -> bool:
+    """Whether damage of a node was found, and nobody saved it again since."""
     marked = layout.node(digest) / DAMAGED
     with guarded("read", marked):
         try:
             layout.disk.stat(marked)
-            return False
         except FileNotFoundError:
-            pass
+            return False
+        return True
+
+
+def is_whole(layout: Layout, digest: str) -> bool:
+    """Whether a node is in the store and nothing about it is known to be wrong: its record, the sizes of its files."""
+    if is_marked(layout, digest):
+        return False
     try:
         SavedNode(layout, digest)
     except UnknownContextError:

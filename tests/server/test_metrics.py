@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from retrieval_attn.batch.counts import Counts, TierTokens
 from retrieval_attn.server.metrics import SHARED, Metrics
+from retrieval_attn.store import ContextStore
 from tests.server.process import QUESTION, document, serving
 
 CHAT = "/v1/chat/completions"
@@ -104,3 +106,52 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
     for spills, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
         text = metrics.text({**stats, "spills": spills}, 0).decode()
         assert f"retrieval_attn:engine_spills_total {total}.0" in text
+
+
+def damage(store: ContextStore, name: str, array: str) -> None:
+    """Change 64 bytes in the middle of an array of the context's last layer."""
+    node = store.get(store.resolve(name).digest)
+    path = max(path for path in store.files(node.digest) if path.stem.startswith("layer"))
+    flat = node.bundle(path.stem, verify=False).arrays[array].reshape(-1).view(np.uint8)
+    middle = flat[len(flat) // 2 :][:4096].tobytes()
+    data = bytearray(path.read_bytes())
+    at = data.find(middle)
+    assert at > 0 and len(middle) > 64
+    data[at : at + 64] = bytes(one ^ 0x55 for one in data[at : at + 64])
+    del node, flat
+    path.chmod(0o600)
+    path.write_bytes(bytes(data))
+
+
+def test_a_damaged_context_is_read_again(tmp_path: Path) -> None:
+    """Keys of one, and an index of another: after a restart the answers are those from before, what was read is told,
+    and the log names the context. One whose token ids are damaged is an error, and the server goes on.
+    """
+    store = ContextStore(tmp_path / "store")
+    arguments = "--store", str(tmp_path / "store"), "--warm-up", "0", "--index", "sketch"
+    names = {"keys": "host/0/keys", "index": "host/0/index/all/blocks"}
+    with serving(*arguments) as served, served.client() as http:
+        records = {
+            name: http.post("/v1/contexts", json={"name": name, "text": document(30 + 10 * number)}).json()
+            for number, name in enumerate((*names, "ids"))
+        }
+        before = {name: asked(http, model=f"bundled@{name}", logprobs=True) for name in names}
+    for name, array in names.items():
+        damage(store, name, array)
+    (path,) = [one for one in store.files(store.resolve("ids").digest) if one.stem == "ids"]
+    data = bytearray(path.read_bytes())
+    data[4096 + 40] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(bytes(data))
+    with serving(*arguments) as served, served.client() as http:
+        for number, name in enumerate(names):
+            first, second = (asked(http, model=f"bundled@{name}", logprobs=True) for _ in range(2))
+            assert first["choices"] == second["choices"] == before[name]["choices"]
+            assert (cached(first), cached(second)) == (0, records[name]["tokens"])
+            assert samples(http)["damaged_blocks_total"] == number + 1
+            assert [line for line in served.log if f"{name!r} is damaged" in str(line)], served.log
+        body = {"model": "bundled@ids", "messages": [{"role": "user", "content": QUESTION}]}
+        for _ in range(2):
+            reply = http.post(CHAT, json=body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (500, "context_damaged"), reply.text
+        assert http.get("/health").status_code == 200 and cached(asked(http, model="bundled@keys")) > 0

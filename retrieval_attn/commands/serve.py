@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     keys = Keys.of(args.api_key_file)
     require_safe_host(args.host, has_keys=bool(keys))
     with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
+        signal.signal(signal.SIGINT, _end_at_once)
+
         from uvicorn.loops.auto import auto_loop_factory
 
         from retrieval_attn.server.logs import log_to
@@ -105,6 +110,14 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
             runner.run(serve(_spec(args), sock, settings, keys, apart=_apart(args)))
     return 0
+
+
+def _end_at_once(*_: object) -> None:
+    """While it starts there is nothing to lose; KeyboardInterrupt may come where Python ignores what is raised, in the
+    end of an object, say, and the server would go on.
+    """
+    print("retrieval-attn serve: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)
 
 
 def _spec(args: argparse.Namespace) -> EngineSpec:

@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.config import Config
 from retrieval_attn.server.app import make_app
+from retrieval_attn.server.child import Child
 from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.run import service_for, started
 from retrieval_attn.server.settings import Settings
@@ -185,7 +186,7 @@ class Replica:
         name = options.name or (Path(path).name if Path(path).is_dir() else path)
         loading = {"gpu_memory": options.gpu_memory, "max_context": options.max_context}
         spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=options.warm_up)
-        found = await started(spec, apart=options.apart)
+        found = await started(spec, Child.start() if options.apart else None)
         self._client = found.client
         settings = Settings(name, body_bytes=options.body_bytes)
         self._app = make_app(service_for(found, settings, Keys.of(options.keys), options.store))

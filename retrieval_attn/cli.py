@@ -6,13 +6,13 @@ import argparse
 import errno
 import gc
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.imports import quiet
 
 # subcommand -> (module with add_arguments and run, one-line help)
 COMMANDS = {
@@ -44,9 +44,6 @@ COMMANDS = {
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
-# transformers imports torchao where it is installed, which then says what kernels it has not, used or not.
-TALKS_AT_IMPORT = ("torchao", "torch.utils._pytree")
-
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Importing and building it loads neither torch nor transformers."""
@@ -68,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch's OpenMP reads it when it is loaded: threads that spin while they wait take the processor from each other,
     # and from searches, wherever anything else runs
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    for name in TALKS_AT_IMPORT:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     args = build_parser().parse_args(argv)
     module, _ = COMMANDS[args.command]
     try:

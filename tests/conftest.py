@@ -6,6 +6,7 @@ is Numba's cache of compiled kernels, and the cores.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -24,6 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import hypothesis
 import numpy as np
 import pytest
+
+# What modules make while they are imported lives to the end: looked at again and again, it costs a tenth of all tests.
+gc.disable()
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -80,6 +84,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Garbage is collected from here on, among what tests make."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

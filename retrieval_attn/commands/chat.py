@@ -16,6 +16,7 @@ from retrieval_attn.commands.loading import (
     text_of,
 )
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.imports import uncollected
 from retrieval_attn.memory.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -69,23 +70,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
-    from retrieval_attn.chat.local import LocalTalk
+    with uncollected():
+        from retrieval_attn.chat.local import LocalTalk
     from retrieval_attn.store import ContextStore
 
     config, store = config_of(args), ContextStore(args.store)
     tokens = len(text.encode()) + parse_tokens(args.room, "--room")
     if args.load is not None:
-        saved = store.resolve(args.load).plain.get(
-            "tokens"
-        )  # a name that is not there is said before a model is loaded
+        # a name that is not there is said before a model is loaded
+        saved = store.resolve(args.load).plain.get("tokens")
         tokens += saved if isinstance(saved, int) else 0
     llm = load_llm(args, tokens, config, say=False)
-    name = (
-        "the bundled test model, which finds planted numbers and can do little else"
-        if args.model == "bundled"
-        else args.model
-    )
-    talk = LocalTalk(llm, name, sampling, store)
+    talk = LocalTalk(llm, TEST_MODEL if args.model == "bundled" else args.model, sampling, store)
     if text:
         talk.read(text)
     return talk

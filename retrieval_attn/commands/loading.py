@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.config import QUANTIZATIONS, Config, Retrieve
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.imports import uncollected
 from retrieval_attn.memory.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:
     """The model that the flags name, with memory planned for `most` tokens. say: on the error output what it is."""
-    from retrieval_attn.llm import LLM
+    with uncollected():
+        from retrieval_attn.llm import LLM
 
     name = str(BUNDLED) if args.model == "bundled" else args.model
     llm = LLM(

@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
     import asyncio
 
+    from retrieval_attn.imports import uncollected
     from retrieval_attn.server.address import Address, listening, require_safe_host
+    from retrieval_attn.server.child import Child
     from retrieval_attn.server.keys import Keys
     from retrieval_attn.server.settings import Settings
 
@@ -100,15 +102,17 @@ def run(args: argparse.Namespace) -> int:
     require_safe_host(args.host, has_keys=bool(keys))
     with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
         signal.signal(signal.SIGINT, _end_at_once)
+        spec = _spec(args)
+        child = Child.start() if _apart(args) else None
+        with uncollected():
+            from uvicorn.loops.auto import auto_loop_factory
 
-        from uvicorn.loops.auto import auto_loop_factory
-
-        from retrieval_attn.server.logs import log_to
-        from retrieval_attn.server.run import serve
+            from retrieval_attn.server.logs import log_to
+            from retrieval_attn.server.run import serve
 
         log_to()
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
-            runner.run(serve(_spec(args), sock, settings, keys, apart=_apart(args)))
+            runner.run(serve(spec, sock, settings, keys, child))
     return 0
 
 

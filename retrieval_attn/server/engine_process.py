@@ -5,12 +5,12 @@ It reads frames from the socket FD: first an `EngineSpec`, then what `Worker` do
 
 from __future__ import annotations
 
-import logging
+import gc
 import signal
 import socket
 import sys
 
-from retrieval_attn.cli import TALKS_AT_IMPORT
+from retrieval_attn.imports import quiet, uncollected
 
 __all__ = ["main"]
 
@@ -19,12 +19,12 @@ def main(number: int) -> int:
     """Load what the first frame says, tell that it is ready, and work. 0: it was closed; 1: it could not start."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # they come to the whole group; the server says when this ends
-    for name in TALKS_AT_IMPORT:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from retrieval_attn.server.frames import frame_of, plain_error, receive_frame
-    from retrieval_attn.server.logs import log_to
-    from retrieval_attn.server.spec import EngineSpec
-    from retrieval_attn.server.worker import Worker
+    quiet()
+    with uncollected():  # all that the engine needs, while the server still imports what it needs itself
+        from retrieval_attn.server.frames import frame_of, plain_error, receive_frame
+        from retrieval_attn.server.logs import log_to
+        from retrieval_attn.server.spec import EngineSpec
+        from retrieval_attn.server.worker import Worker
 
     log_to()
     with socket.socket(fileno=number) as sock:
@@ -37,6 +37,7 @@ def main(number: int) -> int:
         except Exception as error:
             sock.sendall(frame_of({"error": plain_error(error)}))
             return 1
+        gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
         sock.sendall(frame_of({"ready": list(spec.facts(llm))}))
         Worker(sock, engine).run()
     return 0

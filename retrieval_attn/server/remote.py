@@ -1,7 +1,6 @@
 """RemoteEngine: an engine in a process of its own, which is started again when it is lost.
 
-The interpreter's lock is then the engine's alone, and a fault in a kernel ends requests, not the server. Spawned, never
-forked: CUDA and threads do not survive a fork.
+The interpreter's lock is then the engine's alone, and a fault in a kernel ends requests, not the server.
 """
 
 from __future__ import annotations
@@ -9,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import subprocess
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import Put, Submitted
 from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.frames import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
@@ -44,13 +42,10 @@ class _Process:
         self._puts: dict[int, Put] = {}
 
     @classmethod
-    async def start(cls, spec: EngineSpec) -> tuple[_Process, Facts]:
-        """Raises what loading the model raised, or EngineLostError."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = [sys.executable, "-m", "retrieval_attn.server.engine_process", str(theirs.fileno())]
-            child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
+    async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_Process, Facts]:
+        """Have one that has begun load the model. Raises what that raised, or EngineLostError."""
+        child = begun.process
+        reader, writer = await asyncio.open_connection(sock=begun.sock, limit=READ_BYTES)
         process = cls(child, reader, writer)
         try:
             writer.write(frame_of(asdict(spec)))
@@ -124,9 +119,9 @@ class _Process:
 class RemoteEngine:
     """An `EngineClient`. See the module."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Call `start` next. spec: of every process that is started."""
-        self._spec = spec
+    def __init__(self, spec: EngineSpec, begun: Child | None = None) -> None:
+        """Call `start` next. spec: of every process that is started. begun: the first of them; None: `start` begins."""
+        self._spec, self._begun = spec, begun
         self._process: _Process | None = None
         self._lost: str | None = "the engine starts"
         self._closing = False
@@ -134,7 +129,8 @@ class RemoteEngine:
 
     async def start(self) -> Facts:
         """Raises what loading the model raises, and EngineLostError."""
-        process, facts = await _Process.start(self._spec)
+        begun, self._begun = self._begun, None
+        process, facts = await _Process.start(self._spec, begun or Child.start())
         self._running = asyncio.create_task(self._run(process))
         self._process, self._lost = process, None
         return facts
@@ -202,7 +198,7 @@ class RemoteEngine:
         wait = FIRST_WAIT_SECONDS
         while True:
             try:
-                return (await _Process.start(self._spec))[0]
+                return (await _Process.start(self._spec, Child.start()))[0]
             except Exception as error:
                 self._lost = f"it could not be started: {error}"
                 log.error("the engine cannot be started", exc_info=error)

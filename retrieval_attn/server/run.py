@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -20,6 +21,7 @@ from retrieval_attn.engine.saving import template_digest
 from retrieval_attn.model.loading import load
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app
+from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import EngineClient, LocalEngine
 from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.form import TokenTexts
@@ -51,12 +53,12 @@ class Started:
     facts: Facts
 
 
-async def started(spec: EngineSpec, *, apart: bool) -> Started:
-    """Load the model and start its engine. apart: in a process of its own. Raises as `EngineSpec.load`."""
-    if not apart:
+async def started(spec: EngineSpec, child: Child | None = None) -> Started:
+    """Load the model and start its engine. child: a process for it; None: in this one. Raises as `EngineSpec.load`."""
+    if child is None:
         llm, engine = spec.load()
         return Started(LocalEngine(engine), llm.tokenizer, spec.facts(llm))
-    remote = RemoteEngine(spec)
+    remote = RemoteEngine(spec, child)
     return Started(remote, tokenizer=load(AutoTokenizer, spec.model), facts=await remote.start())
 
 
@@ -114,15 +116,18 @@ class _Server(uvicorn.Server):
         await self._closing
 
 
-async def serve(spec: EngineSpec, sock: socket.socket, settings: Settings, keys: Keys, *, apart: bool) -> None:
+async def serve(
+    spec: EngineSpec, sock: socket.socket, settings: Settings, keys: Keys, child: Child | None = None
+) -> None:
     """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
 
     What is not answered then ends with an error that says so; a second signal does not wait that long. sock: listens;
-    apart: see `started`. Raises what loading the model raises.
+    child: see `started`. Raises what loading the model raises.
     """
-    found = await started(spec, apart=apart)
+    found = await started(spec, child)
     client = found.client
     app: FastAPI = make_app(service_for(found, settings, keys, spec.store))
+    gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -7,8 +7,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.chat.conversation import Conversation
 from retrieval_attn.chat.prompt import ChatPrompt, agreeing
-from retrieval_attn.chat.talk import Message, turns_left
+from retrieval_attn.chat.talk import Message
 from retrieval_attn.context import Context, stream_after
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.llm import LLM
@@ -29,16 +30,16 @@ class Mark:
     messages: tuple[Message, ...]
 
 
-class LocalTalk:
+class LocalTalk(Conversation):
     """A `Talk`. The question, and the answer before it, are read behind what was read for the last question."""
 
     def __init__(self, llm: LLM, name: str, sampling: Sampling, store: ContextStore) -> None:
         """name: of the model, for the user. Raises InputDataError for a chat template that does not work."""
+        super().__init__()
         self._llm, self._name, self._sampling, self._store = llm, name, sampling, store
         self._prompt = ChatPrompt(llm.tokenizer)
         self._base: Context | None = None
         self._reached: tuple[Context, tuple[int, ...]] | None = None
-        self._messages: list[Message] = []
         self._last: Answer | None = None
         self._read_tokens, self._first_seconds = 0, 0.0
 
@@ -54,7 +55,7 @@ class LocalTalk:
 
     def answer(self, question: str) -> Generator[str, None, None]:
         """See `Talk`."""
-        messages = [*self._messages, {"role": "user", "content": question}]
+        messages = self._asked(question)
         ids = self._prompt.asked(messages, behind=self._base is not None)
         self._last, began = None, time.perf_counter()
         context = self._context(ids[:-1])
@@ -68,19 +69,12 @@ class LocalTalk:
                     yield piece
             finally:
                 self._last = stream.answer
-                if text := "".join(pieces).strip():  # what was asked without an answer is as if it were not
-                    self._messages = [*messages, {"role": "assistant", "content": text}]
+                self._keep(messages, pieces)
 
-    def forget(self, turns: int | None) -> int:
-        """See `Talk`."""
-        before = len(self._messages)
-        self._messages = turns_left(self._messages, turns)
-        return (before - len(self._messages)) // 2
-
-    def mark(self) -> Mark:
-        """See `Talk`."""
+    def fork(self, name: str) -> tuple[Mark, str]:
+        """See `Talk`. Keys and values are shared, not copied."""
         reached = None if self._reached is None else (self._reached[0].fork(), self._reached[1])
-        return Mark(self._base, reached, tuple(self._messages))
+        return Mark(self._base, reached, tuple(self._messages)), f"remembered as {name!r} until the program ends"
 
     def go_back(self, mark: Mark) -> str:
         """See `Talk`."""
@@ -147,7 +141,3 @@ class LocalTalk:
     def _tokens(self) -> int:
         held = self._base if self._reached is None else self._reached[0]
         return 0 if held is None else held.num_tokens
-
-    def _turns(self) -> str:
-        turns = len(self._messages) // 2
-        return f"{turns} question{'' if turns == 1 else 's'} answered"

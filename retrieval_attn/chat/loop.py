@@ -15,7 +15,7 @@ __all__ = ["HELP", "ChatLoop"]
 HELP = """\
 /save NAME    keep this conversation, and what it is about, on disk
 /load NAME    go on from what is saved, or was forked, under NAME
-/fork NAME    remember this point while the program runs; /load NAME comes back to it
+/fork NAME    remember this point while the program runs, and at a server the context behind it; /load NAME comes back
 /forget [N]   drop the last N questions with their answers; without N all of them
 /stats        what is held, and what the last answer cost
 /help         this
@@ -96,8 +96,8 @@ class ChatLoop:
         return self._talk.load(name) if mark is None else self._talk.go_back(mark)
 
     def _fork(self, name: str) -> str:
-        self._forks[_required(name)] = self._talk.mark()
-        return f"remembered as {name!r} until the program ends; /load {name} comes back to it"
+        self._forks[name], told = self._talk.fork(_required(name))
+        return f"{told}; /load {name} comes back to it"
 
     def _forget(self, count: str) -> str:
         if count and (not count.isdecimal() or int(count) < 1):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrieval_attn.answer import Sampling
-from retrieval_attn.chat.talk import Message, turns_left
+from retrieval_attn.chat.conversation import Conversation
+from retrieval_attn.chat.talk import Message
 from retrieval_attn.chat.waiting import Waiting
 from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.delta import Usage, read_delta
@@ -38,11 +39,12 @@ class Cost:
     usage: Usage | None
 
 
-class RemoteTalk:
+class RemoteTalk(Conversation):
     """A `Talk`. The server gets the whole conversation with every question, and reads what it does not know."""
 
     def __init__(self, endpoint: Endpoint, model: str, sampling: Sampling, document: str = "") -> None:
         """document: the first message begins with it. Raises ConfigError where httpx is not installed."""
+        super().__init__()
         self._httpx = http_client()
         # a long text may be read for minutes before the first token; Ctrl-C ends the waiting
         timeout = self._httpx.Timeout(None, connect=CONNECT_SECONDS)
@@ -50,7 +52,6 @@ class RemoteTalk:
         self._endpoint, self._model, self._sampling = endpoint, model, sampling
         self._document = document
         self._context: str | None = None
-        self._messages: list[Message] = []
         self._cost: Cost | None = None
 
     @property
@@ -61,7 +62,7 @@ class RemoteTalk:
 
     def answer(self, question: str) -> Generator[str, None, None]:
         """See `Talk`."""
-        messages: list[Message] = [*self._messages, {"role": "user", "content": question}]
+        messages = self._asked(question)
         began, first, usage, ended = time.perf_counter(), 0.0, None, False
         pieces: list[str] = []
         self._cost = None
@@ -88,18 +89,17 @@ class RemoteTalk:
             raise self._unreachable(error) from None
         finally:
             self._cost = Cost(first, time.perf_counter() - began, len(pieces), usage)
-            if text := "".join(pieces).strip():  # what was asked without an answer is as if it were not
-                self._messages = [*messages, {"role": "assistant", "content": text}]
+            self._keep(messages, pieces)
 
-    def forget(self, turns: int | None) -> int:
-        """See `Talk`."""
-        before = len(self._messages)
-        self._messages = turns_left(self._messages, turns)
-        return (before - len(self._messages)) // 2
-
-    def mark(self) -> Mark:
-        """See `Talk`."""
-        return Mark(self._document, self._context, tuple(self._messages))
+    def fork(self, name: str) -> tuple[Mark, str]:
+        """See `Talk`. A saved context that the conversation continues gets this name, too, at the server, so that its
+        own may go to another. Raises RemoteError for a name that is taken there.
+        """
+        context, told = self._context, f"remembered as {name!r} until the program ends"
+        if context is not None:
+            self._called("POST", f"contexts/{context}/fork", {"name": name})
+            context, told = name, f"{told}; at the server, {name!r} is what {context!r} has read, and stays"
+        return Mark(self._document, context, tuple(self._messages)), told
 
     def go_back(self, mark: Mark) -> str:
         """See `Talk`."""
@@ -188,10 +188,6 @@ class RemoteTalk:
         return RemoteError(
             f"{self._endpoint.base} could not be asked ({type(error).__name__}: {error}); see that a server runs there"
         )
-
-    def _turns(self) -> str:
-        turns = len(self._messages) // 2
-        return f"{turns} question{'' if turns == 1 else 's'} answered"
 
 
 class _Lines:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, Protocol
 
-__all__ = ["Message", "Talk", "turns_left"]
+__all__ = ["Message", "Talk"]
 
 Message = dict[str, str]
 """{"role": "user" or "assistant", "content": text}"""
@@ -26,8 +26,8 @@ class Talk(Protocol):
     def forget(self, turns: int | None) -> int:
         """Drop the last questions with their answers, all of them for None. Returns how many."""
 
-    def mark(self) -> Any:
-        """Where the conversation is now, for `go_back`."""
+    def fork(self, name: str) -> tuple[Any, str]:
+        """A mark of where the conversation is now, for `go_back`, and what became of it. name: the user's for it."""
 
     def go_back(self, mark: Any) -> str:
         """Go on from there."""
@@ -43,8 +43,3 @@ class Talk(Protocol):
 
     def close(self) -> None:
         """Nothing is asked any more."""
-
-
-def turns_left(messages: Sequence[Message], dropped: int | None) -> list[Message]:
-    """Messages without the last turns, a question and its answer each."""
-    return [] if dropped is None else list(messages[: max(0, len(messages) - 2 * dropped)])

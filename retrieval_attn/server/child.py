@@ -1,4 +1,4 @@
-"""Child: the engine's process as its parent holds it. Light: it starts before the server imports what it needs itself."""
+"""Child: the engine's process as its parent holds it. Light: it starts before the server's own slow imports."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_template_that_rewrites_what_was_said(llm: ra.LLM, talk: Callable[...,
 def test_forget_fork_and_go_back(talk: Callable[..., LocalTalk]) -> None:
     talking = talk(None, DOCUMENT)
     first = said(talking, BERGEN)
-    mark = talking.mark()
+    mark, _ = talking.fork("here")
     other = said(talking, OSLO)
     assert talking.forget(1) == 1 and len(talking._messages) == 2
     assert said(talking, OSLO) == other

@@ -18,7 +18,7 @@ from retrieval_attn.chat.remote import RemoteTalk
 from retrieval_attn.chat.waiting import Waiting
 from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.endpoint import Endpoint
-from tests.chat.terminal import CTRL_C, chatting
+from tests.chat.terminal import CTRL_C, Terminal, chatting
 from tests.chat.test_local_talk import BERGEN, DOCUMENT, OSLO
 from tests.trace.tiny_server import TinyServer
 
@@ -49,7 +49,7 @@ def test_what_the_server_is_sent(talking: Callable[..., RemoteTalk]) -> None:
     with server.running() as url:
         talk = talking(Endpoint.of(url), "tiny", SAMPLING, "A story.")
         assert said(talk, "Who?") == " ".join(["word"] * 12)
-        mark = talk.mark()
+        mark, _ = talk.fork("here")
         said(talk, "Why?")
         assert talk.forget(1) == 1
         said(talk, "Where?")
@@ -121,9 +121,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield served
 
 
+def answered(terminal: Terminal, keys: str, shown: str) -> None:
+    """Type a line; until this is shown, and the next may be typed."""
+    behind = len(terminal.seen)
+    terminal.type(keys)
+    terminal.wait_for(shown, behind=behind)
+    terminal.wait_for(">>> ", behind=behind)
+
+
 @pytest.mark.slow
 def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> None:
-    """Questions, a saved context that goes on after it was left, and an answer that Ctrl-C stops."""
+    """Questions, a saved context that goes on after it was left, and a fork that outlives its name."""
     path = tmp_path / "text.txt"
     path.write_text(DOCUMENT)
     with chatting("--url", server.url, "--document", str(path), "--max-new-tokens", "12") as terminal:
@@ -139,11 +147,20 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
             ("/save both\n", r"saved [\d,]+ tokens as 'both'"),
             ("/forget\n", "forgot 1 question"),
             ("/save again\n", r"saved [\d,]+ tokens as 'again'"),
+            ("/fork here\n", r"at the server, 'here' is what 'turn' has read, and stays; /load here"),
+            ("/fork here\n", r"answered 409: There is a context 'here' already"),
         ):
-            behind = len(terminal.seen)
-            terminal.type(keys)
-            terminal.wait_for(shown, behind=behind)
-            terminal.wait_for(">>> ", behind=behind)
+            answered(terminal, keys, shown)
+        with server.client() as client:  # the context's own name goes, and what it had read is not read again
+            tokens = client.get("/v1/contexts/turn").json()["tokens"]
+            assert client.delete("/v1/contexts/turn").status_code == 200
+        for keys, shown in (
+            (f"{OSLO}\n", r"answered 404: "),
+            ("/load here\n", "back at 0 questions answered"),
+            (f"{OSLO}\n", r" 1234567\r\n"),
+            ("/stats\n", rf"behind the context 'here'\r\nlast answer: [\d,]+ tokens of prompt, {tokens:,} of them not"),
+        ):
+            answered(terminal, keys, shown)
         terminal.type("/quit\n")
         assert terminal.status() == 0
     with chatting("--url", server.url, "--load", "both", "--max-new-tokens", "12") as terminal:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+import retrieval_attn as ra
 from tests.server.process import ANSWER, QUESTION, Served, document, serving
 
 
@@ -138,8 +139,10 @@ def test_a_follow_up_turn_reads_what_is_new(http: httpx.Client) -> None:
     assert cached(second) > first["usage"]["prompt_tokens"] - 10
 
 
-def test_saved_contexts_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_saved_contexts_are_there_after_a_restart(needle_model_path: Path, tmp_path: Path) -> None:
     """Nothing of them is read again; one that was begun for another model is refused by name."""
+    other = ra.LLM(needle_model_path, device="cpu", dtype="bfloat16", max_context=2048)
+    other.read(document(4), progress=False).save("other", store=tmp_path / "store")
     arguments = ("--store", str(tmp_path / "store"), "--warm-up", "0")
     with serving(*arguments) as first, first.client() as http:
         record = made(http, name="book", text=document())
@@ -149,8 +152,7 @@ def test_saved_contexts_are_there_after_a_restart(tmp_path: Path) -> None:
         after = asked(http, model="bundled@book")
         assert cached(after) == record["tokens"]
         assert after["choices"] == before["choices"] and ANSWER in text_of(after)
-    with serving(*arguments, "--dtype", "bfloat16") as other, other.client() as http:
         reply = http.post(
-            "/v1/chat/completions", json={"model": "bundled@book", "messages": [{"role": "user", "content": "x"}]}
+            "/v1/chat/completions", json={"model": "bundled@other", "messages": [{"role": "user", "content": "x"}]}
         )
         assert reply.status_code == 409 and reply.json()["error"]["code"] == "context_of_another_model"

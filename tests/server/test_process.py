@@ -182,20 +182,20 @@ def test_who_waits_too_long_or_in_too_long_a_queue_is_told(keyed: Served) -> Non
     assert {reply.status_code for reply in found} <= {200, 504}
 
 
-def test_it_ends_when_answers_under_way_have(tmp_path: Path) -> None:
-    """SIGTERM: the stream goes on to its end, new requests find nobody, and the exit status is 0."""
-    with serving("--store", str(tmp_path), "--warm-up", "0") as served, served.client() as http:
+def test_it_ends_when_answers_under_way_have(keyed: Served) -> None:
+    """SIGTERM: the stream goes on to its end, new requests find nobody, the exit status is 0. The last to ask it."""
+    with keyed.client(USER) as http:
         body = {**talk("Tell a story."), **LONG, "max_tokens": 300, "stream": True}
         with http.stream("POST", CHAT, json=body) as stream:
             events = (line for line in stream.iter_lines() if line)
             next(events), next(events)
-            served.process.send_signal(signal.SIGTERM)
+            keyed.process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
             with pytest.raises(httpx.TransportError):
-                httpx.get(f"{served.url}/health")
+                httpx.get(f"{keyed.url}/health")
             rest = list(events)
         assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        assert served.process.wait(30) == 0 and served.log[-1]["message"] == "ended"
+        assert keyed.process.wait(30) == 0 and keyed.log[-1]["message"] == "ended"
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--rows", type=int, metavar="N", help="requests that are answered at once (default: 16)")
     limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
     limits.add_argument("--max-waiting-tokens", default="4M", metavar="N", help="of their prompts (%(default)s)")
+    limits.add_argument(
+        "--max-wait", type=float, default=60.0, metavar="S", help="seconds to a first token, as expected (%(default)s)"
+    )
     limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="of a request (%(default)s)")
     limits.add_argument(
         "--answer-tokens", default="1024", metavar="N", help="where a request does not say (%(default)s)"
@@ -81,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
 
+    from retrieval_attn.server.heap import use_one_arena
+
+    use_one_arena()
     import asyncio
 
     from retrieval_attn.imports import uncollected
@@ -94,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         body_bytes=parse_bytes(args.max_body, "--max-body"),
         waiting_requests=args.max_waiting,
         waiting_tokens=parse_tokens(args.max_waiting_tokens, "--max-waiting-tokens"),
+        wait_seconds=args.max_wait,
         deadline_seconds=args.deadline,
         drain_seconds=args.drain,
         answer_tokens=parse_tokens(args.answer_tokens, "--answer-tokens"),

@@ -38,9 +38,11 @@ class Choices:
     async def submit(self, requests: Sequence[Request]) -> None:
         """Raises ApiError where one of them is refused; then none is answered."""
         self._timer = asyncio.get_running_loop().call_later(self._deadline_seconds, self._late)
+        tokens = []
         for number, request in enumerate(requests):
             again = number > 0 and request.parts == requests[number - 1].parts  # it is read once
-            self._waiting.append(self._admission.enter(0 if again else request.prompt_tokens))
+            tokens.append(0 if again else request.prompt_tokens)
+        self._waiting = self._admission.enter(*tokens)
         for number, request in enumerate(requests):
             try:
                 submitted = await self._client.submit(request, functools.partial(self._put, number))
@@ -96,7 +98,8 @@ class Choices:
             yield found
 
     def _put(self, number: int, item: Item) -> None:
-        if self._waiting[number].leave(self.seconds) and self.first_seconds is None:
+        served = not isinstance(item, Finished) or (item.error is None and item.reason != "cancelled")
+        if self._waiting[number].leave(served=served) and self.first_seconds is None:
             self.first_seconds = self.seconds
         self._queue.put_nowait((number, item))
 

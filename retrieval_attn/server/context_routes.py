@@ -94,9 +94,10 @@ async def fork(name: Name, body: ForkBody, request: HttpRequest) -> Response:
 
 async def _made(request: HttpRequest, name: str, ids: tuple[int, ...], context: str | None) -> Response:
     service = service_of(request)
-    waiting = service.admission.enter(len(ids))
+    (waiting,) = service.admission.enter(len(ids))
     try:
         made = await service.contexts.make(name, ids, context, caller_of(request).namespace)
+        waiting.leave(served=True)
     finally:
         waiting.leave()
     return JSONResponse(_record(service, made))

@@ -74,7 +74,7 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         TokenTexts(tokenizer),
         client,
         Contexts(ContextStore(store), client, digest),
-        Admission(settings.waiting_requests, settings.waiting_tokens),
+        Admission(settings.waiting_requests, settings.waiting_tokens, settings.wait_seconds),
         Metrics(),
         int(time.time()),
     )

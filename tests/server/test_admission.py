@@ -1,0 +1,176 @@
+"""Admission by the wait that is to be expected, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, Admission, Waiting
+from retrieval_attn.server.failure import ApiError
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Line:
+    """Requests that wait, and are served one after the other, each some seconds behind the one before."""
+
+    def __init__(self, seconds: float = math.inf, requests: int = 1000) -> None:
+        """What admission allows."""
+        self.clock = Clock()
+        self.admission = Admission(requests, 1 << 30, seconds, self.clock)
+        self._waiting: deque[Waiting] = deque()
+
+    def come(self, tokens: int = 10, times: int = 1) -> None:
+        """Raises ApiError."""
+        for _ in range(times):
+            self._waiting += self.admission.enter(tokens)
+
+    def serve(self, seconds: float, times: int = 1) -> None:
+        for _ in range(times):
+            self.clock.seconds += seconds
+            self._waiting.popleft().leave(served=True)
+
+    def refused(self, tokens: int = 10) -> int:
+        """Seconds until it should come again."""
+        with pytest.raises(ApiError) as found:
+            self.come(tokens)
+        assert found.value.status == 503 and found.value.code == "queue_full"
+        assert found.value.retry_after is not None
+        return found.value.retry_after
+
+
+def test_the_wait_is_what_waits_times_the_pace_of_late() -> None:
+    line = Line()
+    line.come(times=20)
+    assert line.admission.expected_seconds(10) == 0  # nothing was served yet
+    line.serve(0.5, times=10)
+    assert line.admission.expected_seconds(10) == pytest.approx(5)
+    line.serve(0.5, times=10)
+    assert line.admission.expected_seconds(10) == 0
+    line.come(times=70)
+    line.serve(2.0, times=66)  # the slower ones are all that is remembered
+    assert line.admission.expected_seconds(10) == pytest.approx(4 * 2.0)
+
+
+def test_time_in_which_nobody_waits_says_nothing() -> None:
+    line = Line()
+    for _ in range(3):
+        line.come(times=4)
+        line.serve(0.25, times=4)
+        line.clock.seconds += 1000
+    line.come(times=8)
+    assert line.admission.expected_seconds(10) == pytest.approx(2)
+
+
+def test_who_would_wait_too_long_is_told_when_to_come_again() -> None:
+    line = Line(seconds=3)
+    line.come(times=4)
+    line.serve(1.0, times=4)
+    line.come(times=4)
+    assert line.admission.expected_seconds(10) == pytest.approx(4)
+    retry = line.refused()
+    assert retry == 4 and line.admission.requests == 4
+    line.serve(1.0, times=retry)  # what was told is true: at that time nobody waits any more
+    line.come()
+
+
+def test_a_stall_is_noticed_while_it_lasts() -> None:
+    line = Line(seconds=5)
+    line.come(times=4)
+    line.serve(0.1, times=2)
+    line.come()
+    line.clock.seconds += 60
+    assert line.admission.expected_seconds(10) > 30
+    assert line.refused() == MAX_RETRY_SECONDS
+
+
+def test_one_request_waits_in_any_case_with_all_its_choices() -> None:
+    line = Line(seconds=1, requests=2)
+    line.come(tokens=50_000)
+    line.serve(100.0)
+    waiting = line.admission.enter(50_000, 0, 0, 0)  # alone, however slow the server was
+    assert line.admission.requests == 4
+    line.clock.seconds += 100
+    assert line.refused(tokens=SHORT_TOKENS + 1) == MAX_RETRY_SECONDS
+    for one in waiting:
+        assert one.leave(served=True) and not one.leave()
+    assert (line.admission.requests, line.admission.tokens) == (0, 0)
+
+
+def test_long_prompts_do_not_make_short_ones_look_slow() -> None:
+    """In the line of the short ones, by their tokens; those that the engine overtakes are in another line."""
+    line = Line(seconds=5)
+    for _ in range(4):
+        line.come(tokens=2_000)
+        line.serve(40.0)
+    line.come(tokens=50, times=4)  # 40 s each, if requests were all that counts
+    assert line.admission.expected_seconds(50) == pytest.approx(4)
+    line.serve(0.1, times=4)
+    line.come(tokens=SHORT_TOKENS + 1)
+    line.serve(100.0)
+    line.come(tokens=SHORT_TOKENS + 1)
+    assert line.refused(tokens=SHORT_TOKENS + 1) == MAX_RETRY_SECONDS
+    assert line.admission.expected_seconds(SHORT_TOKENS) == 0
+    line.come(tokens=50)
+
+
+def test_who_goes_away_was_not_served() -> None:
+    line = Line()
+    line.come(times=4)
+    line.serve(1.0, times=4)
+    line.come(times=4)
+    for gone in line.admission.enter(10, 10):
+        gone.leave()
+    assert line.admission.expected_seconds(10) == pytest.approx(4)
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0, 10.0])
+def test_waits_are_bounded_at_any_load(times: float) -> None:
+    """Rows are free by chance, requests come by chance: who is taken in waits for about as long as may be, at most;
+    none is refused where the load is half of what can be borne, and no more than must be where it is too much.
+    """
+    chance, clock = random.Random(1), Clock()
+    rows, service, most = 8, 2.0, 3.0
+    admission = Admission(1000, 1 << 30, most, clock)
+    free = [0.0] * rows  # when each row is
+    line: deque[tuple[float, Waiting]] = deque()
+    waits, refused, retries = [], 0, []
+    came = 0.0
+    for _ in range(4_000):
+        came += chance.expovariate(times * rows / service)
+        while line and free[0] <= came:
+            began, waiting = line.popleft()
+            clock.seconds = max(free[0], began)
+            waits.append((clock.seconds, clock.seconds - began))
+            waiting.leave(served=True)
+            heapq.heapreplace(free, clock.seconds + chance.uniform(0.5, 1.5) * service)
+        clock.seconds = came
+        try:
+            line += [(came, one) for one in admission.enter(chance.randrange(10, SHORT_TOKENS))]
+        except ApiError as error:
+            assert line and error.retry_after is not None
+            refused += 1
+            retries.append(error.retry_after)
+    late = sorted(seconds for at, seconds in waits if at > 20)
+    assert late[int(0.99 * len(late))] <= 2 * most  # the pace is a mean: what is ahead may take longer
+    # before, rows were free, and first tokens came faster than they can for long
+    assert max(seconds for _, seconds in waits) <= 4 * most
+    if times < 1:
+        assert refused == 0
+    else:
+        answered = len(waits) / came / (rows / service)
+        assert answered > 0.95, f"{answered:.2f} of what could be answered"
+        assert 1 - 1.1 / times < refused / 4_000 and all(1 <= seconds <= 2 * most for seconds in retries)

@@ -126,7 +126,7 @@ class HeldTokens:
         for row, host in enumerate(self._batch.writable(self._number)):
             if len(host) == 0:
                 # address space only; memory is taken as tokens come
-                host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM)
+                host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM, sure=key.shape[2])
             work.append(row, host, None if valid is None else valid[row].numpy())
         return work
 

@@ -74,21 +74,22 @@ class Segment:
         fmt: Format,
         *,
         expected: int | None = None,
+        sure: int | None = None,
     ) -> None:
         """Reserve the address space. Raises MemoryPlanError if the system refuses it.
 
-        capacity: of a large segment rounded up, so that every head begins a memory page. expected: tokens that are sure
-        to come (None: capacity). Few of them are kept in small pages, for a 2 MiB page per head would be taken by the
-        first token already.
+        capacity: of a large segment rounded up, so that every head begins a memory page. expected: tokens that may well
+        come (None: capacity); of many, every head begins a memory page. sure: tokens that come (None: expected). Few of
+        them are kept in small pages, for a 2 MiB page per head would be taken by the first token already.
         """
         if capacity > base.MAX_KEYS:
             raise ConfigError(f"a segment holds at most {base.MAX_KEYS} tokens, got {capacity}; use several")
-        sure = capacity if expected is None else expected
         self.page_tokens = 0
         """Tokens after which keys and values of each head both begin a memory page; 0: in a small segment."""
-        if sure * fmt.row_bytes(head_dim) >= 2 * HUGE_PAGE:
+        if (expected := capacity if expected is None else expected) * fmt.row_bytes(head_dim) >= 2 * HUGE_PAGE:
             self.page_tokens = math.lcm(*(_page_rows(fmt.row_bytes(dim)) for dim in (head_dim, value_dim)))
             capacity = min(-(-capacity // self.page_tokens) * self.page_tokens, base.MAX_KEYS)
+        sure = expected if sure is None else sure
         self.keys = _reserve((num_kv_heads, capacity, fmt.width(head_dim)), fmt, sure)
         self.values = _reserve((num_kv_heads, capacity, fmt.width(value_dim)), fmt, sure)
         self.locked_ends: tuple[int, ...] = ()

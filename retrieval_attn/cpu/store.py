@@ -86,8 +86,7 @@ class SequenceKV:
         """By which attention estimates what it does not retrieve; None: it leaves that out."""
         self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
         self._spans: list[Span] = []
-        self._length = 0
-        self._reserved = RESERVE_TOKENS
+        self._length, self._reserved, self._sure = 0, RESERVE_TOKENS, RESERVE_TOKENS
 
     def __len__(self) -> int:
         return self._length
@@ -124,15 +123,15 @@ class SequenceKV:
         notes = [index.note for span in self._spans for index in span.segment.indexes]
         return [note for note in dict.fromkeys(notes) if note]
 
-    def reserve(self, tokens: int) -> SequenceKV:
+    def reserve(self, tokens: int, sure: int | None = None) -> SequenceKV:
         """Let the next new segment have room for at least `tokens` tokens; returns the path. ConfigError below 0.
 
-        Address space; memory is taken as tokens come. Give the expected length: a path that outgrows it continues in
-        further segments, each searched on its own.
+        Address space; memory is taken as tokens come, in large pages where those that are `sure` (None: all) fill them.
+        Give the expected length: a path that outgrows it continues in further segments, each searched on its own.
         """
         if tokens < 0:
             raise ConfigError(f"reserve_tokens={tokens} must be >= 0")
-        self._reserved = tokens
+        self._reserved, self._sure = tokens, tokens if sure is None else sure
         return self
 
     def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any], each: Each = map) -> None:
@@ -175,9 +174,10 @@ class SequenceKV:
             replaced = int(all(head.exact for head in last.segment.indexes))
         copied = self._spans[-1].length if replaced else 0
         capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
-        expected = max(copied + count, self._reserved)
-        segment = Segment(self.num_kv_heads, capacity, self.head_dim, self.value_dim, self.fmt, expected=expected)
-        self._reserved = 0
+        expected, sure = (max(copied + count, tokens) for tokens in (self._reserved, self._sure))
+        dims = self.num_kv_heads, capacity, self.head_dim, self.value_dim
+        segment = Segment(*dims, self.fmt, expected=expected, sure=sure)
+        self._reserved = self._sure = 0
         if replaced:
             segment.append(*self._spans[-1].segment.read(0, copied))
         return replaced, segment

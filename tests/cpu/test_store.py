@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -499,3 +501,23 @@ def test_memory_that_cannot_be_had_is_named() -> None:
     path.reserve(1)
     path.append(keys, values)
     assert len(path) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell which pages are asked for")
+@pytest.mark.parametrize(("sure", "huge"), [(1000, False), (None, True)])
+def test_room_that_may_stay_empty_asks_for_no_large_pages(sure: int | None, huge: bool) -> None:
+    """A large page per head and layer for a short text would be many times what the text needs."""
+    path = SequenceKV(2, 64, 64, F32).reserve(20_000, sure)
+    path.append(*(np.zeros((2, 1000, 64), np.float32) for _ in range(2)))
+    assert ("hg" in flags_at(path.parts(0, 1000)[0][0].keys.ctypes.data)) == huge
+
+
+def flags_at(address: int) -> list[str]:
+    """What the system was told of the memory there: "hg" where large pages are asked for."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no memory there")

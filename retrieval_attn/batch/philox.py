@@ -65,10 +65,19 @@ def row_noise(key: tuple[Tensor, Tensor], positions: Tensor, vocabulary: int) ->
     counter (v // 4, position low, position high, 0): its noise does not depend on the size of the vocabulary.
     """
     if positions.device.type == "cpu":
-        drawn = np.empty((len(positions), (vocabulary + 3) // 4, 4), np.int64)
-        _fill_words(key[0].numpy(), key[1].numpy(), positions.numpy(), drawn)
-        return gumbels(torch.from_numpy(drawn).flatten(1)[:, :vocabulary])
+        return gumbels(_compiled_words(*key, positions, vocabulary))
     return gumbels(_row_words(key, positions, vocabulary))
+
+
+# An operation of torch: who records operations, to run them again with other numbers, then records this one, too.
+@torch.library.custom_op(
+    "retrieval_attn::row_words", mutates_args=(), device_types="cpu",
+    schema="(Tensor low, Tensor high, Tensor positions, int vocabulary) -> Tensor",
+)  # fmt: skip
+def _compiled_words(low: Tensor, high: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    drawn = np.empty((len(positions), (vocabulary + 3) // 4, 4), np.int64)
+    _fill_words(low.numpy(), high.numpy(), positions.numpy(), drawn)
+    return torch.from_numpy(drawn).flatten(1)[:, :vocabulary].contiguous()
 
 
 def _row_words(key: tuple[Tensor, Tensor], positions: Tensor, vocabulary: int) -> Tensor:

@@ -14,6 +14,8 @@ LEAST_SHARE = 1 / 8
 """Of a step's time, what readings get beside it even where the step alone takes longer than it should."""
 LEAST_ROOM = 1 / 4
 """Of the time that a step leaves, what readings get at least, however uncertain it is what they take."""
+ROUNDING = 1e-6
+"""Of a cell: what sums of seconds differ by, which is no reason for a cell less."""
 PATIENCE = 64
 """Ticks without a cell after which a reading gets one, whatever was measured."""
 FEW_TOKENS = 64
@@ -93,7 +95,7 @@ class Grants:
         room = max(left - self._margin.seconds if rows else left, left * LEAST_ROOM, step * LEAST_SHARE)
         for number, entry in enumerate(turn):
             cell = self._seconds(entry)
-            cells = int(room / cell) if cell > 0 else 0
+            cells = int(room / cell + ROUNDING) if cell > 0 else 0
             if number == 0 and cells == 0:
                 self._saved += room
                 self._patience -= 1

@@ -508,7 +508,7 @@ def test_memory_that_cannot_be_had_is_named() -> None:
 def test_room_that_may_stay_empty_asks_for_no_large_pages(sure: int | None, huge: bool) -> None:
     """A large page per head and layer for a short text would be many times what the text needs."""
     path = SequenceKV(2, 64, 64, F32).reserve(20_000, sure)
-    path.append(*(np.zeros((2, 1000, 64), np.float32) for _ in range(2)))
+    path.append(np.zeros((2, 1000, 64), np.float32), np.zeros((2, 1000, 64), np.float32))
     assert ("hg" in flags_at(path.parts(0, 1000)[0][0].keys.ctypes.data)) == huge
 
 

@@ -124,15 +124,34 @@ def loop_costs(served: Served, http: httpx.Client, repeats: int) -> dict[str, fl
     return {"request": short, "token": (long - short) / max(1, many - few)}
 
 
-def over_http(served: Served, bodies: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second of one client for each body; connected before, as clients that ask more than once are."""
-    found = list[Streamed]()
+def over_http(
+    served: Served,
+    bodies: Sequence[dict[str, Any]],
+    ask: Callable[[httpx.Client, dict[str, Any]], str] = lambda http, body: streamed(http, body).id,
+) -> float:
+    """Tokens per second, by the server's count, of one client for each body; connected before, as clients that ask more
+    than once are. ask: takes a whole answer in; the request's id.
+    """
+    ids = [""] * len(bodies)
+
+    def work(number: int) -> None:
+        ids[number] = ask(https[number], bodies[number])
+
     with contextlib.ExitStack() as clients:
         https = [clients.enter_context(served.client()) for _ in bodies]
         for http in https:
             http.get("/health").raise_for_status()
-        seconds = at_once(lambda number: found.append(streamed(https[number], bodies[number])), len(bodies))
-    return sum(int(line_of(served, one.id)["completion_tokens"]) for one in found) / seconds
+        seconds = at_once(work, len(bodies))
+    if not all(ids):
+        raise RuntimeError("a stream failed; its error stands above")
+    return sum(int(line_of(served, one)["completion_tokens"]) for one in ids) / seconds
+
+
+def requests_of(llm: LLM, bodies: Sequence[dict[str, Any]], tokens: int = TOKENS) -> list[Request]:
+    """What a server makes of the bodies, in its parts: what one request reads, the next ones find."""
+    made = Prompts(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.max_position_embeddings)
+    draw = RowDraw(temperature=2.0, seed=1)
+    return [Request(made.of_messages(body["messages"]), tokens, draw) for body in bodies]
 
 
 def in_process(engine: Engine, prompts: Sequence[Request]) -> float:
@@ -154,9 +173,7 @@ def compared(served: Served, clients: int, repeats: int) -> dict[str, float]:
     bodies = [body_of(document(1000 + number, 100)) for number in range(clients)]
     found: dict[str, list[float]] = {"http": [], "engine": []}
     llm = LLM(BUNDLED)
-    made = Prompts(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.max_position_embeddings)
-    draw = RowDraw(temperature=2.0, seed=1)
-    prompts = [Request(made.of_messages(body["messages"]), TOKENS, draw) for body in bodies]  # in the server's parts
+    prompts = requests_of(llm, bodies)
     with Engine(llm) as engine:
         for number in range(repeats + 1):
             one = {"http": over_http(served, bodies), "engine": in_process(engine, prompts)}

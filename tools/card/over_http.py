@@ -15,10 +15,10 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from transformers import AutoTokenizer
 
@@ -28,9 +28,9 @@ from retrieval_attn.commands.serve import NEEDED
 from retrieval_attn.eval.bench.random_model import layers_text, random_model
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.server.spec import EngineSpec
-from tests.server.process import Served, serving
+from tests.server.process import serving
 from tools.card.subject import save_found
-from tools.server_costs import at_once, body_of, document, in_process, line_of
+from tools.server_costs import body_of, document, in_process, over_http, requests_of
 
 POSITIONS = 8192
 """Of a prompt with its answer: what memory is planned for."""
@@ -55,25 +55,14 @@ def save_model(args: argparse.Namespace, folder: str) -> None:
         torch.cuda.empty_cache()
 
 
-def over_http(served: Served, bodies: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second of a client for each body, by the server's count of tokens."""
-    ids = [""] * len(bodies)
-
-    def work(number: int) -> None:
-        with (
-            served.client() as http,
-            http.stream("POST", "/v1/chat/completions", json={**bodies[number], "stream": True}) as reply,
-        ):
-            if reply.status_code != 200:
-                raise RuntimeError(f"the server answered {reply.status_code}: {reply.read()!r}")
-            for _ in reply.iter_raw():
-                pass
-            ids[number] = reply.headers["x-request-id"]
-
-    seconds = at_once(work, len(bodies))
-    if not all(ids):
-        raise RuntimeError("a stream failed; its error stands above")
-    return sum(int(line_of(served, one)["completion_tokens"]) for one in ids) / seconds
+def drained(http: httpx.Client, body: dict[str, Any]) -> str:
+    """Take an answer in and look at nothing; the request's id."""
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as reply:
+        if reply.status_code != 200:
+            raise RuntimeError(f"the server answered {reply.status_code}: {reply.read()!r}")
+        for _ in reply.iter_raw():
+            pass
+        return str(reply.headers["x-request-id"])
 
 
 def main() -> int:
@@ -96,17 +85,14 @@ def main() -> int:
         flags += ["--warm-up", str(WARM_TOKENS), "--store", f"{folder}/store"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
         with serving(folder, *flags, environment=threads, start_seconds=START_SECONDS) as served:
-            with served.client() as http:
-                replies = [http.post("/tokenize", json={"messages": body["messages"]}) for body in bodies]
-            asked = [reply.json()["tokens"] for reply in replies]
-            found = {"http": [over_http(served, bodies) for _ in range(args.repeats + 1)]}
+            found = {"http": [over_http(served, bodies, drained) for _ in range(args.repeats + 1)]}
         # not beside the server: threads of two engines would share the cores
         loading = {"device": args.device, "max_context": POSITIONS}
         spec = EngineSpec(
             folder, loading, ra.Config().to_dict(), rows=args.streams, warm_tokens=WARM_TOKENS, store=f"{folder}/other"
         )
-        prompts = [ra.Request((tuple(ids),), args.tokens, ra.RowDraw(temperature=2.0, seed=1)) for ids in asked]
-        _, engine = spec.load()
+        llm, engine = spec.load()
+        prompts = requests_of(llm, bodies, args.tokens)
         with engine:
             found["engine"] = [in_process(engine, prompts) for _ in range(args.repeats + 1)]
     found = {name: values[1:] for name, values in found.items()}  # the first ones compile
@@ -116,7 +102,7 @@ def main() -> int:
     report = {"streams": args.streams, "tokens": args.tokens, "tokens_per_second": rates, "all": found}
     report |= {
         "ratio": rates["http"] / rates["engine"],
-        "prompts": [len(ids) for ids in asked],
+        "prompts": [one.prompt_tokens for one in prompts],
         "simplifications": said,
     }
     save_found(args, None, report)

@@ -10,7 +10,6 @@ Machines that tell too little of their memory: RETRIEVAL_ATTN_HOST_MEMORY=120GiB
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from retrieval_attn.eval.runs import environment
 from tools.card.measure import Measure
-from tools.card.runs import Run, card_of, run_measure
+from tools.card.runs import Run, first_card, run_measure
 from tools.card.summary import save
 from tools.card.table import measures
 
@@ -38,8 +37,8 @@ def chosen(names: str | None, *, tiny: bool) -> list[Measure]:
 def run_all(wanted: Sequence[Measure], folder: Path, seconds: float, *, tiny: bool, commit: str | None) -> list[Run]:
     """Run what seconds allow; what they do not is there as "not run"."""
     until = time.monotonic() + seconds
-    card = None if tiny else card_of()
-    about = {**environment(), "tiny": tiny, "card": None if card is None else _card_name()}
+    card = None if tiny else first_card("uuid")
+    about = {**environment(), "tiny": tiny, "card": first_card("name,memory.total")}
     about["commit"] = commit or about["commit"]
     runs = {
         measure.name: Run(measure, "not run", f"it needs {measure.seconds:.0f} s by estimate") for measure in wanted
@@ -75,11 +74,6 @@ def main(given: Sequence[str] | None = None) -> int:
     runs = run_all(wanted, args.out, args.seconds_left, tiny=args.tiny, commit=args.commit)
     print((args.out / "card.md").read_text(encoding="utf-8"))
     return 1 if any(run.status == "failed" for run in runs) else 0
-
-
-def _card_name() -> str:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
 from retrieval_attn.store import ContextStore
-from tests.server.process import NEEDLE, WORDS, Served, serving, starting
+from tests.server.process import NEEDLE, WORDS, Served, processes, runs, serving, starting
 
 DRAIN_SECONDS = 1
 MOST_SECONDS = 2.0
@@ -113,7 +112,7 @@ def tried(folder: str, told: Told, number: int, draw: random.Random, arguments: 
             threads = load(served, told, number, draw, ended)
             time.sleep(draw.uniform(0, LOAD_SECONDS))
         listened, which = bool(served.url), draw.choice(SIGNALS)
-        children = _children(served.process)
+        children = processes(served.process.pid)[1:] if served.process.poll() is None else []
         began = time.monotonic()
         served.process.send_signal(which)
         twice = draw.random() < TWICE_SHARE
@@ -139,7 +138,7 @@ def _problems(served: Served, told: tuple[signal.Signals, bool], seconds: float,
     if seconds > MOST_SECONDS:
         problems.append(f"the end took {seconds:.1f} s more than the drain")
     deadline = time.monotonic() + MOST_SECONDS
-    while alive := [pid for pid in children if _runs(pid)]:
+    while alive := [pid for pid in children if runs(pid)]:
         if time.monotonic() > deadline:
             problems.append(f"processes {alive} are left")
             break
@@ -186,18 +185,6 @@ def answered(folder: str, told: Told) -> list[str]:
 def _until_gone(work: Callable[[], None]) -> None:
     with contextlib.suppress(httpx.TransportError):
         work()
-
-
-def _children(process: subprocess.Popen[str]) -> list[int]:
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in found.read_text().split()] if found.exists() else []
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import random
 import statistics
@@ -32,8 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from tests.server.process import ANSWER, QUESTION, WORDS, Served, document, serving
+from tests.server.process import ANSWER, QUESTION, WORDS, Served, document, processes, serving
 from tools.http_load import Heard, LoadClient
+from tools.simulate_batches import quantile
 
 CHAT = "/v1/chat/completions"
 CONVERSATIONS = 32
@@ -187,11 +187,6 @@ class Phase:
         return {"first": quantile(firsts, share), "whole": quantile([one.whole for one in done], share)}
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many are not above; NaN of none."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
-
-
 def _stream_problem(body: bytes) -> str:
     ended = body.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in body
     return "" if ended else f"a stream ended with {body[-300:]!r}"
@@ -220,17 +215,11 @@ async def looked(served: Served, client: LoadClient) -> Look:
     lines = [line.rpartition(" ") for line in heard.body.decode().splitlines() if not line.startswith("#")]
     values = {name.partition(":")[2]: float(value) for name, _, value in lines}
     rss = threads = files = 0
-    for pid in _processes(served.process.pid):
+    for pid in processes(served.process.pid):
         rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         threads += len(os.listdir(f"/proc/{pid}/task"))
         files += len(os.listdir(f"/proc/{pid}/fd"))
     return Look(rss, threads, files, int(values["prefix_nodes"]), int(values["prefix_nbytes"]))
-
-
-def _processes(pid: int) -> list[int]:
-    tasks = os.listdir(f"/proc/{pid}/task")
-    children = [child for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-    return [pid, *(one for child in children for one in _processes(int(child)))]
 
 
 def grown(looks: Sequence[Look]) -> list[str]:

@@ -121,7 +121,7 @@ class BucketRunner:
         served = set(graphed)
         apart = [row for row in range(len(caches)) if row not in served]
         choices = {} if isinstance(found, Tensor) else dict(zip(graphed, found, strict=True))
-        logits, errors = _eager((self._model, self._clock), caches, inputs, apart) if apart else (None, {})
+        logits, errors = _eager(self._model, self._clock, caches, inputs, apart) if apart else (None, {})
         if isinstance(found, Tensor):
             logits = _in_order(found, graphed, logits, apart)
         return Stepped(choices, apart if draws is not None else range(len(caches)), logits, errors)
@@ -327,7 +327,8 @@ def _in_order(graphed: Tensor, rows: Sequence[int], logits: Tensor | None, apart
 
 
 def _eager(
-    model: tuple[PreTrainedModel, StepClock],
+    model: PreTrainedModel,
+    clock: StepClock,
     caches: Sequence[RetrievalCache],
     inputs: Sequence[tuple[int, int]],
     rows: Sequence[int],
@@ -335,7 +336,7 @@ def _eager(
     """Logits of these of the rows after an eager step, in order, and the errors of those that failed."""
     tokens, positions = zip(*(inputs[row] for row in rows), strict=True)
     try:
-        return eager_step(model[0], [caches[row] for row in rows], tokens, positions, model[1]), {}
+        return eager_step(model, [caches[row] for row in rows], tokens, positions, clock), {}
     except RowsFailedError as error:
         return error.logits, {rows[row]: one for row, one in error.errors.items()}
 

@@ -15,8 +15,8 @@ from retrieval_attn.commands.loading import (
     load_llm,
     text_of,
 )
+from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.imports import uncollected
 from retrieval_attn.memory.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
-    with uncollected():
+    with no_collection():
         from retrieval_attn.chat.local import LocalTalk
     from retrieval_attn.store import ContextStore
 

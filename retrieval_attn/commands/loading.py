@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.config import QUANTIZATIONS, Config, Retrieve
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.imports import uncollected
 from retrieval_attn.memory.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:
     """The model that the flags name, with memory planned for `most` tokens. say: on the error output what it is."""
-    with uncollected():
+    with no_collection():
         from retrieval_attn.llm import LLM
 
     name = str(BUNDLED) if args.model == "bundled" else args.model

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     use_one_arena()
     import asyncio
 
-    from retrieval_attn.imports import uncollected
+    from retrieval_attn.compiled.collection import no_collection
     from retrieval_attn.server.address import Address, listening, require_safe_host
     from retrieval_attn.server.child import Child
     from retrieval_attn.server.keys import Keys
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, _end_at_once)
         spec = _spec(args)
         child = Child.start() if _apart(args) else None
-        with uncollected():
+        with no_collection():
             from uvicorn.loops.auto import auto_loop_factory
 
             from retrieval_attn.server.logs import log_to

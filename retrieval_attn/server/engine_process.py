@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 
-from retrieval_attn.imports import quiet, uncollected
+from retrieval_attn.compiled.collection import no_collection
+from retrieval_attn.imports import quiet
 from retrieval_attn.server.heap import use_one_arena
 
 __all__ = ["main"]
@@ -22,7 +23,7 @@ def main(number: int) -> int:
         signal.signal(one, signal.SIG_IGN)  # they come to the whole group; the server says when this ends
     quiet()
     use_one_arena()
-    with uncollected():  # all that the engine needs, while the server still imports what it needs itself
+    with no_collection():  # all that the engine needs, while the server still imports what it needs itself
         from retrieval_attn.server.frames import frame_of, plain_error, receive_frame
         from retrieval_attn.server.logs import log_to
         from retrieval_attn.server.spec import EngineSpec

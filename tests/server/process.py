@@ -77,6 +77,21 @@ class Served:
         self._reader.join(END_SECONDS)
 
 
+def processes(pid: int) -> list[int]:
+    """A process and all that it started, and so on. Linux."""
+    tasks = os.listdir(f"/proc/{pid}/task")
+    children = [child for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    return [pid, *(one for child in children for one in processes(int(child)))]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended. Linux."""
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 @contextmanager
 def serving(
     *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS

@@ -17,7 +17,7 @@ from retrieval_attn import errors
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.request import Event, Finished, Request
 from retrieval_attn.server import frames
-from tests.server.process import ANSWER, QUESTION, Served, document, serving
+from tests.server.process import ANSWER, QUESTION, Served, document, runs, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -77,7 +77,7 @@ def test_it_answers_and_is_started_again_when_it_crashes(apart: Served, served: 
         second = pid_of(apart, 1)
         apart.end(signal.SIGKILL)  # however the server ends, nothing is left that holds a GPU's memory
         end = time.monotonic() + 30
-        while Path(f"/proc/{second}").exists() and "zombie" not in Path(f"/proc/{second}/status").read_text():
+        while runs(second):
             assert time.monotonic() < end
             time.sleep(0.05)
 

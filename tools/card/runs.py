@@ -17,7 +17,7 @@ from typing import Any
 from retrieval_attn.eval.bench.session.card import watch
 from tools.card.measure import Measure
 
-__all__ = ["ROOT", "Run", "card_of", "run_measure"]
+__all__ = ["ROOT", "Run", "first_card", "run_measure"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 12
@@ -62,11 +62,11 @@ class Run:
         }  # fmt: skip
 
 
-def card_of() -> str | None:
-    """The first card, as nvidia-smi names it; None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+def first_card(fields: str) -> str | None:
+    """What nvidia-smi says of the first card; None where there is none."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
     return found[0] if found else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import (
     Calls,
@@ -27,7 +28,6 @@ from retrieval_attn.gpu.capture.exchange import (
     Replay,
     Shared,
     first_line,
-    no_collection,
 )
 from retrieval_attn.gpu.capture.polling import PollingExchange, ServerOf
 from retrieval_attn.gpu.capture.probe import probe

@@ -8,11 +8,9 @@ answers calls no driver. A runtime has one of them.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -188,15 +186,3 @@ def page_locked(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def first_line(error: BaseException) -> str:
     """An error's kind and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Garbage that is freed may call CUDA, which breaks a capture, or waits for a device that waits for us."""
-    enabled = gc.isenabled()  # restore what was there: a caller may have turned it off itself
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

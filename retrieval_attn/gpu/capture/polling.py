@@ -23,18 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.compiled.place import use_triton_folder
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
-from retrieval_attn.gpu.capture.exchange import (
-    REPORT_SHIFT,
-    VARIABLE,
-    HostCall,
-    Replay,
-    Shared,
-    no_collection,
-    page_locked,
-)
+from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, VARIABLE, HostCall, Replay, Shared, page_locked
 
 MAX_CALLS = 512
 """Host calls of one graph."""

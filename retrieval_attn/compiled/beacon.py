@@ -26,7 +26,9 @@ PHASES = ("idle", "waits for the device's request", "searches", "copies results"
 SLOTS, SLOT_WORDS = 32, 16
 # Behind the slots: pools of threads, each the address of its control block, of its workers' words and their number.
 POOLS, POOL_WORDS = 16, 4
-BYTES = 8 * (SLOTS * SLOT_WORDS + POOLS * POOL_WORDS)
+# Behind the pools: the last look at which somebody here had Python's lock and said so.
+HEARD = SLOTS * SLOT_WORDS + POOLS * POOL_WORDS
+BYTES = 8 * (HEARD + 1)
 
 _slots, _pools = itertools.count(), itertools.count()
 
@@ -54,6 +56,11 @@ def note_pool(control: int, busy: int, workers: int) -> None:
     """There is a pool of threads: addresses of its control block and of its workers' words, and how many these are."""
     at = SLOTS * SLOT_WORDS + POOL_WORDS * (next(_pools) % POOLS)
     _words[at : at + 3] = [control, busy, workers]
+
+
+def note_heard(moment: int) -> None:
+    """Python's lock was to be had after the look at a moment, in nanoseconds of the monotonic clock."""
+    _words[HEARD] = moment
 
 
 def note_thread(slot: int) -> None:

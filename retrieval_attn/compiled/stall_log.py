@@ -22,6 +22,8 @@ from retrieval_attn.compiled import beacon
 
 LOOK_SECONDS = 0.02
 SAMPLE_SECONDS = 0.05
+LOCK_SECONDS = 0.25
+"""Who has not had Python's lock for so long waits for code that keeps it: a switch is due after 5 ms."""
 AGAIN = 4.0
 """The same wait is reported again when it has become so many times as long."""
 STACK_BYTES = 1 << 14
@@ -231,8 +233,14 @@ def main(arguments: Sequence[str]) -> int:
     words = mmap.mmap(file, beacon.BYTES, prot=mmap.PROT_READ)
 
     def asks() -> None:
-        os.kill(pid, signal_number)  # faulthandler's, which needs no lock
-        os.write(pipe, time.monotonic_ns().to_bytes(8, "little"))
+        moment = time.monotonic_ns()
+        os.write(pipe, moment.to_bytes(8, "little"))
+        while struct.unpack_from("=q", words, 8 * beacon.HEARD)[0] != moment:
+            if time.monotonic_ns() - moment > 1e9 * LOCK_SECONDS:
+                # faulthandler's, which needs no lock. It may end a process whose threads run Python: they do not now
+                os.kill(pid, signal_number)
+                return
+            time.sleep(0.001)
 
     with open(arguments[3], "a") as log:
         reporter = Reporter(Watched(pid), log)

@@ -38,7 +38,8 @@ class StallWatch:
         # one that nobody else uses: libraries take the first few
         self._signal = int(signal.SIGRTMIN) + 11
         self._log = log.open("a")
-        # writes the stack of every Python thread from a signal handler: without Python's lock
+        # Writes the stack of every Python thread from a signal handler, without Python's lock. Asked for only where
+        # nobody gets that lock: where a thread runs Python meanwhile, its frames go away while they are read.
         faulthandler.register(self._signal, self._log, all_threads=True)
         self._asked, asks = os.pipe()
         arguments = [os.getpid(), beacon.FILE, asks, log.absolute(), late_seconds, self._signal]
@@ -71,8 +72,10 @@ class StallWatch:
 
     def _listen(self) -> None:
         """Answer the other process, which asks by 8 bytes: the moment. Waits in the system, without Python's lock."""
-        while moment := os.read(self._asked, 8):
-            waited = time.monotonic_ns() - int.from_bytes(moment, "little")
+        while asked := os.read(self._asked, 8):
+            moment = int.from_bytes(asked, "little")
+            beacon.note_heard(moment)
+            waited = time.monotonic_ns() - moment
             names = {one.ident: one for one in threading.enumerate()}
             lines = [f"-- Python's lock was to be had {waited / 1e6:.1f} ms after the look above; its threads:"]
             for ident, frame in sys._current_frames().items():

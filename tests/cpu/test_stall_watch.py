@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from retrieval_attn.compiled import beacon
+from retrieval_attn.compiled.stall_log import LOCK_SECONDS
 from retrieval_attn.compiled.stall_watch import VARIABLE
 from tests.test_structure import ROOT
 
@@ -83,13 +84,15 @@ def test_a_late_answer_is_named(kind: str, phase: str, tmp_path: Path) -> None:
     assert "a pool: job 0" in text
     (late,) = {line[1:].split()[0] for line in text.splitlines() if line.startswith("*")}
     assert f"thread {late} " in text
-    assert "most recent call first" in text  # written by a signal handler
+    taken = [float(line.split("had ")[1].split()[0]) for line in text.splitlines() if "Python's lock was" in line]
     if kind == "lock":
         assert " in late\n" in text
-        taken = [float(line.split("had ")[1].split()[0]) for line in text.splitlines() if "Python's lock was" in line]
         assert max(taken) > 500  # ms
-    else:
-        assert "the-culprit" in text or kind != "request"
+    if kind == "lock" or max(taken) < 1e3 * LOCK_SECONDS:
+        # a signal handler reads frames while they change, and may end the process: only where nobody runs Python
+        assert ("most recent call first" in text) == (kind == "lock")
+    if kind == "request":
+        assert "the-culprit" in text
 
 
 def test_the_watch_ends_with_its_process(tmp_path: Path) -> None:

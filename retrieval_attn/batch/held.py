@@ -6,7 +6,7 @@ import threading
 
 from retrieval_attn.batch.node import Held
 from retrieval_attn.batch.saved_text import OpenedText
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, own_bytes, pack
 
 __all__ = ["HeldCache"]
 
@@ -18,17 +18,19 @@ class HeldCache:
     opened: the saved context that it is, or continues.
     """
 
-    def __init__(self, cache: RetrievalCache, nbytes: int, whole_bytes: int, opened: OpenedText | None = None) -> None:
-        """whole_bytes: with all that is before it."""
-        self._cache, self.nbytes, self.whole_bytes, self.opened = cache, nbytes, whole_bytes, opened
+    def __init__(self, cache: RetrievalCache, nbytes: int, shared_nbytes: int, opened: OpenedText | None) -> None:
+        """shared_nbytes: of what forks have together, with all that is before it."""
+        self._cache, self.nbytes, self.shared_nbytes, self.opened = cache, nbytes, shared_nbytes, opened
         self._lock = threading.Lock()
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Held | None, opened: OpenedText | None = None) -> HeldCache:
-        """Of a cache that nobody changes from now on, which continued `before`."""
-        whole = cache.host_nbytes + cache.device_nbytes
-        known = before.whole_bytes if isinstance(before, HeldCache) else 0
-        return cls(cache, max(0, whole - known), whole, opened)
+        """Of a cache that nobody changes from now on, which continued `before`. Its windows keep no room."""
+        pack(cache)
+        own = own_bytes(cache)  # every node has windows of its own
+        shared = cache.host_nbytes + cache.device_nbytes - own
+        known = before.shared_nbytes if isinstance(before, HeldCache) else 0
+        return cls(cache, own + max(0, shared - known), shared, opened)
 
     def fork(self) -> RetrievalCache:
         """To be continued. Any thread."""

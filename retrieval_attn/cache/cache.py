@@ -21,6 +21,7 @@ from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.engine.support import require_supported
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
+from retrieval_attn.gpu.attention.window import keep_no_room
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.forked import refuse_forked, use_threads
 from retrieval_attn.index.threads import check_threads
@@ -221,11 +222,9 @@ class RetrievalCache(LayeredCache):
         """Bytes of device memory held by sinks and windows, which does not grow with the context, by codes of keys and
         their clusters, which an index of kind "device" keeps there, and by pages of an exact prefix.
         """
-        windows = sum(layer.window.nbytes for layer in self._own_layers() if layer.window is not None)
-        states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
         codes = sum(index.device_nbytes for index in self.coded_indexes)
         pages = 0 if self.batch.exact is None else self.batch.exact.nbytes
-        return windows + states + codes + pages + device_cluster_bytes(self._paths())
+        return own_bytes(self) + codes + pages + device_cluster_bytes(self._paths())
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""
@@ -281,3 +280,17 @@ def seal(cache: RetrievalCache) -> None:
             for segment in (one for host in layer.held.hosts for one in host.segments):
                 segment.freeze()
                 segment.sealed = True
+
+
+def own_bytes(cache: RetrievalCache) -> int:
+    """Of its `device_nbytes`, what a fork has a copy of: sinks, windows and states."""
+    windows = (layer.window for layer in cache.layers if isinstance(layer, CacheLayer))
+    states = sum(layer.nbytes for layer in cache.layers if isinstance(layer, StateLayer))
+    return states + sum(window.nbytes for window in windows if window is not None)
+
+
+def pack(cache: RetrievalCache) -> None:
+    """Keep no room for tokens to come: they come to forks, which make their own."""
+    for layer in cache.layers:
+        if isinstance(layer, RetrievalLayer) and layer.window is not None:
+            keep_no_room(layer.window)

@@ -218,7 +218,8 @@ class HeldTokens:
         other.__dict__.update(self.__dict__)
         other._batch, other._stats = batch, stats
         other._number = self._number if number is None else number
-        other.window = self.window.clone()
+        # what a fork continues may have kept no room: it is made again, of the size that captured graphs know
+        other.window = self.window.clone(self._config.window + self._config.spill, self._config.sink)
         other._sinks, other._retrieve_stops = list(self._sinks), list(self._retrieve_stops)
         return other
 

@@ -186,12 +186,18 @@ class WindowCache:
         mask = _visible(query.shape[2], tokens, reach, self.valid, query.device)
         return attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
 
-    def clone(self) -> WindowCache:
-        """An independent copy; used by forks."""
+    def clone(self, capacity: int = 0, sinks: int = 0) -> WindowCache:
+        """An independent copy; used by forks. It has room for so many tail tokens and sinks at least."""
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
-        other._key = self._key.clone()
-        other._value = self._value.clone()
+        if self._capacity >= capacity and self._tail >= sinks:
+            other._key, other._value = self._key.clone(), self._value.clone()
+        else:
+            other._tail, other._capacity = max(self._tail, sinks), max(self._capacity, capacity)
+            other._key, other._value = (_room_for(part, other._tail + other._capacity) for part in self.buffers)
+            mine, its = slice(*other.span), slice(*self.span)
+            for part, used in zip(other.buffers, self.buffers, strict=True):
+                part[:, :, mine] = used[:, :, its]
         return other
 
     def _all_valid(self, tokens: int) -> Tensor:
@@ -202,6 +208,13 @@ class WindowCache:
         self._key = torch.cat([self._key, extra_key], dim=2)
         self._value = torch.cat([self._value, _room_for(self._value, tokens)], dim=2)
         self._capacity += tokens
+
+
+def keep_no_room(window: WindowCache) -> None:
+    """Keep memory for what is used alone: nothing more will come, but to clones, which say what they need."""
+    used = slice(*window.span)
+    window._key, window._value = (part[:, :, used].clone() for part in window.buffers)
+    window._tail, window._capacity = window.sink_len, window.tail_len
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

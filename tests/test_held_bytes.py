@@ -43,13 +43,8 @@ def test_a_fork_of_a_packed_cache_goes_on_as_before(tokens: int) -> None:
             wanted, found = (model(more[:, at : at + 1], past_key_values=fork).logits for fork in forks)
             assert torch.equal(wanted, found)
         # the packed one itself did not change
-        again = held.fork()
-        assert torch.equal(model(more[:, :1], past_key_values=again).logits[0, -1], _first(model, plain, more))
-
-
-def _first(model: torch.nn.Module, cache: RetrievalCache, more: torch.Tensor) -> torch.Tensor:
-    first: torch.Tensor = model(more[:, :1], past_key_values=cache.fork()).logits[0, -1]
-    return first
+        wanted, found = (model(more[:, :1], past_key_values=fork).logits for fork in (plain.fork(), held.fork()))
+        assert torch.equal(wanted, found)
 
 
 def test_every_node_counts_its_own_windows() -> None:
@@ -65,5 +60,5 @@ def test_every_node_counts_its_own_windows() -> None:
     other = HeldCache.beyond(second, one)
     windows = sum(window.nbytes for window in windows_of(second))
     assert windows > 0 and one.nbytes == first.host_nbytes + first.device_nbytes
-    assert other.nbytes == windows + second.host_nbytes + second.device_nbytes - windows - one.shared_nbytes
+    assert other.nbytes == second.host_nbytes + second.device_nbytes - one.shared_nbytes
     assert other.nbytes >= windows

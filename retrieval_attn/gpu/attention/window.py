@@ -96,7 +96,7 @@ class WindowCache:
         """Append tokens to the tail. valid: (batch, tokens) bool or None for all real."""
         count = key.shape[2]
         if count > self.room:
-            self._grow(count - self.room)
+            self._resize(self._tail, self.tail_len + count)
         low, high = self.span
         self._key[:, :, high : high + count] = key
         self._value[:, :, high : high + count] = value
@@ -114,9 +114,7 @@ class WindowCache:
         if self.tail_len > capacity:
             raise ShapeError(f"a tail of {self.tail_len} tokens needs more room than for {capacity}.")
         if self._capacity > capacity:
-            used = slice(0, self._tail + capacity)
-            self._key, self._value = self._key[:, :, used].clone(), self._value[:, :, used].clone()
-            self._capacity = capacity
+            self._resize(self._tail, capacity)
 
     def drop_oldest(self, count: int) -> None:
         """Forget the `count` oldest tokens of the tail (they are on the host by now)."""
@@ -144,15 +142,9 @@ class WindowCache:
     def set_sinks(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Replace the sinks by (batch, kv_heads, sinks, dim) tensors; the tail stays."""
         tail_valid = None if self.valid is None else self.valid[:, self.sink_len :]
+        if key.shape[2] > self._tail:
+            self._resize(key.shape[2], self._capacity)
         self.sink_len = key.shape[2]
-        if self.sink_len > self._tail:
-            tail_key, tail_value = self.tail()
-            self._tail = self.sink_len
-            self._key = _room_for(key, self._tail + self._capacity)
-            self._value = _room_for(value, self._tail + self._capacity)
-            span = slice(self._tail, self._tail + self.tail_len)
-            self._key[:, :, span] = tail_key
-            self._value[:, :, span] = tail_value
         low = self.span[0]
         self._key[:, :, low : self._tail] = key
         self._value[:, :, low : self._tail] = value
@@ -190,31 +182,24 @@ class WindowCache:
         """An independent copy; used by forks. It has room for so many tail tokens and sinks at least."""
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
-        if self._capacity >= capacity and self._tail >= sinks:
-            other._key, other._value = self._key.clone(), self._value.clone()
-        else:
-            other._tail, other._capacity = max(self._tail, sinks), max(self._capacity, capacity)
-            other._key, other._value = (_room_for(part, other._tail + other._capacity) for part in self.buffers)
-            mine, its = slice(*other.span), slice(*self.span)
-            for part, used in zip(other.buffers, self.buffers, strict=True):
-                part[:, :, mine] = used[:, :, its]
+        other._resize(max(self._tail, sinks), max(self._capacity, capacity))
         return other
 
     def _all_valid(self, tokens: int) -> Tensor:
         return torch.ones(self.batch, tokens, dtype=torch.bool, device=self._key.device)
 
-    def _grow(self, tokens: int) -> None:
-        extra_key = _room_for(self._key, tokens)
-        self._key = torch.cat([self._key, extra_key], dim=2)
-        self._value = torch.cat([self._value, _room_for(self._value, tokens)], dim=2)
-        self._capacity += tokens
+    def _resize(self, tail: int, capacity: int) -> None:
+        """Move into new memory, in which the tail begins at a slot and has room for so many tokens."""
+        low, high, moved = *self.span, tail - self._tail
+        key, value = (_room_for(part, tail + capacity) for part in self.buffers)
+        for new, old in ((key, self._key), (value, self._value)):
+            new[:, :, low + moved : high + moved] = old[:, :, low:high]
+        self._key, self._value, self._tail, self._capacity = key, value, tail, capacity
 
 
 def keep_no_room(window: WindowCache) -> None:
     """Keep memory for what is used alone: nothing more will come, but to clones, which say what they need."""
-    used = slice(*window.span)
-    window._key, window._value = (part[:, :, used].clone() for part in window.buffers)
-    window._tail, window._capacity = window.sink_len, window.tail_len
+    window._resize(window.sink_len, window.tail_len)
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

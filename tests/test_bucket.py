@@ -135,7 +135,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty steps with random members; forks of rows, and rows that are cropped meanwhile."""
     number = list(KINDS).index(kind)
-    monkeypatch.setenv(VARIABLE, ("polling", "host_node")[number % 4 // 2])
+    monkeypatch.setenv(VARIABLE, ("mapped", "host_node", "polling")[number // 2 % 3])
     q_heads, kv_heads, head_dim = ((8, 2, 64), (8, 1, 128))[number % 2]  # groups of 4, and of 8
     model = build_model(
         "llama",

@@ -101,7 +101,7 @@ def test_rows_over_pages_of_int8_are_as_alone(name: str) -> None:
 def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty steps with random members; forks, crops; no graph for who joins or leaves."""
     number = list(KINDS).index(kind)
-    monkeypatch.setenv(VARIABLE, ("polling", "host_node")[number % 2])
+    monkeypatch.setenv(VARIABLE, ("mapped", "host_node", "polling")[number % 3])
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": (64, 128)[number % 2]}
     model = build_model("llama", max_position_embeddings=8192, **heads)
     pool = ExactPool(1000, 40)

@@ -95,14 +95,14 @@ def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
     wanted = read_at_once(loop, plain, ids)
     read = PausedRead(loop, paused, ids)
     layers = len(paused.layers)
-    assert read.cells_left == 4 * layers
+    assert read.cells_left == 5 * layers
     done = 0
     while not read.done:
         read.go(3)
         assert read.wait(WAIT)
-        done = min(done + 3, 4 * layers)
+        done = min(done + 3, 5 * layers)
         assert read.cells_done == done
-        if done == 4 * layers:
+        if done == 5 * layers:
             read.go(1)
             break
     state = read.result(WAIT)
@@ -134,7 +134,7 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
         read_at_once(loop, first, ids_of(prefix))
     layers, ids = len(first.layers), ids_of(700, 1)
     wanted = read_at_once(loop, first.fork(), ids).logits
-    cells = 3 * layers
+    cells = 4 * layers
     before = threads()
     for cell in range(0, cells + 1):
         cache = first.fork()

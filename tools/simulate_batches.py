@@ -54,8 +54,10 @@ class Cost:
         return self.step + self.row * rows if rows else 0.0
 
     def cell(self, unread: int, number: int, limits: Limits) -> float:
-        """A cell of a prompt's reading, which goes through all chunks layer by layer."""
-        begin = number % -(-unread // limits.chunk_tokens) * limits.chunk_tokens
+        """A cell of a prompt's reading, which goes through all chunks layer by layer; its end is as a first one."""
+        begin = number % limits.layer_cells(unread) * limits.chunk_tokens
+        if begin >= unread:
+            begin = 0
         tokens = min(limits.chunk_tokens, unread - begin)
         return tokens * self.token / limits.layers * (1 + begin / self.past)
 

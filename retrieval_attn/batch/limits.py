@@ -21,10 +21,10 @@ class Limits:
     rows. inter_token_seconds: from one token to the next; reads take what decoding leaves of it. waiting: most jobs
     that wait. promote_seconds: age from which a batch job counts as interactive.
 
-    chunk_tokens, layers: a cell of reading is a chunk in one layer; a prompt of at most one chunk is short, and
-    overtakes. ahead: jobs that are read although no slot is free, so that the next one to get a slot is ready; give
-    pages for rows + ahead, or slots stay empty while prompts are read. quantum_tokens: what an owner may be ahead of
-    others before these come first.
+    chunk_tokens, layers: a cell of reading is a chunk in one layer, or the layer's end; a prompt of at most one chunk
+    is short, and overtakes. ahead: jobs that are read although no slot is free, so that the next one to get a slot is
+    ready; give pages for rows + ahead, or slots stay empty while prompts are read. quantum_tokens: what an owner may be
+    ahead of others before these come first.
     """
 
     rows: int
@@ -74,7 +74,12 @@ class Limits:
 
     def cells(self, job: Job) -> int:
         """Cells of its reading, where chunks keep their size; 0 where nothing is to be read."""
-        return -(-job.unread_tokens // self.chunk_tokens) * self.layers
+        return self.layer_cells(job.unread_tokens) * self.layers
+
+    def layer_cells(self, tokens: int) -> int:
+        """Of so many unread tokens in one layer: its chunks, and what ends the layer's pass behind several."""
+        chunks = -(-tokens // self.chunk_tokens)
+        return chunks + (chunks > 1)
 
     def refuse_too_large(self, job: Job) -> None:
         """Raise AdmissionError for a job that would not fit even if it were the only one."""

@@ -1,7 +1,8 @@
 """PausedRead: reads a prompt into a cache in a thread of its own, cell by cell, as others grant it time.
 
-A cell is a chunk of one layer. Between two of them the thread waits at a gate: nothing of a model is held there but the
-prompt's hidden states, so that steps of other rows run meanwhile. What is computed is what `Context.read` computes.
+A cell is a chunk of one layer, or the end of a layer's pass of several. Between two of them the thread waits at a gate:
+nothing of a model is held there but the prompt's hidden states, so that steps of other rows run meanwhile. What is
+computed is what `Context.read` computes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class PausedRead(GatedRead):
         """
         batch = read_batch(loop, cache, ids)
         chunks = -(-len(ids) // cache.config.prefill_chunk)
-        self._gate, self._end = Gate(chunks * len(cache.layers), settling(loop.model)), _End()
+        ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if chunks > 1 else 0
+        self._gate, self._end = Gate(chunks * len(cache.layers) + ends, settling(loop.model)), _End()
         self.cache = cache
         self._thread = threading.Thread(
             target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True

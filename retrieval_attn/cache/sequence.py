@@ -22,6 +22,7 @@ from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
+from retrieval_attn.offload.staging import brought_together
 from retrieval_attn.offload.upload import Uploads
 
 
@@ -210,7 +211,7 @@ class Batch:
 
     def note_ids(self, ids: Tensor) -> None:
         """ids (batch, columns): what the first columns hold, said by whoever fed them."""
-        ids = ids[:, : self.columns].cpu()
+        [ids] = brought_together([ids[:, : self.columns]])
         for row, sequence in enumerate(self.sequences):
             real = self.padding(0, ids.shape[1])
             own = ids[row] if real is None else ids[row][real[row]]
@@ -225,11 +226,14 @@ class Batch:
     def first_difference(self, ids: Tensor) -> int | None:
         """The first column at which known ids differ from ids (batch, columns); None if they agree."""
         known = min(self.known_columns(), ids.shape[1])
+        if not known:
+            return None
         differing, padding = torch.zeros(known, dtype=torch.bool), self.padding(0, known)
+        [there] = brought_together([ids[:, :known]])
         for row, sequence in enumerate(self.sequences):
             real = torch.ones(known, dtype=torch.bool) if padding is None else padding[row]
             mine = ids_tensor(sequence.token_ids[: int(real.sum())])
-            differing[real] |= ids[row, :known].cpu()[real] != mine
+            differing[real] |= there[row][real] != mine
         return int(differing.nonzero()[0]) if bool(differing.any()) else None
 
     def _columns_of(self, row: int, tokens: int) -> int:

@@ -267,13 +267,15 @@ class _ChunkedLayer:
             if isinstance(other, CacheLayer):
                 other.check_index()  # an index that failed five layers ago need not wait for the last layer
         try:
-            layer.begin_pass(hidden_states.shape[1], self._stream.states.layout.kv_layers == 1)
+            tokens = hidden_states.shape[1]
+            layer.begin_pass(tokens, self._stream.states.layout.kv_layers == 1)
             result = self._walk(cache, layer, hidden_states, args, kwargs)
+            if cache.on_chunk is not None and tokens > self._stream.chunk:
+                cache.on_chunk()  # behind the dearest chunk, what ends the layer would come on top
             layer.end_pass()
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            tokens = hidden_states.shape[1]
             raise MemoryPlanError(
                 f"Layer {self._index}: out of device memory after {tokens:,} tokens were read, when the window and the "
                 "sample of queries were put away. Read with a smaller prefill_chunk; this cache cannot be used any "

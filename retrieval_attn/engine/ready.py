@@ -144,9 +144,9 @@ def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None
 
 
 def _load_exchange(device: torch.device) -> None:
-    """Load what a trial of "polling" launches. Made later, the trial itself has the device to itself."""
+    """Load what a trial of the exchange launches. Made later, the trial itself has the device to itself."""
     load_probe(device)
-    load_flags(device)
+    load_flags(device, mapped=requested_host_callback() != "polling")
     compile_server()
 
 

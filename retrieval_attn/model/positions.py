@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
@@ -38,6 +39,10 @@ class PositionCheck:
             return
         if is_tracing(place):  # there are no values to look at
             return
+        if place.is_cuda:
+            # waits beside the driver: an ordinary copy would wait within it, and hold up threads that launch
+            place, stream = place.to("cpu", non_blocking=True), torch.cuda.current_stream(place.device)
+            stream.synchronize()
         jumps = (place[:, 1:] - place[:, :-1] != 1).nonzero()
         if len(jumps):
             row, column = jumps[0].tolist()

@@ -11,6 +11,7 @@ from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.budgets import Sample, allocated, measured_errors
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.offload.staging import brought_together
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class SampledAttention:
 
     def on_host(self) -> Sample:
         """The same in host memory."""
-        queries, out, lse = (np.ascontiguousarray(part.cpu().numpy()) for part in (self.queries, self.out, self.lse))
+        queries, out, lse = (
+            np.ascontiguousarray(part.numpy()) for part in brought_together([self.queries, self.out, self.lse])
+        )
         return Sample(queries, (out, lse), self.scale, self.softcap)
 
 

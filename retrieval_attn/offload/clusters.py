@@ -23,7 +23,7 @@ from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
 from retrieval_attn.gpu.clusters.cluster import make_clusters, mean_distances, metric_of, probes_of, sample_keys
 from retrieval_attn.index.formats import to_float32
-from retrieval_attn.offload.staging import staging
+from retrieval_attn.offload.staging import brought, staging
 
 DRIFTED = 1.35
 """Above this ratio of mean squared distances, clusters are made anew. With the bundled model texts of another kind
@@ -141,7 +141,7 @@ def drifted(host: SequenceKV, keys: Tensor) -> bool:
         return False
     shared, table = host.clusters.shared, host.clusters.table
     known = shared.probes, shared.offsets, table.counts, table.means.transpose(0, 2, 1)
-    found = mean_distances(keys, *(torch.from_numpy(array).to(keys.device) for array in known)).cpu().numpy()
+    found = brought(mean_distances(keys, *(torch.from_numpy(array).to(keys.device) for array in known)))
     return bool(np.mean(found / np.maximum(before, np.finfo(np.float32).tiny)) > DRIFTED)
 
 

@@ -366,7 +366,7 @@ class TestReading:
         bench.until(lambda: bench.state("interactive") is State.GONE)
         assert bench.state("batch") is State.READING
         bench.finish()
-        assert bench.cells["batch"] == 400
+        assert bench.cells["batch"] == bench.limits.cells(bench.jobs["batch"]) == 402
 
 
 class TestCost:

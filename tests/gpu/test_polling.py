@@ -242,9 +242,9 @@ def cuda() -> CudaRuntime:
 
 
 @pytest.mark.cuda
-def test_polling_is_what_works_here() -> None:
+def test_mapped_is_what_works_here() -> None:
     """Where this fails, the log line of `CudaRuntime` says why."""
-    assert cuda_runtime(0, Server).host_callback == "polling"
+    assert cuda_runtime(0, Server).host_callback == "mapped"
 
 
 @pytest.mark.cuda

@@ -41,7 +41,11 @@ class Listener:
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Between tokens, of which the later one came in this time."""
-        return [later - earlier for earlier, later in pairwise(self.times) if begin < later <= end]
+        return [gap for _, gap in self.dated_gaps(begin, end)]
+
+    def dated_gaps(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """Seconds from the beginning until a gap ended, and its own."""
+        return [(later - begin, later - earlier) for earlier, later in pairwise(self.times) if begin < later <= end]
 
     def wait(self, tokens: int) -> None:
         """Until so many are there. Raises RuntimeError where they do not come."""
@@ -94,6 +98,10 @@ def main() -> int:
         "inter_token_seconds": args.inter_token_seconds,
         "gap_ms": in_ms([gap for one in listeners for gap in one.gaps(began, ended)]),
         "alone_ms": in_ms([gap for one in listeners for gap in one.gaps(decoding, began)]),
+        "late_s_ms": [
+            [round(when, 3), round(1000 * gap, 1)]
+            for when, gap in listeners[0].dated_gaps(began, ended) if gap > args.inter_token_seconds
+        ],
         "tokens": count, "decoded_all_the_time": enough,
     }  # fmt: skip
     save_found(args, subject, found)

@@ -32,7 +32,7 @@ def emulated_runtime() -> EmulatedRuntime | None:
     """What graphs are captured with inside `emulated`; None outside."""
     if not _active:
         return None
-    return _active[-1] or _shared(requested_host_callback() or "polling")
+    return _active[-1] or _shared(requested_host_callback() or "mapped")
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Capturing one decode step as a CUDA graph, with calls to host code inside it.
 
 `CudaRuntime` records on a stream of its own. How a layer's queries reach the host and results come back while the
-device goes on is left to its exchange (`exchange.py`, `polling.py`), chosen once: "polling" where a trial works.
+device goes on is left to its exchange (`exchange.py`, `polling.py`), chosen once: "mapped" where a trial works.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CudaRuntime:
     """
 
     def __init__(self, device: torch.device, server_of: ServerOf, host_callback: HostCallback | None = None) -> None:
-        """host_callback: the only one to use; None: "polling" if it works. Raises BackendError where none works."""
+        """host_callback: the only one to use; None: "mapped" if it works. Raises BackendError where none works."""
         self._device = device
         self._lock = threading.RLock()
         self._calls: Calls | None = None
@@ -56,13 +56,13 @@ class CudaRuntime:
         reason = "as requested"
         if host_callback != "host_node":
             try:
-                self._try_polling(server_of, mapped=host_callback == "mapped")
+                self._try_polling(server_of, mapped=host_callback != "polling")
             except Exception as error:
-                reason = f"{host_callback or 'polling'} does not work here: {first_line(error)}"
+                reason = f"{host_callback or 'mapped'} does not work here: {first_line(error)}"
                 if host_callback is not None:
                     raise BackendError(f"{reason}. Any device takes the exchange by host nodes.") from error
             else:
-                found = host_callback or "polling"
+                found = host_callback or "mapped"
                 logger.info("graphs call the host by %s: %s", found, reason if host_callback else "a trial worked")
                 return found
         self._use(HostNodeExchange(self._device))

@@ -46,15 +46,15 @@ READS_VALUES = {
 
 
 class EmulatedRuntime:
-    """See the module. calls: calls of host functions so far, by replays under "polling" those that were answered.
+    """See the module. calls: calls of host functions so far, by replays under the others those that were answered.
 
     patience: seconds that an emulated device waits for an answer, and its host for a request. latency: seconds from a
-    launch to its beginning, under "polling". driver: held by who is in the driver.
+    launch to its beginning, but under "host_node". driver: held by who is in the driver.
     """
 
     processors = 2
 
-    def __init__(self, server_of: ServerOf, host_callback: HostCallback = "polling") -> None:
+    def __init__(self, server_of: ServerOf, host_callback: HostCallback = "mapped") -> None:
         self._thread = ThreadPoolExecutor(1, "retrieval_attn-emulated")
         self._capture: _Capture | None = None
         self.server_of, self.host_callback = server_of, host_callback

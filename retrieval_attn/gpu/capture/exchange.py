@@ -3,7 +3,8 @@
 "host_node": copies to and from page-locked memory on a side stream, with one of CUDA's host nodes between them.
 "polling" (`polling.py`): no node; kernels write requests, and the thread that launched the replay answers them.
 "mapped": the same, but answers and results stay in the host's memory, from where kernels fetch them: the thread that
-answers calls no driver. A runtime has one of them.
+answers calls no driver, which another thread may keep. A runtime has one of them, "mapped" where nobody asks for
+another.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from retrieval_attn.gpu.attention.libraries import host_function_launcher
 HostCallback = Literal["polling", "mapped", "host_node"]
 """How a running graph calls host code."""
 VARIABLE = "RETRIEVAL_ATTN_HOST_CALLBACK"
-"""Environment variable: how graphs call the host, a `HostCallback`; empty or unset: "polling" if it works."""
+"""Environment variable: how graphs call the host, a `HostCallback`; empty or unset: "mapped" if it works."""
 REPORT_SHIFT = 1024
 """A device that waited in vain reports the replay's number times this, plus the call's."""
 

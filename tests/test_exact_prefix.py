@@ -18,6 +18,7 @@ from retrieval_attn.batch.engine import Engine, default_limits
 from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cache.rollback import Rollback
@@ -339,7 +340,7 @@ def test_pages_are_given_back_and_waited_for() -> None:
             engine.check()
             engine.submit(Request(((5,),), 1)).result()  # the ticks after the last end have passed
             assert engine._exact is not None and engine._tree is not None
-            engine._tree.evict(1 << 60)
+            engine._tree.evict(Sizes(1 << 60, pages=1 << 60))
             assert engine._exact.free_pages == 8
             # what the tree has needs no pages, and is not given up for them
             again = [engine.submit(requests[0]).result() for _ in range(2)]

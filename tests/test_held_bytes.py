@@ -7,6 +7,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.batch.held import HeldCache
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.cache.cache import RetrievalCache, pack
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.gpu.attention.window import WindowCache
@@ -59,6 +60,30 @@ def test_every_node_counts_its_own_windows() -> None:
     one = HeldCache.beyond(first, None)
     other = HeldCache.beyond(second, one)
     windows = sum(window.nbytes for window in windows_of(second))
-    assert windows > 0 and one.nbytes == first.host_nbytes + first.device_nbytes
-    assert other.nbytes == second.host_nbytes + second.device_nbytes - one.shared_nbytes
-    assert other.nbytes >= windows
+    assert windows > 0 and one.sizes.total == first.host_nbytes + first.device_nbytes
+    assert other.sizes.total == second.host_nbytes + second.device_nbytes - one.shared.total
+    assert other.sizes.total >= windows
+
+
+def test_host_and_device_are_told_apart() -> None:
+    """On a CPU all is the host's. Where windows lie elsewhere, they and codes are counted there, tensor by tensor."""
+    model = tiny_model("llama")
+    ra.enable(model)
+    cache = RetrievalCache(model, CONFIG.replace(index="device"))
+    with torch.no_grad():
+        model(random_ids(1, 300), past_key_values=cache)
+    pack(cache)
+    windows, codes = windows_of(cache), sum(index.device_nbytes for index in cache.coded_indexes)
+    own, host = sum(window.nbytes for window in windows), cache.host_nbytes
+    clusters = cache.device_nbytes - own - codes
+    assert own and host and codes
+    assert HeldCache.beyond(cache, None).sizes == Sizes(host + own + codes + clusters)
+    before = HeldCache.beyond(cache.fork(), None)
+    for window in windows:
+        key, value = window.buffers
+        window.use(torch.empty_like(key, device="meta"), torch.empty_like(value, device="meta"))
+    assert HeldCache.beyond(cache, None).sizes == Sizes(host, own + codes + clusters)
+    assert before.sizes.device == 0
+    # what it shares with what is before it is that one's; windows are its own
+    whole = HeldCache.beyond(cache, None)
+    assert HeldCache.beyond(cache, whole).sizes == Sizes(0, own)

@@ -11,6 +11,7 @@ from retrieval_attn.batch import bucket_graph, warm_up
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
@@ -90,7 +91,7 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert seen and not [one for one in seen if one() is not None]
         assert engine._exact is not None and engine._exact.free_pages and not engine._exact.counts.held
         engine.check()
-        assert engine._tree is not None and engine._tree.nbytes == 0
+        assert engine._tree is not None and engine._tree.sizes == Sizes()
         monkeypatch.setattr(bucket_graph.Bucket, "step", stepped)
         engine.submit(Request((ids(300, 1),), 4, stop_ids=frozenset())).result()
     assert sizes and set(sizes) == {1}

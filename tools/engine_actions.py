@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from retrieval_attn.batch import saved_text
 from retrieval_attn.batch.scheduler import Scheduler, StepPlan
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.held import HeldTokens
 
@@ -58,8 +59,8 @@ def watched() -> Iterator[Actions]:
     def inserted(node: Any, *_: Any, **__: Any) -> None:
         actions.note("split", node.parent.parent is not None and node.at < len(node.parent))
 
-    def evicted(after: int, tree: Tree, *_: Any, **__: Any) -> None:
-        actions.note("evict", after > 0)
+    def evicted(after: Sizes, tree: Tree, *_: Any, **__: Any) -> None:
+        actions.note("evict", after.total > 0)
 
     watch: list[tuple[Any, str, Callable[..., None] | None, Callable[..., None] | None]] = [
         (Scheduler, "tick", None, planned),

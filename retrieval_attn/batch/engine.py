@@ -33,6 +33,7 @@ from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.row import Row, damage_of
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.stepper import Stepper
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree, TreeStats
@@ -45,6 +46,7 @@ from retrieval_attn.errors import EngineFullError, InputDataError
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.shared_room import shared_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.store import ContextStore
@@ -78,7 +80,7 @@ class Loaded(Protocol):
 
 def default_limits(model: PreTrainedModel, config: Config) -> Limits:
     """For a machine that does nothing else."""
-    shape = model_shape(model)
+    shape, chunk = model_shape(model), min(config.prefill_chunk, READ_TOKENS)
     return Limits(
         rows=ROWS,
         pages=ROWS + 2,
@@ -88,8 +90,9 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
         row_seconds=0.0,
         step_seconds=1.0,
         inter_token_seconds=INTER_TOKEN_SECONDS,
-        chunk_tokens=min(config.prefill_chunk, READ_TOKENS),
+        chunk_tokens=chunk,
         layers=shape.layers,
+        shared_device_bytes=shared_device_bytes(model, config.replace(prefill_chunk=chunk), ROWS + 2),
     )
 
 
@@ -105,11 +108,12 @@ class Engine:
         exact_int8: bool = False,
     ) -> None:  # fmt: skip
         """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
-        memory that is free. store: of the saved contexts that requests name, as in `LLM.open`. exact_tokens: prefixes
-        of prompts that end there or before have their keys beside the model, in pages of 64 tokens, and no index: all
-        of them are attended to, by the requests over one prefix together. exact_pages: of all such prefixes; None: as
-        many as all rows can need, in at most half of a GPU's free memory, or a quarter of the requests'. exact_int8:
-        rows of these pages are int8: half the bytes of 16-bit ones, and slower to attend to. Raises ConfigError.
+        host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name, as in
+        `LLM.open`. exact_tokens: prefixes of prompts that end there or before have their keys beside the model, in
+        pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix together.
+        exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of a GPU's free memory,
+        or a quarter of the requests'. exact_int8: rows of these pages are int8: half the bytes of 16-bit ones, and
+        slower to attend to. Raises ConfigError.
         """
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
@@ -119,9 +123,8 @@ class Engine:
         self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
         self._empty = RetrievalCache(self._loop.model, self._config)
         self._scheduler = Scheduler(self._limits)
-        shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
-        self._tree = Tree() if shared_bytes else None
-        self._shared_bytes = shared_bytes
+        self._shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
+        self._tree = Tree() if self._shared_bytes else None
         stored = self._config.replace(host_dtype="int8" if exact_int8 else "auto")
         size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
         self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, *size)
@@ -338,8 +341,8 @@ class Engine:
             return
         with self._changed:
             lacking = self._scheduler.lacking_bytes
-        over = max(self._tree.nbytes - self._shared_bytes, min(lacking, self._tree.nbytes))
-        if over > 0:
-            self._tree.evict(over)
+        held, most = self._tree.sizes, self._limits.shared_device_bytes
+        over = max(held.host - self._shared_bytes, min(lacking, held.host)), 0 if most is None else held.device - most
+        self._tree.evict(Sizes(*over))
         with self._changed:
-            self._scheduler.set_outside(self._tree.nbytes)
+            self._scheduler.set_outside(self._tree.sizes.host)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.pages import PageCounts, PagePool
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix, PagedLayers, PagedSpan
@@ -86,7 +87,7 @@ class ExactPool:
         """
         counts = [self._pool.pages_for(length) for length in lengths]
         while self.free_pages < sum(counts):
-            if (tree is None or not tree.evict(1)) and not self._collected():
+            if (tree is None or not tree.evict(Sizes(pages=1)).pages) and not self._collected():
                 return None
         try:
             taken = self._pool.take(sum(counts))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 
+from torch import Tensor
+
 from retrieval_attn.batch.node import Held
 from retrieval_attn.batch.saved_text import OpenedText
-from retrieval_attn.cache.cache import RetrievalCache, own_bytes, pack
+from retrieval_attn.batch.sizes import Sizes
+from retrieval_attn.cache.cache import RetrievalCache, own_tensors, pack
 
 __all__ = ["HeldCache"]
 
@@ -14,25 +17,40 @@ __all__ = ["HeldCache"]
 class HeldCache:
     """The cache that read a prefix. Requests continue forks of it, which share its keys and indexes.
 
-    nbytes: on the host and on the device, beyond what the node before it holds; maps of a store's files count as well.
-    opened: the saved context that it is, or continues.
+    sizes: beyond what the node before it holds; maps of a store's files count as well. opened: the saved context that
+    it is, or continues.
     """
 
-    def __init__(self, cache: RetrievalCache, nbytes: int, shared_nbytes: int, opened: OpenedText | None) -> None:
-        """shared_nbytes: of what forks have together, with all that is before it."""
-        self._cache, self.nbytes, self.shared_nbytes, self.opened = cache, nbytes, shared_nbytes, opened
+    def __init__(self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None) -> None:
+        """shared: of what forks have together, with all that is before it."""
+        self._cache, self.sizes, self.shared, self.opened = cache, sizes, shared, opened
         self._lock = threading.Lock()
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Held | None, opened: OpenedText | None = None) -> HeldCache:
         """Of a cache that nobody changes from now on, which continued `before`. Its windows keep no room."""
         pack(cache)
-        own = own_bytes(cache)  # every node has windows of its own
-        shared = cache.host_nbytes + cache.device_nbytes - own
-        known = before.shared_nbytes if isinstance(before, HeldCache) else 0
-        return cls(cache, own + max(0, shared - known), shared, opened)
+        own, shared = _sizes(cache)  # every node has windows of its own
+        known = before.shared if isinstance(before, HeldCache) else Sizes()
+        return cls(cache, own.plus(shared.beyond(known)), shared, opened)
 
     def fork(self) -> RetrievalCache:
         """To be continued. Any thread."""
         with self._lock:
             return self._cache.fork()
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether it lies beside host memory."""
+    return tensor.device.type != "cpu"
+
+
+def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
+    """Of what a fork has a copy of, and of what forks share. Codes and clusters lie where windows do."""
+    tensors = list(own_tensors(cache))
+    own = sum(one.nbytes for one in tensors)
+    apart = sum(one.nbytes for one in tensors if on_device(one))
+    pages = 0 if cache.batch.exact is None else cache.batch.exact.nbytes
+    codes = cache.device_nbytes - own - pages
+    shared = Sizes(cache.host_nbytes, codes, pages) if apart else Sizes(cache.host_nbytes + codes, 0, pages)
+    return Sizes(own - apart, apart), shared

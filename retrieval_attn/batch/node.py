@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from retrieval_attn.batch.ids import Ids
+from retrieval_attn.batch.sizes import Sizes
 
 __all__ = ["Branches", "Held", "Namespace", "Node", "Place"]
 
@@ -19,7 +20,7 @@ class Held(Protocol):
     """What a node keeps in memory. The tree only counts its bytes; it never cuts, copies or changes it."""
 
     @property
-    def nbytes(self) -> int:
+    def sizes(self) -> Sizes:
         """Bytes that are free once nobody has it."""
         ...
 
@@ -40,7 +41,7 @@ class Node:
     """A span of ids behind a place of its parent. Compared by identity; only the tree writes to it.
 
     ids: int32 (tokens,), read-only. start: tokens before the span. held: None where the node is known, but not in
-    memory. nbytes: of held, as it was when it came. rebuild_seconds: what it would take to make held anew. used: the
+    memory. sizes: of held, as it was when it came. rebuild_seconds: what it would take to make held anew. used: the
     tree's clock at its last use. refs: leases on this node and on all nodes below it; leases: on this node alone. name,
     digest: text by which an engine finds the node in its store, "" without; opaque here. gone: no longer in the tree.
     """
@@ -56,11 +57,11 @@ class Node:
         "leases",
         "name",
         "namespace",
-        "nbytes",
         "number",
         "parent",
         "rebuild_seconds",
         "refs",
+        "sizes",
         "start",
         "used",
     )
@@ -75,7 +76,7 @@ class Node:
         self.number = number
         self.held: Held | None = None
         self.held_children = 0
-        self.nbytes = 0
+        self.sizes = Sizes()
         self.rebuild_seconds = 0.0
         self.used = 0.0
         self.refs = 0
@@ -86,7 +87,7 @@ class Node:
         self.branches: Branches | None = None
 
     def __repr__(self) -> str:
-        return f"Node({self.number}: tokens {self.start} to {self.end}, {self.nbytes} bytes, {self.refs} refs)"
+        return f"Node({self.number}: tokens {self.start} to {self.end}, {self.sizes.total} bytes, {self.refs} refs)"
 
     def __len__(self) -> int:
         """Tokens of the span."""

@@ -21,6 +21,7 @@ from retrieval_attn.batch.match import Match, ending, longest
 from retrieval_attn.batch.node import Branches, Held, Namespace, Node, Place
 from retrieval_attn.batch.pending import Claim, Pending
 from retrieval_attn.batch.residents import Residents
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 
 __all__ = ["Tree", "TreeStats"]
@@ -29,12 +30,16 @@ __all__ = ["Tree", "TreeStats"]
 class TreeStats(NamedTuple):
     """nodes: known; in_memory: of these. asked, hits: matches, and those that found something; tokens_* as well.
 
-    evicted, evicted_bytes: since the beginning. reading, waiting: texts that are read now, and claims that wait.
+    nbytes: of nodes in memory, and of these on the host, on a GPU and in pages (see `Sizes`). evicted, evicted_bytes:
+    since the beginning. reading, waiting: texts that are read now, and claims that wait.
     """
 
     nodes: int = 0
     in_memory: int = 0
     nbytes: int = 0
+    host_nbytes: int = 0
+    device_nbytes: int = 0
+    page_nbytes: int = 0
     asked: int = 0
     hits: int = 0
     tokens_asked: int = 0
@@ -98,18 +103,22 @@ class Tree:
         return self._count
 
     @property
-    def nbytes(self) -> int:
+    def sizes(self) -> Sizes:
         """Bytes that nodes hold in memory."""
-        return self._residents.nbytes
+        return self._residents.sizes
 
     @property
     def stats(self) -> TreeStats:
         """Counts of one moment."""
         with self._lock:
+            host, device, pages = sizes = self._residents.sizes
             return self._counts._replace(
                 nodes=self._count,
                 in_memory=len(self._residents),
-                nbytes=self._residents.nbytes,
+                nbytes=sizes.total,
+                host_nbytes=host,
+                device_nbytes=device,
+                page_nbytes=pages,
                 reading=len(self._pending),
                 waiting=self._pending.waiting,
             )
@@ -222,21 +231,22 @@ class Tree:
             _must_be_here(node)
             return _checked(Place(node, at), self._share_tokens)
 
-    def evict(self, need_bytes: int, keep: Collection[Node] = ()) -> int:
-        """Gives up what nodes hold until need_bytes are free, or nothing more may go; exactly how many bytes went.
+    def evict(self, need: Sizes, keep: Collection[Node] = ()) -> Sizes:
+        """Gives up what nodes hold until so many bytes of each kind are free, or none of a kind that is lacking may go
+        any more; exactly how many bytes went.
 
-        Nodes without children in memory go, the least worth first (see `residents.worth`), and their parents after
-        them; never leased ones and those of keep. One with a name or digest stays known, without what it held.
+        Nodes without children in memory go, those with bytes of a kind that is lacking and the least worth of them
+        first (see `residents.worth`), and their parents after them; never leased ones and those of keep. One with a
+        name or digest stays known, without what it held.
         """
-        freed = 0
+        freed = Sizes()
         dropped: list[Held] = []
         with self._lock:
-            victims = self._residents.victims(keep, self._clock())
-            while freed < need_bytes and (node := next(victims, None)) is not None:
-                freed += node.nbytes
+            for node in self._residents.victims(need, keep, self._clock()):
+                freed = freed.plus(node.sizes)
                 dropped.append(self._residents.drop(node))
                 self._prune(node)
-            self._counts = self._counts.gave_up(len(dropped), freed)
+            self._counts = self._counts.gave_up(len(dropped), freed.total)
         if self._on_drop is not None:
             for held in dropped:
                 self._on_drop(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -224,7 +225,7 @@ class RetrievalCache(LayeredCache):
         """
         codes = sum(index.device_nbytes for index in self.coded_indexes)
         pages = 0 if self.batch.exact is None else self.batch.exact.nbytes
-        return own_bytes(self) + codes + pages + device_cluster_bytes(self._paths())
+        return sum(one.nbytes for one in own_tensors(self)) + codes + pages + device_cluster_bytes(self._paths())
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""
@@ -282,11 +283,13 @@ def seal(cache: RetrievalCache) -> None:
                 segment.sealed = True
 
 
-def own_bytes(cache: RetrievalCache) -> int:
+def own_tensors(cache: RetrievalCache) -> Iterator[Tensor]:
     """Of its `device_nbytes`, what a fork has a copy of: sinks, windows and states."""
-    windows = (layer.window for layer in cache.layers if isinstance(layer, CacheLayer))
-    states = sum(layer.nbytes for layer in cache.layers if isinstance(layer, StateLayer))
-    return states + sum(window.nbytes for window in windows if window is not None)
+    for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            yield from (state for _, state in layer.states())
+        elif isinstance(layer, CacheLayer) and layer.window is not None:
+            yield from layer.window.buffers
 
 
 def pack(cache: RetrievalCache) -> None:

@@ -69,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--shared-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
     )
+    engine.add_argument(
+        "--shared-gpu-memory",
+        metavar="SIZE",
+        help="for what such texts have on the GPU (default: a quarter of what the model, rows and reading leave)",
+    )
     engine.add_argument("--exact-tokens", default="0", metavar="N", help="see Engine(exact_tokens) (%(default)s)")
     engine.add_argument(
         "--warm-up",
@@ -146,7 +151,8 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         loading,
         config_of(args).to_dict(),
         rows=args.rows,
-        shared_bytes=None if args.shared_memory is None else parse_bytes(args.shared_memory, "--shared-memory"),
+        shared_bytes=_bytes(args.shared_memory, "--shared-memory"),
+        shared_device_bytes=_bytes(args.shared_gpu_memory, "--shared-gpu-memory"),
         exact_tokens=_tokens(args.exact_tokens, "--exact-tokens"),
         store=args.store,
         warm_tokens=_tokens(args.warm_up, "--warm-up"),
@@ -160,6 +166,10 @@ def _apart(args: argparse.Namespace) -> bool:
     from retrieval_attn.model.loading import choose_device
 
     return choose_device(args.device).type == "cuda"
+
+
+def _bytes(value: str | None, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name)
 
 
 def _tokens(value: str, name: str) -> int:

@@ -23,8 +23,9 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, shared_bytes: None: as the
-    engine chooses. store: folder of saved contexts; None: the user's. warm_tokens: of `Engine.warm_up`; 0: none.
+    """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, shared_bytes,
+    shared_device_bytes: None: as the engine chooses. store: folder of saved contexts; None: the user's. warm_tokens: of
+    `Engine.warm_up`; 0: none.
     """
 
     model: str
@@ -32,6 +33,7 @@ class EngineSpec:
     config: dict[str, Any]
     rows: int | None = None
     shared_bytes: int | None = None
+    shared_device_bytes: int | None = None
     exact_tokens: int = 0
     store: str | None = None
     warm_tokens: int = 0
@@ -43,7 +45,7 @@ class EngineSpec:
         from retrieval_attn.llm import LLM
 
         llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
-        limits = default_limits(llm.model, llm.config)
+        limits = default_limits(llm.model, llm.config).sharing(self.shared_device_bytes)
         if self.rows is not None:
             limits = type(limits)(**{**vars(limits), "rows": self.rows, "pages": self.rows + limits.ahead})
         engine = Engine(

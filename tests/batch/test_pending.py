@@ -12,6 +12,7 @@ import pytest
 from retrieval_attn.batch.match import Match
 from retrieval_attn.batch.node import Node
 from retrieval_attn.batch.pending import Claim
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.batch.tree_reference import Bytes
@@ -156,7 +157,7 @@ def test_bad_claims() -> None:
         tree.pending(node, [], "a")
     with pytest.raises(ConfigError, match="namespace"):
         tree.pending(node, [1], "b")
-    tree.evict(1)
+    tree.evict(Sizes(1))
     with pytest.raises(ReleasedError, match="evicted"):
         tree.pending(node, [1], "a")
 

@@ -11,6 +11,7 @@ import pytest
 
 from retrieval_attn.batch.ids import common, int32_row
 from retrieval_attn.batch.node import Namespace, Node
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.batch.tree_reference import Bytes
@@ -102,7 +103,7 @@ def test_equal_text_is_one_node_however_it_was_cut() -> None:
     assert found is node and node.held is not again
     child = add(tree, join(TEXT[:150], np.full(100, 3)))
     assert tree.insert(tree.root, join(TEXT[:150], np.full(100, 3)), again, "a") is child
-    assert len(tree) == 2 and tree.nbytes == 20
+    assert len(tree) == 2 and tree.sizes == Sizes(20)
 
 
 def test_texts_that_were_read_at_the_same_time_are_all_found() -> None:
@@ -142,12 +143,12 @@ def test_a_lease_holds_all_before_it() -> None:
     with tree.lease(second) as lease:
         assert (first.refs, second.refs, second.leases) == (1, 1, 1)
         add(tree, join(TEXT, TEXT, TEXT))
-        assert tree.evict(2**40) == 10, "only what is not leased"
-        assert tree.nbytes == 20
+        assert tree.evict(Sizes(2**40)) == Sizes(10), "only what is not leased"
+        assert tree.sizes == Sizes(20)
     assert not lease.open and (first.refs, second.refs, tree.root.refs) == (0, 0, 0)
     lease.release()
     assert first.refs == 0
-    assert tree.evict(2**40) == 20 and len(tree) == 0
+    assert tree.evict(Sizes(2**40)) == Sizes(20) and len(tree) == 0
 
 
 def test_a_lease_is_released_once_by_many_threads() -> None:
@@ -176,10 +177,10 @@ def test_match_and_lease_leave_no_gap() -> None:
     tree = Tree()
     add(tree, TEXT)
     found = tree.match(TEXT, "a", leased=True)
-    assert tree.evict(1) == 0
+    assert tree.evict(Sizes(1)) == Sizes(0)
     assert found.lease is not None
     found.lease.release()
-    assert tree.evict(1) == 10
+    assert tree.evict(Sizes(1)) == Sizes(10)
     with pytest.raises(ReleasedError, match="evicted"):
         tree.lease(found.node)
     with pytest.raises(ReleasedError, match="evicted"):
@@ -196,11 +197,11 @@ def test_the_least_worth_goes_first() -> None:
     small = add(tree, np.full(100, 3, np.int32), nbytes=10, seconds=1)
     held = [node.held for node in (big, small, dear)]
     now[0] = 10.0
-    assert tree.evict(1) == 1000 and big.gone
+    assert tree.evict(Sizes(1)) == Sizes(1000) and big.gone
     tree.lease(dear).release()
     now[0] = 10.5
-    assert tree.evict(1) == 10 and small.gone, "used longest ago, of equal cost by byte"
-    assert tree.evict(5000) == 1000 and dear.gone
+    assert tree.evict(Sizes(1)) == Sizes(10) and small.gone, "used longest ago, of equal cost by byte"
+    assert tree.evict(Sizes(5000)) == Sizes(1000) and dear.gone
     assert gone == held
     assert tree.stats.evicted == 3 and tree.stats.evicted_bytes == 2010
 
@@ -209,15 +210,15 @@ def test_parents_go_after_their_last_child() -> None:
     tree = Tree()
     parent = add(tree, TEXT, nbytes=100, seconds=0.001)
     children = [add(tree, join(TEXT, np.full(100, fill)), nbytes=10, seconds=100) for fill in (1, 2)]
-    assert tree.evict(100, keep=[children[0]]) == 10 and not parent.gone
-    assert tree.evict(100, keep=[parent]) == 10 and not parent.gone
-    assert tree.evict(100) == 100 and parent.gone
+    assert tree.evict(Sizes(100), keep=[children[0]]) == Sizes(10) and not parent.gone
+    assert tree.evict(Sizes(100), keep=[parent]) == Sizes(10) and not parent.gone
+    assert tree.evict(Sizes(100)) == Sizes(100) and parent.gone
 
 
 def test_nothing_needed_nothing_goes() -> None:
     tree = Tree()
     add(tree, TEXT)
-    assert tree.evict(0) == tree.evict(-5) == 0 and len(tree) == 1
+    assert tree.evict(Sizes()) == tree.evict(Sizes(-5, -5, -5)) == Sizes() and len(tree) == 1
 
 
 def test_a_saved_text_is_known_and_brought() -> None:
@@ -237,7 +238,7 @@ def test_a_saved_text_is_known_and_brought() -> None:
     assert first.held is kept
     found = tree.match(join(TEXT, TEXT, 1), "a")
     assert (found.length, found.ready, found.missing) == (400, 200, (second,))
-    assert tree.evict(1) == 50 and not first.gone, "still known"
+    assert tree.evict(Sizes(1)) == Sizes(50) and not first.gone, "still known"
     assert tree.match(join(TEXT, 1), "a").ready == 0
     tree.check()
 
@@ -246,7 +247,7 @@ def test_a_text_that_is_read_again_or_saved_later_is_the_same_node() -> None:
     tree = Tree()
     node = tree.insert(tree.root, TEXT, None, "a", digest="d")
     assert tree.insert(tree.root, TEXT, Bytes(9), "a", rebuild_seconds=3.0) is node
-    assert (node.nbytes, node.rebuild_seconds, node.digest, tree.nbytes) == (9, 3.0, "d", 9)
+    assert (node.sizes, node.rebuild_seconds, node.digest, tree.sizes) == (Sizes(9), 3.0, "d", Sizes(9))
     other = add(tree, np.full(100, 4, np.int32))
     assert tree.insert(tree.root, other.ids, None, "a", digest="e", name="n") is other
     assert (other.digest, other.name) == ("e", "n")
@@ -331,7 +332,7 @@ def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
         lambda: tree.bring(known, Bytes(1)),
         lambda: tree.lease(node).release(),
         lambda: tree.split(node, 100),
-        lambda: tree.evict(0),
+        lambda: tree.evict(Sizes(host=1)),
         lambda: tree.forget(known),
         lambda: tree.stats,
         tree.check,
@@ -357,7 +358,7 @@ def test_check_finds_what_does_not_add_up() -> None:
         if name == "refs":
             node.refs += 1
         elif name == "bytes":
-            child.nbytes += 1
+            child.sizes = child.sizes.plus(Sizes(device=1))
         elif name == "count":
             tree._count += 1
         elif name == "start":

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
 from retrieval_attn.batch.lease import Lease
 from retrieval_attn.batch.node import Namespace, Node, Place
+from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.errors import ReleasedError
 from tests.batch.tree_reference import Bytes, Record, Reference
 
 NAMESPACES: tuple[Namespace, ...] = (None, "a", "b")
 OPERATIONS = 50
+ALL = Sizes(2**60, 2**60, 2**60)
+
+
+def total(sizes: Iterable[Sizes]) -> Sizes:
+    """Of all together."""
+    return Sizes(*(sum(one[kind] for one in every) for every in [list(sizes)] for kind in range(3)))
 
 
 class Play:
@@ -35,6 +43,11 @@ class Play:
 
     def text(self, longest: int = 10) -> tuple[int, ...]:
         return tuple(self.random.randrange(self.alphabet) for _ in range(self.random.randint(1, longest)))
+
+    def held(self) -> Bytes:
+        """Of many nodes nothing of some kinds."""
+        host, device, pages = (self.random.choice([0, self.random.randint(1, 100)]) for _ in range(3))
+        return Bytes(host, device, pages or int(host == device == 0))
 
     def known_text(self) -> tuple[int, ...]:
         """A text that goes on from, or ends in, one that is known, or a new one."""
@@ -78,7 +91,7 @@ class Play:
     def insert(self) -> None:
         place, namespace = self.place()
         ids = self.text()
-        held = Bytes(self.random.randint(0, 100)) if self.random.random() < 0.7 else None
+        held = self.held() if self.random.random() < 0.7 else None
         digest = "d" if held is None or self.random.random() < 0.3 else ""
         seconds = self.random.choice([0.0, 1.0, 10.0])
         parent = self.reference.of(place.node)
@@ -98,7 +111,7 @@ class Play:
             self.reference.records.append(record)
         assert record.text == text and record.namespace in (None, namespace)
         if record.held is None and held is not None:
-            record.held, record.seconds = held.nbytes, seconds
+            record.held, record.seconds = held.sizes, seconds
             assert node.held is held
         record.stored = record.stored or bool(digest)
         record.used = self.now
@@ -132,24 +145,24 @@ class Play:
             self.reference.prune()
 
     def evict(self) -> None:
-        need = self.random.choice([1, 50, 200, 10_000])
+        need = Sizes(*(self.random.choice([0, 0, -3, 1, 50, 200, 10_000]) for _ in range(3)))
         keep = [record.node for record in self.reference.records if self.random.random() < 0.2]
-        before, count = self.tree.nbytes, len(self.dropped)
+        before, count = self.tree.sizes, len(self.dropped)
         freed = self.tree.evict(need, keep)
-        assert freed == self.reference.evict(need, keep, self.now) == before - self.tree.nbytes
-        assert freed == sum(held.nbytes for held in self.dropped[count:] if isinstance(held, Bytes))
+        assert freed == self.reference.evict(need, keep, self.now) == before.less(self.tree.sizes)
+        assert freed == total(held.sizes for held in self.dropped[count:] if isinstance(held, Bytes))
 
     def bring(self) -> None:
         missing = [record for record in self.reference.records if record.held is None]
         if missing:
             record = self.random.choice(missing)
-            held = Bytes(self.random.randint(1, 100))
+            held = self.held()
             if record.parent is not None and record.parent.held is None:
                 with pytest.raises(ReleasedError, match="bring it before"):
                     self.tree.bring(record.node, held)
                 return
             self.tree.bring(record.node, held, 2.0)
-            record.held, record.seconds, record.used = held.nbytes, 2.0, self.now
+            record.held, record.seconds, record.used = held.sizes, 2.0, self.now
 
     def forget(self) -> None:
         if self.reference.records:
@@ -171,10 +184,13 @@ class Play:
         for node in nodes:
             record = known[node]
             assert node.refs == self.reference.refs(record)
-            assert (node.held is None) == (record.held is None) and node.nbytes == (record.held or 0)
+            assert (node.held is None) == (record.held is None) and node.sizes == (record.held or Sizes())
             assert node.stored == record.stored and node.used == record.used
             assert tuple(node.prefix(len(node))) == record.text
-        assert self.tree.nbytes == sum(record.held or 0 for record in self.reference.records)
+        assert self.tree.sizes == total(record.held or Sizes() for record in self.reference.records)
+        stats = self.tree.stats
+        assert (stats.host_nbytes, stats.device_nbytes, stats.page_nbytes) == self.tree.sizes
+        assert stats.nbytes == sum(self.tree.sizes)
         self.gone = [lease.node for lease in self.leases if lease.node.gone]
 
     def end(self) -> None:
@@ -183,9 +199,9 @@ class Play:
             lease.release()
         for record in list(self.reference.records):
             self.tree.forget(record.node)
-        self.tree.evict(2**60)
+        self.tree.evict(ALL)
         self.tree.check()
-        assert (len(self.tree), self.tree.nbytes, self.tree.root.refs) == (0, 0, 0)
+        assert (len(self.tree), self.tree.sizes, self.tree.root.refs) == (0, Sizes(), 0)
         assert self.tree.root.branches is None
 
 
@@ -253,7 +269,7 @@ def test_two_threads_keep_the_counts() -> None:
             tree.insert(found, text[found.length :], Bytes(10), "a", rebuild_seconds=1)
             leases.append(found.lease)
             if number % 7 == 0:
-                tree.evict(30)
+                tree.evict(Sizes(30))
             if number % 50 == 0:
                 tree.check()
     finally:
@@ -263,5 +279,5 @@ def test_two_threads_keep_the_counts() -> None:
     assert not errors
     tree.check()
     assert tree.root.refs == 0
-    tree.evict(2**60)
-    assert (len(tree), tree.nbytes) == (0, 0)
+    tree.evict(ALL)
+    assert (len(tree), tree.sizes) == (0, Sizes())

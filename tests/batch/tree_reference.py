@@ -6,13 +6,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from retrieval_attn.batch.node import Namespace, Node
+from retrieval_attn.batch.sizes import Sizes
 
 
 @dataclass
 class Bytes:
-    """What a node holds, in tests: a number of bytes."""
+    """What a node holds, in tests: a number of bytes of each kind."""
 
-    nbytes: int
+    host: int
+    device: int = 0
+    pages: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.host, self.device, self.pages)
 
 
 @dataclass(eq=False)
@@ -25,7 +32,7 @@ class Record:
     text: tuple[int, ...]
     namespace: Namespace
     number: int
-    held: int | None = None
+    held: Sizes | None = None
     seconds: float = 0.0
     used: float = 0.0
     stored: bool = False
@@ -82,9 +89,10 @@ class Reference:
         while record is not None:
             record.used, record = now, record.parent
 
-    def evict(self, need: int, keep: Collection[Node], now: float) -> int:
-        freed = 0
-        while freed < need:
+    def evict(self, need: Sizes, keep: Collection[Node], now: float) -> Sizes:
+        freed = Sizes()
+        while True:
+            lacking = [kind for kind in range(3) if freed[kind] < need[kind]]
             candidates = [
                 record
                 for record in self.records
@@ -92,19 +100,32 @@ class Reference:
                 and not self.refs(record)
                 and record.node not in keep
                 and all(child.held is None for child in self.children(record))
+                and any(self.could_go(one, keep) and self.bytes_of(one, lacking) for one in self.path(record))
             ]
             if not candidates:
-                break
-            victim = min(candidates, key=lambda record: (self.worth(record, now), record.number))
+                return freed
+            victim = min(candidates, key=lambda record: self.order(record, lacking, now))
             assert victim.held is not None
-            freed += victim.held
+            freed = Sizes(*(one + more for one, more in zip(freed, victim.held, strict=True)))
             victim.held = None
             self.prune()
-        return freed
+
+    def path(self, record: Record) -> list[Record]:
+        """The record and all before it."""
+        return [record] if record.parent is None else [record, *self.path(record.parent)]
+
+    def could_go(self, record: Record, keep: Collection[Node]) -> bool:
+        """Whether it and all below it that hold something are neither leased nor kept."""
+        mine = record.held is None or (not self.refs(record) and record.node not in keep)
+        return mine and all(self.could_go(child, keep) for child in self.children(record))
 
     @staticmethod
-    def worth(record: Record, now: float) -> float:
-        return record.seconds / max(record.held or 0, 1) / max(now - record.used, 1e-9)
+    def bytes_of(record: Record, kinds: list[int]) -> int:
+        return 0 if record.held is None else sum(record.held[kind] for kind in kinds)
+
+    def order(self, record: Record, lacking: list[int], now: float) -> tuple[bool, float, int]:
+        nbytes = self.bytes_of(record, lacking)
+        return nbytes == 0, record.seconds / max(nbytes, 1) / max(now - record.used, 1e-9), record.number
 
     def prune(self) -> None:
         """Records that nobody needs leave, until there are none."""

@@ -167,9 +167,9 @@ def test_texts_decide_the_trees_room(llm: Served) -> None:
     with drive._engine("engine", calls) as engine:
         drive._read(engine, calls)
         held = engine.stats["shared"]
-    assert held.in_memory == 5 and room / 3 < held.nbytes <= room
-    assert tree_bytes(calls[:1], llm.model, llm.config) == room // 5
-    small = Drive(llm, 2, read_first=True, row_seconds=100, shared_bytes=held.nbytes // 2)
+    assert held.in_memory == 5 and sum(room) / 3 < held.nbytes <= sum(room)
+    assert sum(tree_bytes(calls[:1], llm.model, llm.config)) == sum(room) // 5
+    small = Drive(llm, 2, read_first=True, row_seconds=100, shared=(held.nbytes // 2, None))
     answers, _, _ = small.serve("engine", calls)
     assert small.evicted >= 3 and all(not one.problem for one in answers)
 
@@ -240,6 +240,7 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
         (("--length", "32"), ConfigError),
         (("--length", "1m"), ContextLengthError),
         (("--shared-bytes", "much"), ConfigError),
+        (("--shared-gpu-bytes", "much"), ConfigError),
         (("--layers", "1"), ConfigError),
         (("--shape", "tiny", "--random-ids", "--layers", "3"), ConfigError),
     ):

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exact-int8", action="store_true", help="these pages in int8: Engine(exact_int8=True)")
     shared = "room of the engine's tree: for texts that no request uses now (default: what this workload's texts need)"
     add("--shared-bytes", metavar="SIZE", help=shared)
+    add("--shared-gpu-bytes", metavar="SIZE", help="the same of the GPU (default: likewise)")
     add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
     add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
     add(
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         "exact_tokens": args.exact,
         "exact_int8": args.exact_int8,
         "shared_bytes": args.shared_bytes,
+        "shared_gpu_bytes": args.shared_gpu_bytes,
         "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
         "facts": subject.about(),
         "simplifications": subject.simplifications,
@@ -138,7 +140,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         raise ConfigError("--workload trace and --trace FILE go together: give both or none")
     if args.workload != "trace" and args.length <= args.question:
         raise ConfigError(f"--length {args.length} must be more than --question {args.question}, which is a part of it")
-    _shared_bytes(args)
+    _shared(args)
     ways = parse_choices("--ways", args.ways, ALL)
     lines = [] if args.trace is None else read_trace(Path(args.trace), args.requests, args.block)
     return (
@@ -151,11 +153,13 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
     )  # fmt: skip
 
 
-def _shared_bytes(args: argparse.Namespace) -> int | None:
-    """Raises ConfigError."""
+def _shared(args: argparse.Namespace) -> tuple[int | None, int | None]:
+    """Of the host and of the GPU. Raises ConfigError."""
     from retrieval_attn.memory.units import parse_bytes
 
-    return None if args.shared_bytes is None else parse_bytes(args.shared_bytes, "--shared-bytes")
+    given = (args.shared_bytes, "--shared-bytes"), (args.shared_gpu_bytes, "--shared-gpu-bytes")
+    host, device = (None if size is None else parse_bytes(size, name) for size, name in given)
+    return host, device
 
 
 def _settings(args: argparse.Namespace, workload: Workload, lines: list[Line]) -> Settings:
@@ -188,7 +192,7 @@ def _rows(
     llm = Served(subject.model, subject.tokenizer, settings.config)
     drive = Drive(
         llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds, exact_tokens=args.exact,
-        exact_int8=args.exact_int8, shared_bytes=_shared_bytes(args),
+        exact_int8=args.exact_int8, shared=_shared(args),
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None

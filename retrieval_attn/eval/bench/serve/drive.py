@@ -16,7 +16,7 @@ from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.eval.bench.serve.answered import Answered
 from retrieval_attn.eval.bench.serve.call import Call
 from retrieval_attn.eval.bench.serve.filled import Filled
-from retrieval_attn.eval.bench.serve.tree_room import tree_bytes
+from retrieval_attn.eval.bench.serve.tree_room import Room, tree_bytes
 from retrieval_attn.memory.host_room import available_host_bytes
 
 __all__ = ["WAYS", "Drive", "Served"]
@@ -42,15 +42,16 @@ class Drive:
 
     def __init__(
         self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, exact_tokens: int = 0,
-        exact_int8: bool = False, shared_bytes: int | None = None,
+        exact_int8: bool = False, shared: tuple[int | None, int | None] = (None, None),
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
         row_seconds: requests that are not answered then are cancelled. exact_tokens, exact_int8: of the engines.
-        shared_bytes: of their trees; None: what the calls' texts need, where it is more than an engine's own choice.
+        shared: bytes of their trees, on the host and on GPUs; None: what the calls' texts need, where it is more than
+        an engine's own choice.
         """
         self._llm, self._slots = llm, slots
         self._exact: dict[str, Any] = {"exact_tokens": exact_tokens, "exact_int8": exact_int8}
-        self._read_first, self._row_seconds, self._shared_bytes = read_first, row_seconds, shared_bytes
+        self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
         self.evicted = 0  # texts that the last way's tree gave up for lack of room
 
     def warm(self, calls: Sequence[Call]) -> None:
@@ -91,12 +92,18 @@ class Drive:
 
     @contextmanager
     def _engine(self, way: str, calls: Sequence[Call]) -> Iterator[ra.Engine]:
-        usual = default_limits(self._llm.model, self._llm.config)
+        shared_bytes, device_bytes = self._shared
+        usual = default_limits(self._llm.model, self._llm.config).sharing(device_bytes)
         rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
-        shared_bytes = 0 if way == "tree-off" else self._shared_bytes
-        if shared_bytes is None:
-            texts = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["exact_tokens"])
-            shared_bytes = max(usual.host_bytes // 4, texts)
+        texts = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["exact_tokens"])
+        if usual.shared_device_bytes is None:  # all of it is the host's
+            texts = Room(sum(texts))
+        elif device_bytes is None:
+            usual = replace(usual, shared_device_bytes=max(usual.shared_device_bytes, texts.device))
+        if way == "tree-off":
+            shared_bytes = 0
+        elif shared_bytes is None:
+            shared_bytes = max(usual.host_bytes // 4, texts.host)
         # what the tree holds counts as the requests' memory: beside it they keep three quarters of what they would have
         host_bytes = max(usual.host_bytes, usual.host_bytes * 3 // 4 + shared_bytes)
         limits = replace(

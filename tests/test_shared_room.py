@@ -1,0 +1,114 @@
+"""What shared prefixes may have on a GPU: how much by default, and that an engine's tree keeps to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.batch import held
+from retrieval_attn.batch.engine import Engine, default_limits
+from retrieval_attn.batch.request import Request
+from retrieval_attn.config import Config
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.memory import shared_room as module
+from retrieval_attn.memory.device import DeviceSize
+from retrieval_attn.memory.plan import GIB
+from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.shared_room import shared_device_bytes, shared_room
+from retrieval_attn.server.spec import EngineSpec
+from tests.test_engine import ids, llm_of
+from tests.test_memory_plan import llama3_8b
+from tests.tiny_models import tiny_model
+
+CHUNK = 2048
+
+
+def size_of(rows: int) -> DeviceSize:
+    return DeviceSize(model_shape(llama3_8b(), None), Config(prefill_chunk=CHUNK), CHUNK, rows)
+
+
+def test_a_quarter_of_what_rows_and_reading_leave() -> None:
+    """Llama-3-8B and 18 rows: windows of 1,280 tokens with 131,072 bytes each, and a chunk's activations."""
+    size = size_of(18)
+    rows = 18 * size.window_tokens * 131072
+    reading = replace(size, batch=1).chunk_bytes(CHUNK)
+    assert size.window_bytes == rows and 0 < reading < GIB
+    assert shared_room(size, 64 * GIB) == (64 * GIB - rows - reading) // 4
+    assert shared_room(size, 64 * GIB, gpus=2) == (64 * GIB - rows - 2 * reading) // 4
+    assert shared_room(size, rows) == 0
+    assert 50 < shared_room(size, 62 * GIB) / (rows / 18) < 150, "nodes of an 80 GB card"
+
+
+def test_the_number_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None on a CPU. On GPUs, which a stand-in claims here, what all of them have to spare counts."""
+    model = tiny_model("llama")
+    config = Config(prefill_chunk=CHUNK)
+    assert shared_device_bytes(model, config, 18) is None
+    assert default_limits(model, config).shared_device_bytes is None
+    spare = {torch.device("cuda", 0): 3 * GIB, torch.device("cuda", 1): 2 * GIB}
+    monkeypatch.setattr(module, "devices", lambda _: tuple(spare))
+    monkeypatch.setattr(module, "spare_bytes", spare.__getitem__)
+    size = DeviceSize(model_shape(model), config, CHUNK, 18)
+    assert shared_device_bytes(model, config, 18) == shared_room(size, 5 * GIB, gpus=2) > GIB
+    limits = default_limits(model, config)
+    assert limits.shared_device_bytes == shared_room(size, 5 * GIB, gpus=2)
+    assert limits.sharing(None) is limits and limits.sharing(5).shared_device_bytes == 5
+
+
+def test_a_bound_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    limits = default_limits(llm.model, llm.config)
+    assert limits.sharing(None) is limits
+    with pytest.raises(ConfigError, match="the model runs on none"):
+        limits.sharing(1 << 30)
+    with pytest.raises(ConfigError, match="shared_device_bytes"):
+        replace(limits, shared_device_bytes=-1)
+    monkeypatch.setattr("retrieval_attn.llm.LLM", lambda *_, **__: SimpleNamespace(**vars(llm)))
+    with pytest.raises(ConfigError, match="the model runs on none"):
+        EngineSpec("tiny", {}, llm.config.to_dict(), shared_device_bytes=1 << 30).load()
+
+
+def all_apart(_: Tensor) -> bool:
+    """As if the model ran on a GPU."""
+    return True
+
+
+def ask_all(engine: Engine, documents: int) -> list[tuple[int, ...]]:
+    """A question about each; the ticks after the last end have passed when this returns."""
+    found = []
+    for number in range(documents):
+        found.append(engine.submit(Request((ids(400, number), ids(5, 90)), 3)).result().tokens)
+        engine.check()
+    engine.submit(Request(((5,),), 1)).result()
+    return found
+
+
+def test_an_engine_keeps_to_each_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room on the host, the tree gives up what the device has no room for, and the other way round; what it has
+    on the device does not count as memory that jobs have no more. Answers are those of an engine without a tree.
+    """
+    llm = llm_of()
+    with Engine(llm, shared_bytes=0) as engine:
+        expected = ask_all(engine, 6)
+    monkeypatch.setattr(held, "on_device", all_apart)
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        assert ask_all(engine, 6) == expected
+        whole = engine.stats["shared"]
+        assert (whole.in_memory, whole.evicted) == (6, 0) and whole.device_nbytes and whole.host_nbytes
+        assert engine._scheduler._places.outside_bytes == whole.host_nbytes
+    limits = replace(default_limits(llm.model, llm.config), shared_device_bytes=whole.device_nbytes * 5 // 12)
+    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+        assert ask_all(engine, 6) == expected
+        shared = engine.stats["shared"]
+        assert (shared.in_memory, shared.evicted) == (2, 4) and shared.device_nbytes <= whole.device_nbytes * 5 // 12
+    with Engine(llm, shared_bytes=whole.host_nbytes * 5 // 12) as engine:
+        assert ask_all(engine, 6) == expected
+        shared = engine.stats["shared"]
+        assert (shared.in_memory, shared.evicted) == (2, 4) and shared.host_nbytes <= whole.host_nbytes * 5 // 12
+    with Engine(llm, limits=replace(limits, shared_device_bytes=0), shared_bytes=1 << 26) as engine:
+        assert ask_all(engine, 6) == expected
+        assert engine.stats["shared"].in_memory == 0

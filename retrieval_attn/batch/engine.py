@@ -105,16 +105,15 @@ class Engine:
     def __init__(
         self, llm: Loaded, *, limits: Limits | None = None, shared_bytes: int | None = None,
         store: ContextStore | str | Path | None = None, exact_tokens: int = 0, exact_pages: int | None = None,
-        exact_int8: bool = False,
+        exact_int8: bool = False, reuse_generated: bool = False,
     ) -> None:  # fmt: skip
         """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
         host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name, as in
         `LLM.open`. exact_tokens: prefixes of prompts that end there or before have their keys beside the model, in
         pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix together.
         exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of a GPU's free memory,
-        or a quarter of the requests'. exact_int8: rows of these pages are int8: half the bytes of 16-bit ones, and
-        slower to attend to. Raises ConfigError.
-        """
+        or a quarter of the requests'. exact_int8: these are int8: half the bytes of 16-bit ones, slower to attend to.
+        reuse_generated: see `HeldAnswer`. Raises ConfigError."""
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
         self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
@@ -125,6 +124,7 @@ class Engine:
         self._scheduler = Scheduler(self._limits)
         self._shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
         self._tree = Tree() if self._shared_bytes else None
+        self._answers = self._tree if reuse_generated else None
         stored = self._config.replace(host_dtype="int8" if exact_int8 else "auto")
         size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
         self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, *size)
@@ -311,7 +311,7 @@ class Engine:
             if reason == "length" and (damage := damage_of(row)) is not None:
                 self._fail(number, damage, failed)
             row.finish(reason)
-            self._rows.pop(number).leave()
+            self._rows.pop(number).leave(self._answers)
         for number in plan.start:
             self._expected.remove(number)
         if not self._replays:

@@ -159,8 +159,10 @@ class RowPages:
         return self._asked
 
     def open(self, part: int, cache: RetrievalCache) -> None:
-        """What the cache reads next goes to pages, if this part does."""
+        """What the cache reads next goes to pages, if this part does: not where it holds tokens elsewhere, as of an
+        answer that it continues.
+        """
         span = self._spans.pop(part, None)
-        if span is not None:
-            before = ExactPrefix(self._pool.layers) if cache.batch.exact is None else cache.batch.exact
+        before = ExactPrefix(self._pool.layers) if cache.batch.exact is None else cache.batch.exact
+        if span is not None and before.tokens == cache.get_seq_length():
             cache.batch.exact = before.opened(span)

@@ -10,7 +10,7 @@ from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.request import Request
-from retrieval_attn.batch.row import Row, known_tokens
+from retrieval_attn.batch.row import Row
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
@@ -48,7 +48,7 @@ class Intake:
     def job(self, number: str, row: Row) -> Job:
         """The row as the scheduler sees it."""
         request, opened = row.request, 0 if row.lost else row.prompt_tokens - row.request.prompt_tokens
-        known = 0 if self._tree is None else known_tokens(row, self._tree)
+        known = 0 if self._tree is None else row.sharing.known_tokens(self._tree)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         tokens = row.prompt_tokens + 1
         return Job(number, tokens, request.max_tokens, 0, opened, known, request.owner, request.priority)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.job import State
-from retrieval_attn.batch.row import Row, begins_as, found_tokens
+from retrieval_attn.batch.row import Row, found_tokens
 from retrieval_attn.batch.scheduler import Scheduler
 from retrieval_attn.batch.short_read import PackedRead, ShortRead, paused
 from retrieval_attn.batch.tree import Tree
@@ -164,7 +164,7 @@ class Readings:
                 if tokens <= self._scheduler.limits.chunk_tokens:
                     return
                 for other, waiting in self._rows.items():  # no long ones any more, which would be read one by one
-                    if self._scheduler.state(other) is State.WAITING and begins_as(waiting, row, tokens):
+                    if self._scheduler.state(other) is State.WAITING and waiting.sharing.begins_as(row.sharing, tokens):
                         self._scheduler.set_known(other, tokens)
 
     def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
@@ -172,13 +172,13 @@ class Readings:
 
         Those of one whose saved context is being opened, or that waits for pages, go to the next reading.
         """
-        readers = {id(row.claim): number for number in reading if (row := self._rows[number]).claim is not None}
+        readers = {id(claim): number for number in reading if (claim := self._rows[number].sharing.claim) is not None}
         read = [
             number for number in reading if self._rows[number].read is not None and not self._rows[number].has_to_wait
         ]
         found: dict[str, int] = {}
         for number, cells in granted.items():
-            claim = self._rows[number].claim if number in self._rows else None
+            claim = self._rows[number].sharing.claim if number in self._rows else None
             reader = None if claim is None else claim.reader
             to = number if reader is None else readers.get(id(reader), number)
             if read and to in self._rows and self._rows[to].has_to_wait:

@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="for what such texts have on the GPU (default: a quarter of what the model, rows and reading leave)",
     )
+    engine.add_argument(
+        "--reuse-generated",
+        action="store_true",
+        help="a follow-up turn does not read the answer before it (default: it does)",
+    )
     engine.add_argument("--exact-tokens", default="0", metavar="N", help="see Engine(exact_tokens) (%(default)s)")
     engine.add_argument(
         "--warm-up",
@@ -156,6 +161,7 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         exact_tokens=_tokens(args.exact_tokens, "--exact-tokens"),
         store=args.store,
         warm_tokens=_tokens(args.warm_up, "--warm-up"),
+        reuse_generated=args.reuse_generated,
     )
 
 

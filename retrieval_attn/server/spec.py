@@ -37,6 +37,7 @@ class EngineSpec:
     exact_tokens: int = 0
     store: str | None = None
     warm_tokens: int = 0
+    reuse_generated: bool = False
 
     def load(self) -> tuple[LLM, Engine]:
         """Load the model and start its engine, warm. Raises as `LLM` and `Engine`."""
@@ -49,7 +50,12 @@ class EngineSpec:
         if self.rows is not None:
             limits = type(limits)(**{**vars(limits), "rows": self.rows, "pages": self.rows + limits.ahead})
         engine = Engine(
-            llm, limits=limits, shared_bytes=self.shared_bytes, store=self.store, exact_tokens=self.exact_tokens
+            llm,
+            limits=limits,
+            shared_bytes=self.shared_bytes,
+            store=self.store,
+            exact_tokens=self.exact_tokens,
+            reuse_generated=self.reuse_generated,
         )
         if self.warm_tokens:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
@@ -19,6 +21,7 @@ from retrieval_attn.batch.sharing import HeldAnswer
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn.store import ContextStore
 from tests.tiny_models import random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)
@@ -132,3 +135,133 @@ def test_off_by_default() -> None:
         first = engine.submit(request((document, ids(9, 2)), 20)).result()
         again = engine.submit(request((document, (*ids(9, 2), *first.tokens, 5)), 4)).result()
         assert again.cached_tokens == 300 and answers_of(engine) == []
+
+
+def follow_up(engine: Engine, parts: Sequence[Sequence[int]], first: Finished, **options: Any) -> Finished:
+    """The next turn: all that was said, and one part more."""
+    *before, last = parts
+    return engine.submit(request((*before, (*last, *first.tokens, *ids(6, 77))), 9, **options)).result()
+
+
+PARTS = ids(300, 1), ids(9, 2)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3"])
+def test_layers_that_slide(kind: str) -> None:
+    llm = llm_of(kind)
+    session = Session(llm)
+    expected = session.turn(PARTS, 40)
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+        first = engine.submit(request(PARTS, 40)).result()
+        second = follow_up(engine, PARTS, first)
+        engine.check()
+    assert first.tokens == expected and second.cached_tokens == 309 + 39
+    assert second.tokens == session.turn(((expected[-1], *ids(6, 77)),), 9)
+
+
+def test_a_cancelled_answer_is_continued_as_far_as_it_was_told() -> None:
+    llm = llm_of()
+    session = Session(llm)
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+        ticket = engine.submit(request(PARTS, 3_000))
+        events = iter(ticket)
+        for _ in range(30):
+            next(events)
+        ticket.cancel()
+        first = ticket.result()
+        second = follow_up(engine, PARTS, first)
+    assert first.reason == "cancelled" and session.turn(PARTS, len(first.tokens)) == first.tokens
+    assert second.cached_tokens == 309 + len(first.tokens) - 1
+    assert second.tokens == session.turn(((first.tokens[-1], *ids(6, 77)),), 9)
+
+
+def test_other_ids_have_what_was_read() -> None:
+    """An answer that the client cut, as at a stop string, or that tokenizes otherwise: the turn is as without the
+    option. So is one of another namespace.
+    """
+    llm = llm_of()
+    with Engine(llm, shared_bytes=SHARED) as engine:
+        first = engine.submit(request(PARTS, 40)).result()
+        cut = first._replace(tokens=first.tokens[:20])
+        expected = follow_up(engine, PARTS, cut)
+        whole = follow_up(engine, PARTS, first)
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+        assert engine.submit(request(PARTS, 40)).result().tokens == first.tokens
+        found = follow_up(engine, PARTS, cut)
+        assert (found.tokens, found.cached_tokens) == (expected.tokens, 300)
+        found = follow_up(engine, PARTS, first, namespace="somebody")
+        assert (found.tokens, found.cached_tokens) == (whole.tokens, 0)
+        engine.check()
+
+
+@pytest.mark.parametrize("where", ["in the step", "in its logits"])
+def test_rows_that_failed_leave_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+        bad, good = (engine.submit(request((PARTS[0], ids(9, seed)), 30)) for seed in (2, 3))
+        next(iter(bad))
+        with engine._changed:
+            row = engine._rows[bad.id]
+            assert row.cache is not None
+            if where == "in the step":
+                monkeypatch.setattr(row.cache, "require_room", _refuse)
+            else:
+                real = engine._stepper._choose
+                monkeypatch.setattr(
+                    engine._stepper, "_choose", lambda *given: {**real(*given), **dict.fromkeys({bad.id} & {*given[0]})}
+                )
+        assert bad.result().reason == "error" and good.result().reason == "length"
+        engine.submit(request((ids(70, 5),), 1)).result()  # both have left
+        spans = [node.end for node in answers_of(engine)]
+        engine.check()
+    assert sorted(spans) in ([309 + 29], [70, 309 + 29])
+
+
+def _refuse(*_: object) -> None:
+    raise MemoryError("of this row")
+
+
+def test_answers_of_one_prompt_stand_side_by_side() -> None:
+    """As of n=2: each follow-up continues its own."""
+    llm, parts = llm_of(), (*PARTS[:1], PARTS[1][:-1], PARTS[1][-1:])
+    draws = [RowDraw(1.0, seed=seed) for seed in (1, 2)]
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+        tickets = [engine.submit(request(parts, 30, draw=draw)) for draw in draws]
+        firsts = [ticket.result() for ticket in tickets]
+        seconds = [follow_up(engine, parts, first) for first in firsts]
+        engine.check()
+    assert firsts[0].tokens != firsts[1].tokens
+    assert [one.cached_tokens for one in seconds] == [309 + 29] * 2
+
+
+def test_answers_are_given_up_as_prompts_are() -> None:
+    llm = llm_of()
+    with Engine(llm, shared_bytes=400_000, reuse_generated=True) as engine:
+        for seed in range(12):
+            engine.submit(request((ids(200, seed), ids(9, 50 + seed)), 20)).result()
+            engine.check()
+        engine.submit(request((ids(9, 5),), 1)).result()
+        stats = engine.stats["shared"]
+    assert stats.evicted and stats.nbytes <= 500_000
+
+
+def test_a_saved_context_and_pages(tmp_path: Path) -> None:
+    """Answers behind a saved context, and behind a prefix whose keys lie in pages."""
+    llm = llm_of()
+    store = ContextStore(tmp_path)
+    ra.Context(llm.model, llm.tokenizer, llm.config).read(PARTS[0], progress=False, save="one", store=store)
+    session = Session(llm)
+    expected = session.turn(PARTS, 30)
+    again = session.turn(((expected[-1], *ids(6, 77)),), 9)
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True, store=store) as engine:
+        first = engine.submit(request(PARTS[1:], 30, context="one")).result()
+        second = follow_up(engine, PARTS[1:], first, context="one")
+        engine.check()
+    assert first.tokens == expected and second.tokens == again and second.cached_tokens == 309 + 29
+    with Engine(llm, shared_bytes=SHARED, reuse_generated=True, exact_tokens=700) as engine:
+        first = engine.submit(request(PARTS, 30)).result()
+        parts = (*PARTS[:1], (*PARTS[1], *first.tokens, *ids(60, 7)), ids(5, 8))
+        found = [engine.submit(request(parts, 9)).result() for _ in range(2)]
+        engine.check()
+    assert found[0].cached_tokens == 309 + 29 and found[1].cached_tokens == 309 + 30 + 60
+    assert found[0].tokens == found[1].tokens and found[0].error is None

@@ -1,0 +1,29 @@
+"""A conversation with a server that keeps its answers: the next turn reads what is new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.server.process import QUESTION, document, serving
+
+
+def test_a_follow_up_turn_does_not_read_the_answer() -> None:
+    """cached_tokens tells: without the option, the turn before but its answer; with it, that as well."""
+    cached, answers = {}, {}
+    for options in ((), ("--reuse-generated",)):
+        with serving("--warm-up", "0", "--engine", "here", *options) as served, served.client() as client:
+
+            def ask(said: list[dict[str, str]], tokens: int, client: Any = client) -> tuple[str, int]:
+                body = {"model": "bundled", "messages": said, "max_tokens": tokens, "temperature": 0}
+                found = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+                details = found["usage"]["prompt_tokens_details"]
+                return found["choices"][0]["message"]["content"], details["cached_tokens"]
+
+            said = [{"role": "user", "content": f"{document()}\n\n{QUESTION}"}]
+            answer, _ = ask(said, 60)
+            # without a chat template the server puts a space of its own before an answer
+            said += [{"role": "assistant", "content": answer.strip()}, {"role": "user", "content": "And again?"}]
+            answers[options], cached[options] = answer, ask(said, 8)[1]
+    assert len(set(answers.values())) == 1
+    off, on = cached.values()
+    assert 0 < off < on, (cached, answers)

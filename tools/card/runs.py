@@ -63,8 +63,10 @@ class Run:
 
 
 def first_card(fields: str) -> str | None:
-    """What nvidia-smi says of the first card; None where there is none."""
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    """What nvidia-smi says of the first card that processes see; None where there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    one = ["-i", visible] if visible else []
+    query = ["nvidia-smi", *one, f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 from retrieval_attn.commands.plan import add_arguments, run
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
+from retrieval_attn.memory import shape as shape_module
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.plan import HOST_RESERVE, Plan, plan
 from retrieval_attn.memory.shape import model_shape
@@ -123,6 +125,30 @@ def test_parameters_and_bytes_equal_a_real_models() -> None:
         assert counted.parameters == held.parameters == model.num_parameters()
         assert counted.weight_bytes == 4 * model.num_parameters()
         assert model_shape(config, "bfloat16").weight_bytes == 2 * model.num_parameters()
+
+
+def test_a_config_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read asks, and building a model takes long: of configs that say the same one is built."""
+    built: list[object] = []
+    on_meta = shape_module._on_meta
+
+    def counted(config: Any) -> Any:
+        built.append(config)
+        return on_meta(config)
+
+    monkeypatch.setattr(shape_module, "_on_meta", counted)
+    monkeypatch.setattr(shape_module, "_shapes", {})
+    config = tiny()
+    first = model_shape(config)
+    assert model_shape(config) == model_shape(copy.deepcopy(config)) == first and len(built) == 1
+    config.num_hidden_layers += 1  # changed in place
+    assert model_shape(config).layers == first.layers + 1 and len(built) == 2
+    assert model_shape(config, "bfloat16").dtype == "bfloat16" and len(built) == 3
+    for width in range(shape_module.KEPT_SHAPES + 1):
+        model_shape(tiny(vocab_size=100 + width))
+    assert len(shape_module._shapes) == shape_module.KEPT_SHAPES
+    model_shape(config)
+    assert len(built) == 5 + shape_module.KEPT_SHAPES
 
 
 def test_window_and_host_equal_hand_sums() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -166,10 +167,19 @@ class _BlasLimit:
                 self._holder.join()
 
     def _hold(self, ready: threading.Event, over: threading.Event) -> None:
-        limiter = threadpoolctl.ThreadpoolController().limit(limits=1, user_api="blas")
+        limiter = _controller(len(sys.modules)).limit(limits=1, user_api="blas")
         ready.set()
         over.wait()
         limiter.restore_original_limits()
+
+
+@functools.lru_cache(1)
+def _controller(modules: int) -> threadpoolctl.ThreadpoolController:
+    """Knows the process's libraries, which come by imports: looked for anew when there are other modules than before.
+
+    Looking takes 4 ms, ten times as long where a GPU's libraries are there, and each layer's indexes asked for it.
+    """
+    return threadpoolctl.ThreadpoolController()
 
 
 _blas_limit = _BlasLimit()

@@ -7,6 +7,7 @@ weights are estimates, unless the folder with the weights tells them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+KEPT_SHAPES = 32
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,41 @@ def model_shape(source: Any, dtype: Any = None, quantization: str | None = None)
     """
     from torch import nn
 
-    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, stored_bytes
     from retrieval_attn.model.adapters import unwrapped
-    from retrieval_attn.model.quantization import own_method
 
     if isinstance(source, nn.Module):
         if quantization is not None:
             raise ConfigError("quantization is for a model that is yet to be loaded; this one is. Leave it out.")
         return _of_model(unwrapped(source), dtype)
     config = load_config(source)
+    key = _key_of(config, dtype) if config is source and quantization is None else None
+    if key is not None and key in _shapes:
+        return _shapes[key]
+    shape = _of_config(source, config, dtype, quantization)
+    if key is not None:
+        while len(_shapes) >= KEPT_SHAPES:
+            _shapes.pop(next(iter(_shapes)), None)
+        _shapes[key] = shape
+    return shape
+
+
+_shapes: dict[Hashable, ModelShape] = {}
+"""Of configs that were asked about, the oldest first. Every read on a GPU asks three times, and to build a model of 32
+layers without storage is half a second of Python's lock with torch 2.11."""
+
+
+def _key_of(config: PreTrainedConfig, dtype: Any) -> Hashable:
+    """Equal for configs that say the same; None for one that cannot be written."""
+    try:
+        return type(config), config.name_or_path, config.to_json_string(use_diff=False), str(dtype)
+    except (TypeError, ValueError):
+        return None
+
+
+def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: str | None) -> ModelShape:
+    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, stored_bytes
+    from retrieval_attn.model.quantization import own_method
+
     require_sizes(config, source if isinstance(source, str | Path) else config.model_type)
     name = str(source) if isinstance(source, str | Path) else (config.name_or_path or config.model_type)
     model = _on_meta(config)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from retrieval_attn.index.threads import say_if_threads_spin, single_blas
+from retrieval_attn.index.threads import _controller, say_if_threads_spin, single_blas
 from tests.cpu.reference import in_threads
 
 
@@ -45,6 +45,20 @@ def test_overlapping_blocks_put_the_number_back() -> None:
     leave.set()
     thread.join()
     assert seen == [before] and blas_threads() == before
+
+
+def test_libraries_are_looked_for_when_modules_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each block: looking takes longer than a small index."""
+    before = blas_threads()
+    _controller.cache_clear()
+    for _ in range(3):
+        with single_blas():
+            assert max(blas_threads(), default=1) == 1
+        assert blas_threads() == before
+    assert _controller.cache_info().misses == 1
+    monkeypatch.setitem(sys.modules, "a_module_that_may_have_brought_a_library", sys)
+    with single_blas():
+        assert _controller.cache_info().misses == 2
 
 
 def test_an_error_inside_puts_the_number_back() -> None:

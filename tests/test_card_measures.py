@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from retrieval_attn.memory.host_room import host_memory_bytes
 from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
-from tools.card.runs import run_measure
+from tools.card.runs import Lane, lanes, run_measure
 from tools.card.table import measures
+from tools.card.tests import outcomes
 from tools.card_measures import chosen, main, run_all
 
 SERVE: dict[str, Any] = {
@@ -54,12 +59,13 @@ def test_verdicts() -> None:
 def test_every_measure_is_named_once_and_says_its_setting() -> None:
     for tiny in (False, True):
         names = [one.name for one in measures(tiny=tiny)]
-        assert len(set(names)) == len(names) == 11
+        assert len(set(names)) == len(names) == 12
     assert [one.name for one in chosen("steps, beside", tiny=True)] == ["steps", "beside"]
     with pytest.raises(ValueError, match="magic is not known"):
         chosen("magic", tiny=True)
     for one in measures():
-        assert any(goal.bound is not None for goal in one.goals) and "random weights" in one.setting
+        assert any(goal.bound is not None for goal in one.goals)
+        assert "random weights" in one.setting or one.name == "cuda_tests"
         assert len({goal.what for goal in one.goals}) == len(one.goals)
 
 
@@ -81,7 +87,7 @@ def test_one_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     good = module(tmp_path, "card_good", WRITES)
     bad = module(tmp_path, "card_bad", "raise SystemExit('no room')")
-    late = module(tmp_path, "card_late", f"{WRITES}import time\ntime.sleep(600)\n")
+    late = module(tmp_path, "card_late", f"{WRITES}import time\ndef waits():\n    time.sleep(600)\nwaits()\n")
     long = replace(good, name="card_long", seconds=1000.0)
     began = time.monotonic()
     runs = run_all([bad, good, long], tmp_path / "out", 100, tiny=False, commit="abc")
@@ -93,14 +99,71 @@ def test_one_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path, monkey
         "not run",
     ]
     assert "| card_good | x | 2 | >= 1 | met |" in (tmp_path / "out" / "card.md").read_text()
-    run = run_measure(late, None, 3.0)
+    run = run_measure(late, Lane(), 3.0)
     assert run.status == "failed" and "ended after 3 s" in run.note and run.values == {"x": 2.0}
+    assert re.search(r"card_late.py\", line \d+ in waits", run.note)  # where it was
     assert time.monotonic() - began < 60
+
+
+SMI = """#!{python}
+import sys
+wanted = sys.argv[2].split(",") if sys.argv[1] == "-i" else ["GPU-a", "GPU-b"]
+if "-lms" in sys.argv:
+    print(100, flush=True)
+    import time
+    time.sleep(600)
+print("\\n".join(wanted))
+"""
+WHERE = """import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[2])
+folder.mkdir()
+time.sleep(1)
+own = {"x": 1, "card": os.environ["CUDA_VISIBLE_DEVICES"], "cores": sorted(os.sched_getaffinity(0))}
+(folder / "found.json").write_text(json.dumps({**own, "memory": int(os.environ["RETRIEVAL_ATTN_HOST_MEMORY"])}))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_cards_are_used_side_by_side_each_with_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI.format(python=sys.executable))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("RETRIEVAL_ATTN_HOST_MEMORY", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cores = os.sched_getaffinity(0)
+    wanted = [module(tmp_path, f"card_where_{number}", WHERE) for number in range(4)]
+    runs = run_all(wanted, tmp_path / "out", 100, tiny=False, commit="abc", cards=2)
+    found = [run.found or {} for run in runs]
+    assert [run.status for run in runs] == ["ok"] * 4 and {one["card"] for one in found} == {"GPU-a", "GPU-b"}
+    places = {(one["card"], *one["cores"]) for one in found}
+    assert len(places) == 2 and os.sched_getaffinity(0) == cores  # a card has its cores, and nobody else's changed
+    (_, *first), (_, *second) = places
+    assert not set(first) & set(second) and all(one["memory"] < host_memory_bytes() / 2 for one in found)
+    with pytest.raises(ValueError, match="--cards 3 needs as many GPUs"):
+        run_all(wanted, tmp_path / "none", 100, tiny=False, commit="abc", cards=3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    assert [lane.card for lane in lanes(1)] == ["GPU-b"]
+
+
+def test_outcomes_of_tests_are_told_by_their_lines() -> None:
+    lines = """4 workers [5 items]
+[gw1] [ 20%] PASSED tests/a.py::test_one[x y]
+[gw0] [ 40%] SKIPPED tests/a.py::test_two
+[gw2] [ 60%] FAILED tests/b.py::test_three
+tests/c.py::test_four
+[gw2] [ 80%] PASSED tests/c.py::test_five
+[gw2] [ 80%] ERROR tests/c.py::test_five
+FAILED tests/b.py::test_three - AssertionError: PASSED tests/d.py::no"""
+    found = outcomes(lines.splitlines())
+    assert found["passed"] == ["tests/a.py::test_one[x y]"] and found["skipped"] == ["tests/a.py::test_two"]
+    assert found["error"] == ["tests/c.py::test_five"]
+    assert found["failed"] == ["tests/b.py::test_three"]
 
 
 def test_tiny_measures_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of `bench serve`, one script: all of their numbers are found."""
-    assert main(["--tiny", "--only", "document_exact,steps", "--out", str(tmp_path / "out")]) == 0
+    assert main(["--tiny", "--only", "cuda_tests,document_exact,steps", "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "card.json").read_text())
     for run in report["runs"]:
         assert run["status"] == "ok" and all(row["found"] is not None for row in run["rows"]), run

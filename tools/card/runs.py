@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,14 +16,48 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.eval.bench.session.card import watch
+from retrieval_attn.memory.host_room import VARIABLE, host_memory_bytes
 from tools.card.measure import Measure
 
-__all__ = ["ROOT", "Run", "first_card", "run_measure"]
+__all__ = ["ROOT", "Lane", "Run", "card_names", "lanes", "run_measure"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 12
 """Of what a measure printed: kept where it failed."""
+STACK_LINES = 600
+"""The same of one that was ended: where each of its threads was stands there."""
+STACK_SECONDS = 5.0
 END_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where one measure runs at a time. card: nvidia-smi's name of its card; None: whichever processes see. cores: all
+    that its processes get, and their share of the host's memory; empty: as this process has them.
+    """
+
+    card: str | None = None
+    cores: frozenset[int] = frozenset()
+    memory_share: float = 1.0
+
+    def environment(self) -> dict[str, str]:
+        """Of its processes."""
+        own = {} if self.card is None else {"CUDA_VISIBLE_DEVICES": self.card}
+        if self.cores and VARIABLE not in os.environ:
+            own[VARIABLE] = str(int(host_memory_bytes() * self.memory_share))
+        return {**os.environ, **own}
+
+
+def lanes(count: int) -> list[Lane]:
+    """One for each of the first `count` cards, with its part of the cores. Raises ValueError where one is missing."""
+    if count == 1:
+        return [Lane(next(iter(card_names("uuid")), None))]
+    names, cores = card_names("uuid"), sorted(os.sched_getaffinity(0))
+    if len(names) < count or len(cores) < count:
+        raise ValueError(f"--cards {count} needs as many GPUs and cores; {len(names)} and {len(cores)} are there")
+    each = len(cores) // count
+    parts = [frozenset(cores[number * each : (number + 1) * each]) for number in range(count)]
+    return [Lane(name, part, 0.95 / count) for name, part in zip(names, parts, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -62,35 +97,35 @@ class Run:
         }  # fmt: skip
 
 
-def first_card(fields: str) -> str | None:
-    """What nvidia-smi says of the first card that processes see; None where there is none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    one = ["-i", visible] if visible else []
-    query = ["nvidia-smi", *one, f"--query-gpu={fields}", "--format=csv,noheader"]
+def card_names(fields: str) -> list[str]:
+    """What nvidia-smi says of each card that processes see; empty where there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    some = ["-i", visible] if visible else []
+    query = ["nvidia-smi", *some, f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return None
-    return found[0] if found else None
+        return []
 
 
-def run_measure(measure: Measure, card: str | None, seconds_left: float) -> Run:
-    """Run it for its limit, or as long as seconds are left. card: whose memory is watched. Never raises for it."""
+def run_measure(measure: Measure, lane: Lane, seconds_left: float) -> Run:
+    """Run it for its limit, or as long as seconds are left. Never raises for it."""
     limit = min(measure.limit, seconds_left)
     with tempfile.TemporaryDirectory(prefix="card-") as name:
         folder, log = Path(name) / "out", Path(name) / "log"
-        sampler = watch(card)
+        sampler = watch(lane.card)
         began = time.monotonic()
         try:
             if sampler is not None:
                 sampler.start()
-            status = _process([sys.executable, "-m", *measure.command(str(folder))], log, limit)
+            status = _process([*PYTHON, "-m", *measure.command(str(folder))], log, limit, lane)
             seconds = time.monotonic() - began
             card_bytes = None if sampler is None else sampler.peak()
         finally:
             if sampler is not None:
                 sampler.close()
-        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = "\n".join(lines[-(LAST_LINES if status is not None else STACK_LINES) :])
         note = "" if status == 0 else f"ended after {limit:.0f} s" if status is None else f"exit status {status}"
         try:  # a run that was ended leaves what it had
             found = json.loads((folder / measure.result).read_text(encoding="utf-8"))
@@ -105,13 +140,29 @@ def run_measure(measure: Measure, card: str | None, seconds_left: float) -> Run:
         return Run(measure, "failed" if status != 0 else "ok", note, seconds, values, found, card_bytes)
 
 
-def _process(command: list[str], log: Path, limit: float) -> int | None:
-    """Its exit status; None where it was ended, with all that it started, after `limit` seconds."""
+PYTHON = (sys.executable, "-X", "faulthandler")
+
+
+def _process(command: list[str], log: Path, limit: float, lane: Lane) -> int | None:
+    """Its exit status; None where it was ended after `limit` seconds, with all that it started. The log has the stacks
+    of its threads then.
+    """
+    cores = os.sched_getaffinity(0)
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        if lane.cores:
+            os.sched_setaffinity(0, lane.cores)  # of this thread, and so of what it starts
+        try:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=file, env=lane.environment(), start_new_session=True
+            )
+        finally:
+            os.sched_setaffinity(0, cores)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACK_SECONDS)
             return None
         finally:
             _end(process)

@@ -11,6 +11,8 @@ __all__ = ["measures"]
 TINY = ("--shape", "tiny", "--random-ids", "--device", "cpu", "--threads", "1")
 """In place of a shape, with lengths divided by SMALLER: whether a command works, here and now."""
 SMALLER = 64
+TEST_SECONDS = 480
+TESTS = {"that passed": "passed", "that were skipped": "skipped", "that were not reached": "not_reached"}
 
 
 def measures(*, tiny: bool = False) -> list[Measure]:
@@ -57,6 +59,17 @@ def measures(*, tiny: bool = False) -> list[Measure]:
     one_text = (*one_text, "--question", few(32, 8), "--read-first", "--ways", "engine")
     while_all = "tokens a second while all decode"
     return [
+        Measure(
+            "cuda_tests", "tools.card.tests",
+            ("--marker", "not cuda", "--processes", "1", "--seconds", "60", "tests/index/test_threads.py") if tiny
+            else ("--seconds", str(TEST_SECONDS)),
+            "--out", "found.json",
+            [
+                Goal("tests that failed", "", value("bad"), 0, least=False),
+                *(Goal(f"tests {text}", "", value(name)) for text, name in TESTS.items()),
+            ],
+            TEST_SECONDS + 20, "tests marked cuda, side by side over one card, as many as time allows",
+        ),
         serve(
             "document_exact",
             [Goal(while_all, "tokens/s", decode_rate("engine"), 700), *rates("engine"), *first("engine")], 90,

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
 
-    from retrieval_attn.server.heap import use_one_arena
+    from retrieval_attn.server.heap import HeapWatch, use_one_arena
 
     use_one_arena()
     import asyncio
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             from retrieval_attn.server.run import serve
 
         log_to()
-        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
+        with HeapWatch(), asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
             runner.run(serve(spec, sock, settings, keys, child))
     return 0
 

@@ -12,7 +12,7 @@ import sys
 
 from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.imports import quiet
-from retrieval_attn.server.heap import use_one_arena
+from retrieval_attn.server.heap import HeapWatch, use_one_arena
 
 __all__ = ["main"]
 
@@ -42,7 +42,8 @@ def main(number: int) -> int:
             return 1
         gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
         sock.sendall(frame_of({"ready": list(spec.facts(llm))}))
-        Worker(sock, engine).run()
+        with HeapWatch():
+            Worker(sock, engine).run()
     return 0
 
 

@@ -24,6 +24,8 @@ from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.batch.request import Finished, Request
 from retrieval_attn.batch.rows import step
+from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cpu import segment
 from retrieval_attn.errors import (
     AdmissionError,
@@ -139,6 +141,32 @@ def test_a_cell_of_reading_is_as_long_as_the_limits_say() -> None:
         found = engine.submit(Request((ids(300, 1),), 3)).result()
     hook.remove()
     assert max(seen) == 64 and found.tokens == alone(llm, Request((ids(300, 1),), 3)).tokens
+
+
+def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt in two parts, beside a row that decodes: no tick has a chunk and such an end."""
+    llm = llm_of(CONFIG.replace(prefill_chunk=64))
+    told: list[Results] = []
+    tick = Scheduler.tick
+
+    def noted(scheduler: Scheduler, results: Results, now: float) -> StepPlan:
+        told.append(results)
+        return tick(scheduler, results, now)
+
+    monkeypatch.setattr(Scheduler, "tick", noted)
+    layers = len(RetrievalCache(llm.model, llm.config).layers)
+    with Engine(llm) as engine:
+        row = engine.submit(Request((ids(20, 1),), 400, stop_ids=frozenset()))
+        found = engine.submit(Request((ids(300, 2), ids(200, 3)), 2, stop_ids=frozenset())).result()
+        row.cancel()
+    assert found.error is None
+    read = [(cells, bool(one.ends)) for one in told for cells in one.read.values()]
+    assert [cells for cells, end in read if end] == [1] * (2 * layers)  # chunks of 5 and of 4
+    assert sum(cells for cells, end in read if not end) >= (5 + 4) * layers
+    before: Results | None = None
+    for one in filter(lambda one: one.read, told):
+        assert not one.ends or (before is not None and one.ends == before.at_end)
+        before = one
 
 
 @pytest.mark.parametrize("read_before", [True, False])

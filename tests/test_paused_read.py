@@ -111,6 +111,25 @@ def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
     assert_same(paused, plain)
 
 
+def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None:
+    """Four chunks, then what ends the layer's pass; of one chunk, nothing else."""
+    read, alike = PausedRead(loop, new_cache(loop), ids_of(1000)), []
+    layers = len(read.cache.layers)
+    while not read.done:
+        assert read.wait(WAIT)
+        if read.cells_left:
+            alike.append((read.cells_alike, read.at_end))
+        read.go(read.cells_alike)
+        if len(alike) == 2 * layers:
+            break
+    read.result(WAIT)
+    assert alike == [(4, False), (1, True)] * layers
+    short = PausedRead(loop, new_cache(loop), ids_of(100))
+    assert short.cells_alike == layers and not short.at_end
+    short.go(layers)
+    short.result(WAIT)
+
+
 def test_a_read_continues_what_is_there(loop: AnswerLoop) -> None:
     plain = new_cache(loop)
     read_at_once(loop, plain, ids_of(500))

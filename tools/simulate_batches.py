@@ -38,7 +38,8 @@ class Cost:
 
     beside: share of reading that costs decoding no time. past: tokens before it with which a token takes twice as long.
     noise: of the time of a tick's cells, the deviation of its logarithm. spikes: share of ticks whose cells take three
-    times as long. Only the continuous run has both, from a seed.
+    times as long. Only the continuous run has both, from a seed. end: what ends the layers of a prompt of several
+    chunks, for each of its tokens, in all layers.
     """
 
     step: float
@@ -48,23 +49,23 @@ class Cost:
     past: float = math.inf
     noise: float = 0.0
     spikes: float = 0.0
+    end: float = 0.0
 
     def decode(self, rows: int) -> float:
         """A step of so many rows."""
         return self.step + self.row * rows if rows else 0.0
 
     def cell(self, unread: int, number: int, limits: Limits) -> float:
-        """A cell of a prompt's reading, which goes through all chunks layer by layer; its end is as a first one."""
+        """A cell of a prompt's reading, which goes through all chunks layer by layer, and through what ends each."""
         begin = number % limits.layer_cells(unread) * limits.chunk_tokens
         if begin >= unread:
-            begin = 0
+            return unread * self.end / limits.layers
         tokens = min(limits.chunk_tokens, unread - begin)
         return tokens * self.token / limits.layers * (1 + begin / self.past)
 
     def prompt(self, unread: int, limits: Limits) -> float:
         """A whole prompt's reading."""
-        chunks = -(-unread // limits.chunk_tokens)
-        return limits.layers * sum(self.cell(unread, number, limits) for number in range(chunks))
+        return limits.layers * sum(self.cell(unread, number, limits) for number in range(limits.layer_cells(unread)))
 
     def drawn(self, draw: random.Random) -> float:
         """By what the time of a tick's cells is multiplied."""
@@ -161,11 +162,17 @@ class Continuous:
 
     def _carry_out(self, plan: StepPlan, known: dict[str, Arrival], outcome: Outcome) -> Results:
         read: dict[str, int] = {}
+        ends, at_end = [], []
         read_seconds = 0.0
         for name, cells in plan.read:
-            read[name] = min(cells, self._unread[name])
             job = known[name].job
-            first = self.limits.cells(job) - self._unread[name]
+            first, layer = self.limits.cells(job) - self._unread[name], self.limits.layer_cells(job.unread_tokens)
+            alike = layer - 1 - first % layer if layer > 1 else cells  # chunks before what ends the layer's pass
+            if not alike:
+                ends.append(name)
+            read[name] = min(cells, self._unread[name], alike or 1)
+            if layer > 1 and (first + read[name]) % layer == layer - 1:
+                at_end.append(name)
             cell = partial(self.cost.cell, job.unread_tokens, limits=self.limits)
             read_seconds += sum(cell(number) for number in range(first, first + read[name]))
             self._unread[name] -= read[name]
@@ -190,6 +197,8 @@ class Continuous:
             read_done=tuple(name for name in read if self._unread[name] == 0),
             decode_seconds=self.cost.decode(len(plan.decode)),
             cell_seconds=read_seconds / max(sum(read.values()), 1),
+            ends=tuple(ends),
+            at_end=tuple(at_end),
         )
 
 
@@ -242,7 +251,7 @@ def cost_of(options: argparse.Namespace) -> Cost:
     ms = 1 / 1000
     return Cost(
         options.step_ms * ms, options.row_ms * ms, options.token_us * ms * ms, options.beside, options.past_tokens,
-        options.noise, options.spikes,
+        options.noise, options.spikes, options.end_us * ms * ms,
     )  # fmt: skip
 
 
@@ -285,6 +294,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--step-ms", type=float, default=8.0)
     made.add_argument("--row-ms", type=float, default=1.0)
     made.add_argument("--token-us", type=float, default=60.0, help="to read one token")
+    made.add_argument("--end-us", type=float, default=0.0, help="for a token of a long text, what ends its layers")
     made.add_argument("--beside", type=float, default=0.0, help="share of reading that costs decoding nothing")
     made.add_argument(
         "--past-tokens", type=float, default=math.inf, help="before it, with which a token takes twice that"

@@ -320,11 +320,11 @@ class Engine:
         self._replays = bool(found.replayed and found.tokens and not plan.read)
         if not self._replays:  # else the next replay, soon, leaves time for it
             self._outbox.send()
-        read, done, cell_seconds = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
+        progress = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
         self._give_up()
         return Results(
-            tuple(found.ended), tuple(found.tokens), tuple(failed), read, tuple(done), decode_seconds=found.seconds,
-            cell_seconds=cell_seconds,
+            tuple(found.ended), tuple(found.tokens), tuple(failed), progress.cells, progress.done, found.seconds,
+            progress.cell_seconds, progress.ends, progress.at_end,
         )  # fmt: skip
 
     def _fail(self, number: str, error: BaseException, failed: list[str]) -> None:

@@ -14,8 +14,8 @@ class Entry:
     """One job: its state and what it holds. order: of submission. interactive: by priority or, since, by age.
 
     charged: the priority whose queue it was admitted from. generated: tokens that came; in_flight: steps that it was
-    planned for and whose result is not there yet. since: the tick in which it last got a slot. overtaken:
-    jobs behind it that were admitted while it lacked host memory.
+    planned for and whose result is not there yet. at_end: its next cell ends a layer's pass. since: the tick in which
+    it last got a slot. overtaken: jobs behind it that were admitted while it lacked host memory.
     """
 
     job: Job
@@ -30,6 +30,7 @@ class Entry:
     generated: int = 0
     in_flight: int = 0
     cells_done: int = 0
+    at_end: bool = False
     since: int = -1
     overtaken: int = 0
 

@@ -18,17 +18,18 @@ class ReadCancelled(Exception):
 class Gate:
     """Between the thread of a read, which calls `enter` and `end`, and those who drive the read: everything else.
 
-    total: cells, as planned. granted: of these, those that were granted and have not begun. finishing: the thread has
-    done its cells, and needs no more of them for what it still does. ended: it has said its last.
+    total: cells, as planned. granted: of these, those that were granted and have not begun. at_end: the cell that the
+    thread is before ends a layer's pass. finishing: the thread has done its cells, and needs no more of them for what
+    it still does. ended: it has said its last.
     """
 
-    def __init__(self, total: int, settle: Callable[[], object] | None = None) -> None:
+    def __init__(self, total: int, settle: Callable[[], object] | None = None, chunks: int = 0) -> None:
         """settle: called by the thread before it waits, so that all of the cells that ran is done by then: a device
-        may still compute what it was given.
+        may still compute what it was given. chunks: cells of each layer before the one that ends its pass; 0: none do.
         """
-        self.total = total
+        self.total, self._chunks, self._in_layer = total, chunks, 0
         self.granted = self._begun = self._holders = 0
-        self._inside = self._waiting = self._cancelled = self.finishing = self.ended = False
+        self._inside = self._waiting = self._cancelled = self.at_end = self.finishing = self.ended = False
         self._settle = settle
         self._changed = threading.Condition()
 
@@ -43,6 +44,14 @@ class Gate:
         """Cells still to run; 0 at the end."""
         return 0 if self.ended else max(self.total - self.cells_done, 0)
 
+    @property
+    def cells_alike(self) -> int:
+        """Cells to come before one of another kind, if all go as planned; 1 before what ends a layer's pass."""
+        with self._changed:
+            if not self._chunks:
+                return max(self.total - self._begun + self._inside, 1)
+            return 1 if self.at_end else self._chunks - self._in_layer % self._chunks
+
     def grant(self, cells: int) -> None:
         """So many more."""
         with self._changed:
@@ -55,12 +64,12 @@ class Gate:
             self._cancelled = True
             self._changed.notify_all()
 
-    def enter(self) -> None:
-        """Before each cell. Raises ReadCancelled."""
+    def enter(self, *, end: bool = False) -> None:
+        """Before each cell. end: it ends a layer's pass. Raises ReadCancelled."""
         if self._stops:
             self.settle()
         with self._changed:
-            self._inside = False
+            self._inside, self.at_end = False, end
             while self._stops:
                 self._waiting = True
                 self._changed.notify_all()
@@ -70,7 +79,8 @@ class Gate:
                 raise ReadCancelled
             self.granted -= 1
             self._begun += 1
-            self._inside = True
+            self._in_layer = 0 if end else self._in_layer + 1
+            self._inside, self.at_end = True, False
 
     def settle(self) -> None:
         """Wait until a device has computed what the thread gave it."""
@@ -139,6 +149,16 @@ class GatedRead:
     def cells_left(self) -> int:
         """Cells still to run, 0 when it is done. Chunks that do not fit the device's memory get halved: then, more."""
         return self._gate.cells_left
+
+    @property
+    def at_end(self) -> bool:
+        """The next cell is what ends a layer's pass, which takes another time than a chunk."""
+        return self._gate.at_end
+
+    @property
+    def cells_alike(self) -> int:
+        """Cells to come before one that takes another time; at least 1."""
+        return self._gate.cells_alike
 
     def go(self, cells: int) -> None:
         """Grant so many cells more. Returns at once. Raises ConfigError for a number below 1."""

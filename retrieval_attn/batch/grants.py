@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from retrieval_attn.batch.entry import Entry
 from retrieval_attn.batch.limits import Limits
@@ -24,32 +24,48 @@ LONG_TURN = 4
 """Among this many ticks with readings, a long one that short ones overtake gets one."""
 
 
+SHORT, LONG, END = "short", "long", "end"
+"""Kinds of cells: of short prompts, chunks of a long one, and what ends a layer's pass of a long one."""
+
+
+def _kind(entry: Entry, end: bool) -> str:
+    return END if end else LONG if entry.is_long else SHORT
+
+
 class Grants:
     """Shares out the time that decoding leaves, by what the last steps and cells took.
 
-    A tick's cells are all of short readings or all of one long reading, whose chunks take longer: so that each kind's
-    seconds per cell are known by themselves. While rows decode, whole cells are granted that fit what a step leaves of
-    inter_token_seconds, and LEAST_SHARE of the step at least; where not even one fits, room is saved up until one does.
-    A margin stays free, as ticks took longer than expected: else half of them would be late.
+    A tick's cells are all of short readings, all chunks of one long reading, or one that ends a layer's pass of it: so
+    that each kind's seconds per cell are known by themselves. While rows decode, whole cells are granted that fit what
+    a step leaves of inter_token_seconds, and LEAST_SHARE of the step at least; where not even one fits, room is saved
+    up until one does. A margin stays free, as ticks took longer than expected: else half of them would be late.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._decode = 0.0
         self._decoded_rows = 0
-        self._cells: dict[bool, tuple[tuple[float, float], ...]] = {False: ((0.0, 1.0),), True: ((0.0, 1.0),)}
+        self._cells: dict[str, tuple[tuple[float, float], ...]] = dict.fromkeys((SHORT, LONG, END), ((0.0, 1.0),))
         self._saved = 0.0
         self._patience = PATIENCE
         self._long_waits = 0
         self._margin = Margin(limits.inter_token_seconds)
         self._expected: tuple[float, float] | None = None  # of the tick under way: when it began, its seconds
 
-    def measured(self, read: Mapping[str, int], entries: Mapping[str, Entry], cell_seconds: float) -> None:
-        """What a cell took, the mean of those in `read`; of the last two such numbers the larger is believed."""
-        done = [(entries[name], cells) for name, cells in read.items() if cells > 0 and name in entries]
-        if cell_seconds > 0 and len({entry.is_long for entry, _ in done}) == 1:
-            kind = done[0][0].is_long
-            tokens = sum(cells * self._tokens(entry) for entry, cells in done) / sum(cells for _, cells in done)
+    def measured(
+        self, read: Mapping[str, int], entries: Mapping[str, Entry], cell_seconds: float, ends: Container[str] = ()
+    ) -> None:
+        """What a cell took, the mean of those in `read`; of the last two such numbers the larger is believed.
+
+        ends: whose cell ended a layer's pass.
+        """
+        done = [(entries[name], cells, name in ends) for name, cells in read.items() if cells > 0 and name in entries]
+        kinds = {_kind(entry, end) for entry, _, end in done}
+        if cell_seconds > 0 and len(kinds) == 1:
+            tokens = sum(cells * self._tokens(entry, end) for entry, cells, end in done) / sum(
+                cells for _, cells, _ in done
+            )
+            kind = kinds.pop()
             self._cells[kind] = (self._cells[kind][-1], (cell_seconds, tokens))
 
     def measured_step(self, rows: int, seconds: float) -> None:
@@ -104,18 +120,19 @@ class Grants:
                 break
             self._saved, self._patience = 0.0, PATIENCE
             # chunks may have become smaller than planned: a reading that goes on gets at least one more
-            share = min(max(limits.cells(entry.job) - entry.cells_done, 1), cells)
+            share = 1 if entry.at_end else min(max(limits.cells(entry.job) - entry.cells_done, 1), cells)
             yield entry.job.id, share
             room -= share * cell
 
-    def _tokens(self, entry: Entry) -> int:
-        """Of a prompt in one cell."""
-        return max(min(entry.job.unread_tokens, self._limits.chunk_tokens), FEW_TOKENS)
+    def _tokens(self, entry: Entry, end: bool) -> int:
+        """Of a prompt in one cell: what ends a layer's pass is about all of them."""
+        unread = entry.job.unread_tokens
+        return max(unread if end else min(unread, self._limits.chunk_tokens), FEW_TOKENS)
 
     def _seconds(self, entry: Entry) -> float:
         """What a cell of a reading may take: as cells took, and more if it has more tokens. 0 if none was measured."""
-        tokens = self._tokens(entry)
-        *before, last = (seconds * max(tokens / measured, 1.0) for seconds, measured in self._cells[entry.is_long])
+        tokens, kind = self._tokens(entry, entry.at_end), _kind(entry, entry.at_end)
+        *before, last = (seconds * max(tokens / measured, 1.0) for seconds, measured in self._cells[kind])
         # the chunks of a long prompt take longer and longer, until the next layer begins with its first
-        trend = 2 * last - before[0] if before and before[0] > 0 and entry.is_long else 0.0
+        trend = 2 * last - before[0] if before and before[0] > 0 and kind == LONG else 0.0
         return max(*before, last, trend)

@@ -7,6 +7,7 @@ computed is what `Context.read` computes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import traceback
@@ -60,7 +61,8 @@ class PausedRead(GatedRead):
         batch = read_batch(loop, cache, ids)
         chunks = -(-len(ids) // cache.config.prefill_chunk)
         ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if chunks > 1 else 0
-        self._gate, self._end = Gate(chunks * len(cache.layers) + ends, settling(loop.model)), _End()
+        cells = chunks * len(cache.layers) + ends
+        self._gate, self._end = Gate(cells, settling(loop.model), chunks if ends else 0), _End()
         self.cache = cache
         self._thread = threading.Thread(
             target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
@@ -111,11 +113,11 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
     before: Rollback | None = None
     try:
         before = Rollback(cache) if cache.get_seq_length() else None
-        cache.on_chunk = gate.enter
+        cache.on_chunk, cache.on_end = gate.enter, functools.partial(gate.enter, end=True)
         try:
             state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:
-            cache.on_chunk = None
+            cache.on_chunk = cache.on_end = None
         cache.batch.note_ids(batch.ids)
     except BaseException as error:  # raised to who waits
         undo(cache, before)

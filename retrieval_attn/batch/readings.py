@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.job import State
@@ -15,7 +15,7 @@ from retrieval_attn.batch.short_read import PackedRead, ShortRead, paused
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.config import Config
 
-__all__ = ["Readings"]
+__all__ = ["Progress", "Readings"]
 
 CLAIM_SECONDS = 0.002
 """Between two looks, where all that is left to do is read by requests that wait for another, or opened in a thread."""
@@ -31,6 +31,18 @@ class Fail(Protocol):
     """Ends a request with its error, and notes it in a list."""
 
     def __call__(self, number: str, error: BaseException, failed: list[str]) -> None: ...
+
+
+class Progress(NamedTuple):
+    """What came of a tick's readings. cells: that were read, by name. done: prompts that are read. cell_seconds: of a
+    cell, on average. ends: of `cells`, those that ended a layer's pass; at_end: whose next cell does.
+    """
+
+    cells: dict[str, int]
+    done: tuple[str, ...]
+    cell_seconds: float
+    ends: tuple[str, ...]
+    at_end: tuple[str, ...]
 
 
 class Readings:
@@ -55,16 +67,16 @@ class Readings:
         self._pack: PackedRead | None = None
         self._pack_cell_seconds = 0.0  # of the last one
 
-    def go_on(
-        self, granted: Mapping[str, int], failed: list[str], *, alone: bool
-    ) -> tuple[dict[str, int], list[str], float]:
-        """Cells read, of those granted; prompts that are read; and the seconds of a cell.
+    def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
+        """Read so many cells, or fewer where another kind of cell comes before.
 
         alone: nothing decodes meanwhile. Who fails is added to failed.
         """
         began = time.perf_counter()
         cells: dict[str, int] = {}
         done: list[str] = []
+        ends: list[str] = []
+        at_end: list[str] = []
         busy = False
         with self._changed:
             reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
@@ -81,9 +93,13 @@ class Readings:
                 busy = True
                 if read is not None:
                     before = read.cells_done
-                    read.go(granted[number])
+                    if read.at_end:
+                        ends.append(number)
+                    read.go(min(granted[number], read.cells_alike))
                     read.wait()
                     cells[number] = read.cells_done - before
+                    if read.at_end:
+                        at_end.append(number)
                     if read.finishing:
                         read.wait_done(END_SECONDS)
                     self._advance(row)
@@ -99,7 +115,8 @@ class Readings:
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())
-        return cells, done, (time.perf_counter() - began) / total if total else 0.0
+        seconds = (time.perf_counter() - began) / total if total else 0.0
+        return Progress(cells, tuple(done), seconds, tuple(ends), tuple(at_end))
 
     def _advance(self, row: Row) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)

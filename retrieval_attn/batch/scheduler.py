@@ -36,7 +36,8 @@ class Results(NamedTuple):
     ended: rows that chose a stop token or string. tokens: rows that got a token; each row of a plan's `decode` must
     come here once, or in `ended` or `failed`, be it some ticks later. failed: jobs with an error, in whatever state.
     read: cells done. read_done: prompts that are read. decode_seconds: of the last step; cell_seconds: of a cell in
-    `read`, on average; 0 where nothing was measured.
+    `read`, on average; 0 where nothing was measured. ends: of `read`, those whose cell ended a layer's pass, which a
+    tick has alone; at_end: of `read`, those whose next cell does.
     """
 
     ended: tuple[str, ...] = ()
@@ -46,6 +47,8 @@ class Results(NamedTuple):
     read_done: tuple[str, ...] = ()
     decode_seconds: float = 0.0
     cell_seconds: float = 0.0
+    ends: tuple[str, ...] = ()
+    at_end: tuple[str, ...] = ()
 
 
 class StepPlan(NamedTuple):
@@ -210,11 +213,12 @@ class Scheduler:
         )
 
     def _take_in(self, results: Results) -> None:
-        self._grants.measured(results.read, self._places.entries, results.cell_seconds)
+        self._grants.measured(results.read, self._places.entries, results.cell_seconds, results.ends)
         self._grants.measured_step(len(results.tokens), results.decode_seconds)
         for name, cells in results.read.items():
             if entry := self._places.entries.get(name):
                 entry.cells_done += cells
+                entry.at_end = name in results.at_end
         for name in results.read_done:
             entry = self._places.entries.get(name)
             if entry is not None and entry.state is State.READING:

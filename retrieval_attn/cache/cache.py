@@ -111,7 +111,7 @@ class RetrievalCache(LayeredCache):
         for layer in other.layers:
             if isinstance(layer, RetrievalLayer):
                 layer.index = other.index
-        other.on_layer = other.on_chunk = None
+        other.on_layer = other.on_chunk = other.on_end = None
         return other
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -200,10 +200,11 @@ class CacheLayer(HandleLayer):
 class LayeredCache(Cache):
     """What layer-major prefill asks of a cache. on_layer: called after each decoder layer of a forward, or None.
 
-    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, and behind the last of
-    several, before what ends the layer's pass; or None.
+    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, or None. on_end: called
+    behind the last of several, before what ends the layer's pass, or None.
     """
 
     config: Config
     on_layer: Callable[[], object] | None = None
     on_chunk: Callable[[], object] | None = None
+    on_end: Callable[[], object] | None = None

@@ -52,5 +52,5 @@ class Rollback:
         for host, length, clusters, budgets in self._hosts:
             host.clusters, host.budgets = clusters, budgets  # what came after may have made others, of all keys
             host.truncate(length)
-        self._cache.on_layer = self._cache.on_chunk = None
+        self._cache.on_layer = self._cache.on_chunk = self._cache.on_end = None
         return len(self._layers) == len(self._cache.layers)

@@ -270,8 +270,8 @@ class _ChunkedLayer:
             tokens = hidden_states.shape[1]
             layer.begin_pass(tokens, self._stream.states.layout.kv_layers == 1)
             result = self._walk(cache, layer, hidden_states, args, kwargs)
-            if cache.on_chunk is not None and tokens > self._stream.chunk:
-                cache.on_chunk()  # behind the dearest chunk, what ends the layer would come on top
+            if cache.on_end is not None and tokens > self._stream.chunk:
+                cache.on_end()  # behind the dearest chunk, what ends the layer would come on top
             layer.end_pass()
         except RuntimeError as error:
             if not out_of_memory(error):

@@ -346,6 +346,25 @@ class TestReading:
         seen = [name for plan in bench.plans for name, _ in plan.read]
         assert [name for name, before in zip(seen, ["", *seen], strict=False) if name != before] == list(bench.order())
 
+    def test_what_ends_a_layer_is_told_from_chunks(self) -> None:
+        """It is granted alone, by what such ends took, and its time is not believed of chunks."""
+        bench = Bench(step=0.010, cell=0.004, inter_token_seconds=0.070)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.submit("long", prompt=20_000)
+        for _ in range(20):
+            bench.tick()
+        chunks = bench.plans[-1].read
+        assert chunks == (("long", 15),)
+        assert bench.tick(at_end=("long",)).read == (("long", 1),)  # the first one, whatever it takes
+        end = {"read": {"long": 1}, "ends": ("long",), "cell_seconds": 0.100}
+        bench.now += 0.100 - bench.cell_seconds
+        for _ in range(2):
+            bench.tick(**end)  # a chunk's turn again
+            end = {}
+        assert bench.plans[-1].read == chunks
+        granted = [bench.tick(at_end=("long",)).read for _ in range(6)]
+        assert granted.count((("long", 1),)) <= 3 and () in granted  # room for 100 ms is saved up: 60 a tick
+
     def test_a_second_long_prompt_waits_without_holding_anything(self) -> None:
         bench = Bench()
         bench.submit("first", prompt=5_000, owner="a")

@@ -65,6 +65,19 @@ def test_rows_wait_no_longer_where_reading_takes_an_uncertain_time() -> None:
     assert continuous["gap"] <= 0.060
 
 
+def test_what_ends_a_layer_does_not_slow_its_reading_down() -> None:
+    """128K beside three rows, told 60 ms; chunks of 4 to 9 ms, and one cell of 41 ms for each layer."""
+    reading = ("--long-every", "4", "--token-us", "60", "--past-tokens", "131072", "--noise", ".05", "--beside", "0")
+    times = ("--jobs", "4", "--rows", "4", "--low", "3000", "--high", "3000", "--step-ms", "15", "--row-ms", "0")
+    seconds = []
+    for end in ("0", "10"):
+        options = parser().parse_args([*times, "--inter-token-ms", "60", *reading, "--end-us", end])
+        outcome = Continuous(limits_of(options), cost_of(options)).run(load(options), Scheduler.check)
+        seconds.append(max(outcome.first))
+        assert quantile(outcome.gaps, 0.99) <= 0.063
+    assert seconds[1] - seconds[0] <= 1.7 * 131072 * 10e-6, "more than the ends themselves, at their share of the time"
+
+
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--jobs", "20", "--rows", "4", "--high", "120", "--per-second", "2"]
     assert main(small) == 0

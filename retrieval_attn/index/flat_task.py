@@ -12,7 +12,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.codes import Codes, encode_query_rows
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.packed import EMPTY
-from retrieval_attn.index.kernels.scan import BOUND_WORDS, TILE_KEYS, scan_codes, scan_exact
+from retrieval_attn.index.kernels.scan import BOUND_WORDS, compiled_columns, scan_codes, scan_exact
 from retrieval_attn.index.task.atomics import at_address, atomic_load
 from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, words_at
 from retrieval_attn.index.task.rows import bytes_of_row, rows_at
@@ -62,7 +62,7 @@ def _scan_keys(descriptor, number, worker, like):
         floors[query] = EMPTY if floor == EMPTY else floor + span.first
     counts = carray(at_address(scratch + step.counts_at), queries, np.int64)
     bounds = carray(at_address(scratch + step.bounds_at), queries, np.float32)
-    scores = floats_at(scratch + step.tile_at, TILE_QUERIES, TILE_KEYS)
+    scores = floats_at(scratch + step.tile_at, step.padded, compiled_columns(step.padded))
     scan_exact(keys, tiles, queries, start, stop, step.top_k, pool, counts, floors, bounds, scores)
     for query in range(queries):
         hand_in(pool[query], step.top_k, span.first, step, task.entry, query, lists[query])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.kernels.scan import BOUND_WORDS
+from retrieval_attn.index.kernels.scan import BOUND_WORDS, score_columns
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 from retrieval_attn.index.task.descriptor import METER_WORDS
 from retrieval_attn.index.task.search import Layout
@@ -86,7 +86,7 @@ def scratch_places(
         "bars_at": layout.take(number * 8),
         "bounds_at": layout.take(padded * BOUND_WORDS),  # of 4 bytes, for every 4 queries
         "steps_at": layout.take(2 * padded * 4),
-        "tile_at": layout.take(4 * 64 * 4),
+        "tile_at": layout.take(padded * score_columns(padded) * 4),
         "joined_at": layout.take(joined * 8),
         "own_at": layout.take(own),
     }

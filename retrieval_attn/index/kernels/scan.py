@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import overload
 
 from retrieval_attn.index.kernels.codes import HAS_VNNI, ZERO_CODE, _plane_address, _products, prefetch_codes
@@ -32,6 +33,16 @@ from retrieval_attn.index.kernels.packed import EMPTY, id_of, keep_best, pack_sc
 
 TILE_KEYS = 64
 """Keys scored before their scores are filtered: 16 KiB of 128 bfloat16 stay in L1 for all query tiles."""
+MOST_COLUMNS = 4160
+"""Scores of a query that wait for a bound at most. No power of 2: rows of those meet in the same lines of a cache."""
+KEPT_SCORES = 8 * MOST_COLUMNS
+"""The same of all queries together: 130 KiB, which a second cache holds."""
+GROUPS_OF_BOUND = 2
+"""Groups of scores for each key that is wanted, whose best give a bound: a third more keys than wanted reach it."""
+LEAST_GROUPS = 64
+LOW_BITS = 10
+"""Bits of a bound that are left at 0: it is lower by a part in ten thousand."""
+LAST_ID, LEAST_CODE, INFINITY_CODE = np.int64(0xFFFFFFFF), np.int64(-0x80000000), np.int64(0x7F800000)
 TILE_CODES = 16
 """Coded keys whose sums with 4 queries are compared with the bounds at once: one bit of an int64 for each."""
 CODES_AHEAD = 64
@@ -46,6 +57,16 @@ AHEAD = 32
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 _SUMS = ir.VectorType(_INT32, LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+
+def score_columns(padded: int) -> int:
+    """Columns of the scratch `scores` in `scan_exact` for so many queries, a multiple of 4."""
+    return max(TILE_KEYS, min(MOST_COLUMNS, KEPT_SCORES // padded // TILE_KEYS * TILE_KEYS))
+
+
+compiled_columns: Any = njit(nogil=True, cache=True)(score_columns)
+"""`score_columns` for compiled functions."""
 
 
 @njit(nogil=True, cache=True)
@@ -55,36 +76,124 @@ def scan_exact(keys, queries, num_queries, start, stop, k, pool, counts, floors,
     keys (n, d) stored format; queries (multiple of 4, d) float32; pool (num_queries, capacity) int64 of packed
     candidates, capacity > k or more than stop - start; unused entries become EMPTY. floors (num_queries,) int64: a
     candidate that a key must beat to be kept (EMPTY: none), raised as better ones are known. Scratch: counts
-    (num_queries,) int64, bounds (num_queries,) float32, scores (4, 64) float32.
+    (num_queries,) int64, bounds (num_queries,) float32, scores (as many rows as queries, `score_columns`) float32, or
+    (4, 64).
+
+    Scores of the first keys, as many as there are columns, wait for the bound that all of them give: without one, some
+    hundred keys per query enter a pool and leave it again before it is tight.
     """
-    capacity = pool.shape[1]
     for query in range(num_queries):
         counts[query] = 0
         bounds[query] = -np.inf if floors[query] == EMPTY else score_of(floors[query])
-    for tile in range(start, stop, TILE_KEYS):
+    columns = min(stop - start, scores.shape[1] if scores.shape[0] >= num_queries else 0)
+    groups = -(-max(GROUPS_OF_BOUND * k, LEAST_GROUPS) // LANES) * LANES
+    begun = start
+    if columns >= 2 * groups and groups <= 2 * pool.shape[1]:
+        for column in range(0, columns, TILE_KEYS):
+            size = min(TILE_KEYS, columns - column)
+            for first in range(0, num_queries, TILE_QUERIES):
+                score_tile(queries, first, keys, start + column, size, scores[first : first + TILE_QUERIES, column:])
+        for query in range(num_queries):
+            bound = bound_of_groups(scores, query, columns, groups, k, pool[query : query + 1].view(np.float32))
+            if bound > bounds[query]:
+                # what equals it may be among the best: the last id of all does not
+                bounds[query], floors[query] = bound, max(floors[query], pack_score(bound, LAST_ID))
+            _keep_above(scores, query, columns, start, k, pool, counts, floors, bounds, query)
+        begun += columns
+    for tile in range(begun, stop, TILE_KEYS):
         size = min(TILE_KEYS, stop - tile)
         for first in range(0, num_queries, TILE_QUERIES):
             score_tile(queries, first, keys, tile, size, scores)
             for query in range(first, min(first + TILE_QUERIES, num_queries)):
-                for column in range(0, size, LANES):
-                    # few scores pass once the pool has filled: look at them sixteen at a time
-                    left = candidates(scores, query - first, column, bounds[query])
-                    if size - column < LANES:
-                        left &= (1 << (size - column)) - 1
-                    while left:
-                        i = column + lowest_bit(left)
-                        left &= left - 1
-                        packed = pack_score(scores[query - first, i], tile + i)
-                        if packed <= floors[query]:
-                            continue
-                        pool[query, counts[query]] = packed
-                        counts[query] += 1
-                        if counts[query] == capacity:
-                            keep_best(pool[query], capacity, k)
-                            counts[query] = k
-                            floors[query] = pool[query, k - 1]
-                            bounds[query] = score_of(floors[query])
+                _keep_above(scores, query - first, size, tile, k, pool, counts, floors, bounds, query)
     _pad(pool, counts, num_queries, k)
+
+
+@intrinsic
+def _best_of_groups(typingctx, scores, groups, each, best):
+    """best[i] = the largest of scores[i + j * groups], j < each, for i < groups, a multiple of 16; -inf if all are NaN.
+
+    Addresses of float32.
+    """
+
+    def codegen(context, builder, signature, args):
+        scores, groups, each, best = args
+        lanes, stride = ir.Constant(_INT64, LANES), builder.mul(groups, ir.Constant(_INT64, 4))
+        slot = cgutils.alloca_once(builder, _FLOATS)
+        with cgutils.for_range(builder, builder.udiv(groups, lanes)) as group:
+            column = builder.mul(group.index, ir.Constant(_INT64, 4 * LANES))
+            first = builder.add(scores, column)
+            builder.store(ir.Constant(_FLOATS, [float("-inf")] * LANES), slot)
+            with cgutils.for_range(builder, each) as loop:
+                address = builder.add(first, builder.mul(loop.index, stride))
+                own = builder.load(builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
+                held = builder.load(slot)
+                builder.store(builder.select(builder.fcmp_ordered(">", own, held), own, held), slot)
+            builder.store(
+                builder.load(slot), builder.inttoptr(builder.add(best, column), _FLOATS.as_pointer()), align=4
+            )
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def _bits_set(typingctx, bits):
+    """How many bits of int64 `bits` are set."""
+    return types.int64(types.int64), lambda context, builder, signature, args: builder.ctpop(args[0])
+
+
+@njit(nogil=True, cache=True)
+def bound_of_groups(scores, row, size, groups, k, best):
+    """A score that k of scores[row, :size] reach at least, or -inf; of some thousand, few others do.
+
+    The best of each of so many groups of scores, a multiple of 16 and size / 2 at most, are k scores at least with the
+    k-th best of these. Neighbours are in different groups. best (1, at least groups) float32: scratch.
+    """
+    _best_of_groups(scores[row].ctypes.data, groups, size // groups, best.ctypes.data)
+    code = LEAST_CODE
+    for bit in range(31, LOW_BITS - 1, -1):
+        higher = code + (np.int64(1) << bit)
+        if higher > INFINITY_CODE:
+            continue
+        bound, reached = _score_of_code(higher), 0
+        for column in range(0, groups, LANES):
+            reached += _bits_set(candidates(best, 0, column, bound))
+        if reached >= k:
+            code = higher
+    bound = _score_of_code(code)
+    return bound if bound == bound else np.float32(-np.inf)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _score_of_code(code):
+    """The float32 whose bits order as int32 `code`."""
+    return score_of(code << 32)
+
+
+@njit(nogil=True, cache=True)
+def _keep_above(scores, row, size, first_key, k, pool, counts, floors, bounds, query):
+    """Add the keys from `first_key` on with scores[row, :size] that reach a query's bound to its pool."""
+    own, capacity = pool[query], pool.shape[1]
+    count, floor, bound = counts[query], floors[query], bounds[query]
+    for column in range(0, size, LANES):
+        # few scores pass once there is a bound: look at them sixteen at a time
+        left = candidates(scores, row, column, bound)
+        if size - column < LANES:
+            left &= (1 << (size - column)) - 1
+        while left:
+            i = column + lowest_bit(left)
+            left &= left - 1
+            packed = pack_score(scores[row, i], first_key + i)
+            if packed <= floor:
+                continue
+            own[count] = packed
+            count += 1
+            if count == capacity:
+                keep_best(own, capacity, k)
+                count, floor = k, own[k - 1]
+                bound = score_of(floor)
+    counts[query], floors[query], bounds[query] = count, floor, bound
 
 
 @njit(nogil=True, cache=True)

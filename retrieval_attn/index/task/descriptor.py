@@ -71,7 +71,7 @@ STEP = np.dtype(
         ("bars_at", _WORD),  # int64 (queries,)
         ("bounds_at", _WORD),  # float32 (padded,), or int32 (padded / 4, BOUND_WORDS)
         ("steps_at", _WORD),  # float32 (2, padded)
-        ("tile_at", _WORD),  # float32 (4, 64)
+        ("tile_at", _WORD),  # float32 (padded, scan.score_columns(padded)), 4 * 64 at least
         ("joined_at", _WORD),  # int64 (joined,)
         ("joined", _WORD),
         ("own_at", _WORD),  # what a kind's search takes beside all this

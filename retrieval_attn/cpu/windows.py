@@ -45,6 +45,11 @@ _JOB = np.dtype(
 )
 
 
+Stretches = npt.NDArray[np.int64]
+"""A `Stretch` in each row."""
+Tokens = npt.NDArray[np.uint8]
+
+
 class Stretch(NamedTuple):
     """Where one row's tokens lie: the addresses of its first token's key and value in head 0, bytes from a head to the
     next, and how many tokens there are. Tokens of a head lie one behind the other.
@@ -55,6 +60,26 @@ class Stretch(NamedTuple):
     key_stride: int
     value_stride: int
     tokens: int
+
+
+@njit(nogil=True, cache=True)
+def _put_last(places, keys, values):
+    for row in range(len(places)):
+        keys_at, values_at, key_stride, value_stride, tokens = places[row]
+        for head in range(keys.shape[1]):
+            own, width = keys[row, head], keys.shape[2]
+            target = carray(at_address(keys_at + head * key_stride + (tokens - 1) * width), width, np.uint8)
+            target[:] = own
+            own, width = values[row, head], values.shape[2]
+            target = carray(at_address(values_at + head * value_stride + (tokens - 1) * width), width, np.uint8)
+            target[:] = own
+
+
+def put_last(rows: Stretches, keys: Tokens, values: Tokens) -> None:
+    """Write the last token of each stretch: keys and values (rows, kv_heads, bytes of a token) uint8, C-contiguous."""
+    if not len(rows) == len(keys) == len(values):
+        raise ShapeError(f"{len(rows)} rows need a token each, got keys {keys.shape} and values {values.shape}")
+    _put_last(rows, keys, values)
 
 
 @njit(nogil=True, cache=True)
@@ -99,13 +124,14 @@ def compile_windows(fmt: Format) -> None:
     """Compile what `attend_stretches` runs, or load it from Numba's cache."""
     _task_address()
     task_address(_tile, fmt)
+    _put_last.compile("void(int64[:,::1], uint8[:,:,::1], uint8[:,:,::1])")
 
 
 def attend_stretches(
     pool: Pool,
     fmt: Format,
     queries: npt.NDArray[np.float32],
-    rows: list[Stretch],
+    rows: list[Stretch] | Stretches,
     dims: tuple[int, int],
     *,
     scale: float,
@@ -131,7 +157,7 @@ def attend_stretches(
     tiled[:, :group] = queries.reshape(entries, group, dim)
     out = np.empty((entries, padded, value_dim), np.float32)
     lse = np.empty((entries, padded), np.float32)
-    places = np.array(rows, np.int64)
+    places = np.asarray(rows, np.int64)
     heads_of = np.arange(heads, dtype=np.int64)
     table = np.empty((count, heads), _ENTRY)
     table["keys_at"] = places[:, 0, None] + places[:, 2, None] * heads_of

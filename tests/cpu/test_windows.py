@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.windows import Stretch, attend_stretches
+from retrieval_attn.cpu.windows import Stretch, attend_stretches, put_last
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 
@@ -78,3 +78,19 @@ def test_what_does_not_fit_is_refused() -> None:
             2,
             16,
         )
+
+
+def test_the_last_token_of_each_stretch_is_written() -> None:
+    """Every head of every row, at its own end, and no byte beside it."""
+    lengths = [1, 63, 200]
+    arrays, _, rows = case(Format.FLOAT32, 4, lengths, (24, 40))
+    before = [(keys.copy(), values.copy()) for keys, values in arrays]  # type: ignore[attr-defined]
+    rng = np.random.default_rng(1)
+    new = [rng.standard_normal((3, 2, dim), np.float32) for dim in (24, 40)]
+    put_last(np.array(rows, np.int64), *(part.view(np.uint8) for part in new))
+    for row, n in enumerate(lengths):
+        for part in range(2):
+            before[row][part][:, 2 + n - 1] = new[part][row]
+            np.testing.assert_array_equal(arrays[row][part], before[row][part])  # type: ignore[index]
+    with pytest.raises(ShapeError, match="need a token each"):
+        put_last(np.array(rows, np.int64), *(part[:2].view(np.uint8) for part in new))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.gpu.attention.window import WindowCache, make_room, places_of
 
 
 def tokens(count: int, first: int = 0) -> Tensor:
@@ -69,3 +69,29 @@ def test_a_window_moves_into_buffers_and_out_again() -> None:
     for shape in ((2, 1, 4, 3), (2, 2, 9, 3), (1, 1, 9, 3), (2, 1, 9, 4)):
         with pytest.raises(ShapeError, match="slots used, cannot use"):
             window.use(torch.zeros(shape), torch.zeros(shape))
+
+
+def test_places_are_those_of_the_buffers_that_there_are() -> None:
+    """Whatever moves the window: an address of buffers that are gone would be written to."""
+    window = WindowCache(tokens(1), tokens(1)[..., :1].expand(-1, -1, -1, 5), capacity=4, sinks=3)
+
+    def are_right(one: WindowCache) -> bool:
+        key, value = one.buffers
+        heads, slots = ([4 * part.stride(axis) for part in (key, value)] for axis in (1, 2))
+        return places_of(one) == (key.data_ptr(), value.data_ptr(), *heads, *slots, key.dtype)
+
+    assert are_right(window) and places_of(window) is places_of(window)
+    given = [part.new_empty(2, 1, 9, part.shape[3]) for part in window.buffers]
+    window.use(*given)
+    assert are_right(window) and places_of(window).keys_at == given[0].data_ptr()
+    window.own()
+    assert are_right(window) and places_of(window).keys_at != given[0].data_ptr()
+    make_room(window, window.room)
+    held_at = places_of(window).keys_at
+    assert are_right(window)
+    make_room(window, window.room + 1)
+    assert are_right(window) and places_of(window).keys_at != held_at
+    other = window.clone()
+    assert are_right(other) and are_right(window) and places_of(other).keys_at != places_of(window).keys_at
+    window.select(torch.tensor([1, 0, 1]))
+    assert are_right(window)

@@ -8,12 +8,28 @@ A captured graph reads and writes the same buffer (`use`), so nothing here moves
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial
+
+
+class WindowPlaces(NamedTuple):
+    """Where the buffers of the first row of a window lie: addresses of slot 0 in head 0, bytes from a head to the next
+    and from a slot to the next, of keys and of values; and their dtype.
+    """
+
+    keys_at: int
+    values_at: int
+    key_head: int
+    value_head: int
+    key_slot: int
+    value_slot: int
+    dtype: torch.dtype
 
 
 class WindowCache:
@@ -36,6 +52,7 @@ class WindowCache:
         self._tail = sinks  # slot of the tail's first token
         self._key = _room_for(key, sinks + capacity)
         self._value = _room_for(value, sinks + capacity)
+        self._places: WindowPlaces | None = None  # of these, once somebody has asked
 
     @property
     def batch(self) -> int:
@@ -74,12 +91,12 @@ class WindowCache:
                     f"a window of {tuple(mine.shape)}, {high} slots used, cannot use {tuple(given.shape)}."
                 )
             given[:, :, low:high] = mine[:, :, low:high]
-        self._key, self._value = key, value
+        self._key, self._value, self._places = key, value, None
         self._capacity = key.shape[2] - self._tail
 
     def own(self) -> None:
         """Move into memory of its own again: somebody else's buffers get other tokens."""
-        self._key, self._value = self._key.clone(), self._value.clone()
+        self._key, self._value, self._places = self._key.clone(), self._value.clone(), None
 
     def note_appended(self, count: int) -> None:
         """`count` real tokens were written behind the tail by somebody else, who knew `span` and `buffers`."""
@@ -95,8 +112,7 @@ class WindowCache:
     def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Append tokens to the tail. valid: (batch, tokens) bool or None for all real."""
         count = key.shape[2]
-        if count > self.room:
-            self._resize(self._tail, self.tail_len + count)
+        make_room(self, count)
         low, high = self.span
         self._key[:, :, high : high + count] = key
         self._value[:, :, high : high + count] = value
@@ -160,6 +176,7 @@ class WindowCache:
         rows = rows.to(self._key.device)
         self._key = self._key.index_select(0, rows)
         self._value = self._value.index_select(0, rows)
+        self._places = None
         if self.valid is not None:
             self.valid = self.valid.index_select(0, rows)
 
@@ -194,7 +211,24 @@ class WindowCache:
         key, value = (_room_for(part, tail + capacity) for part in self.buffers)
         for new, old in ((key, self._key), (value, self._value)):
             new[:, :, low + moved : high + moved] = old[:, :, low:high]
-        self._key, self._value, self._tail, self._capacity = key, value, tail, capacity
+        self._key, self._value, self._places = key, value, None
+        self._tail, self._capacity = tail, capacity
+
+
+def make_room(window: WindowCache, count: int) -> None:
+    """Have a window grow, if so many tokens cannot be appended."""
+    if count > window.room:
+        window._resize(window._tail, window.tail_len + count)
+
+
+def places_of(window: WindowCache) -> WindowPlaces:
+    """Where its `buffers` lie; kept until they are others: asked of torch, a number takes as long as a short kernel."""
+    if window._places is None:
+        (key, value), size = window.buffers, window.buffers[0].element_size()
+        (_, key_head, key_slot, _), (_, value_head, value_slot, _) = key.stride(), value.stride()
+        strides = size * key_head, size * value_head, size * key_slot, size * value_slot
+        window._places = WindowPlaces(key.data_ptr(), value.data_ptr(), *strides, key.dtype)
+    return window._places
 
 
 def keep_no_room(window: WindowCache) -> None:

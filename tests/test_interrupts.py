@@ -69,7 +69,7 @@ def test_a_signal_in_the_middle_of_an_insertion(monkeypatch: pytest.MonkeyPatch)
     segment.append(keys[:, :8], keys[:, :8])
     segment.build_index(IndexSpec.of("flat", {"codes": "int8"}), 0, 8, None)
     segment.append(keys[:, 8:], keys[:, 8:])
-    add, changes = KeyRuns.add, segment._changes
+    add, changes = KeyRuns.add, segment.changes
 
     def interrupted(runs: KeyRuns, new: np.ndarray) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -79,5 +79,5 @@ def test_a_signal_in_the_middle_of_an_insertion(monkeypatch: pytest.MonkeyPatch)
         patched.setattr(KeyRuns, "add", interrupted)
         segment.extend_index(12)
     index = segment.indexes[0]
-    assert isinstance(index, FlatIndex) and len(index) == 12 and segment._changes > changes
+    assert isinstance(index, FlatIndex) and len(index) == 12 and segment.changes > changes
     assert index.search(keys[0, 8:], 12).ids.max() == 11

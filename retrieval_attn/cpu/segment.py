@@ -106,7 +106,7 @@ class Segment:
         """Where the index ended after each insertion into the frozen segment: one that was saved before takes in the
         same tokens together."""
         self._index: _SegmentIndex | None = None
-        self._changes = 0  # of the index
+        self.changes = 0  # of the index
         self._tails: tuple[tuple[base.KeyIndex, ...], int, tuple[SearchedInSteps, ...]] | None = None
         self._extending = threading.Lock()
 
@@ -178,7 +178,7 @@ class Segment:
         longest = 0 if index is None else max(map(len, index.heads))  # an insertion may have ended between two heads
         if index is not None and index.first + longest > length:
             kept = length - index.first
-            self._changes += 1
+            self.changes += 1
             if kept <= 0:
                 self._index = None
             elif not all([head.truncate(min(kept, len(head))) for head in index.heads]):
@@ -220,7 +220,7 @@ class Segment:
     def take_index(self, first: int, heads: tuple[base.KeyIndex, ...]) -> None:
         """The index of each head, over the tokens from `first` on, in place of what the segment has."""
         self._index, self.grown = _SegmentIndex(first, heads), ()
-        self._changes += 1
+        self.changes += 1
 
     def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
         """Tokens [low, high) as a step takes them, with ids from `first` + low on.
@@ -237,14 +237,14 @@ class Segment:
             return [whole]
         if low > index.first and not all(head.hides_first_keys for head in index.heads):
             behind = self._behind(index, low)
-            piece = whole._replace(high=min(high, index.stop), indexes=behind, index_first=low, version=self._changes)
+            piece = whole._replace(high=min(high, index.stop), indexes=behind, index_first=low, version=self.changes)
             return (
                 [whole] if behind is None else [piece, *([whole._replace(low=index.stop)] if high > index.stop else [])]
             )
         pieces = [whole._replace(high=index.first)] if low < index.first else []
         start, stop = max(low, index.first), min(high, index.stop)
         covered = whole._replace(low=start, high=stop, indexes=index.heads, index_first=index.first)
-        pieces.append(covered._replace(version=self._changes))
+        pieces.append(covered._replace(version=self.changes))
         return pieces if stop == high else [*pieces, whole._replace(low=stop)]
 
     def _behind(self, index: _SegmentIndex, low: int) -> tuple[SearchedInSteps, ...] | None:
@@ -303,7 +303,7 @@ class Segment:
                         with uninterrupted():  # forks share the index, and it must not hold half of its new keys
                             one.insert(self.read(index.first + len(one), stop)[0][head])
                 finally:
-                    self._changes += 1
+                    self.changes += 1
                 if self.frozen:
                     self.grown = (*self.grown, stop)
             return index

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +86,7 @@ class SequenceKV:
         """By which attention estimates what it does not retrieve; None: it leaves that out."""
         self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
         self._spans: list[Span] = []
-        self._length, self._reserved, self._sure = 0, RESERVE_TOKENS, RESERVE_TOKENS
+        self._length, self._changes, self._reserved, self._sure = 0, 0, RESERVE_TOKENS, RESERVE_TOKENS
 
     def __len__(self) -> int:
         return self._length
@@ -161,7 +161,7 @@ class SequenceKV:
             replaced, segment = added
             segment.append(keys[:, head:], values[:, head:], each)
             self._spans[len(self._spans) - replaced :] = [Span(segment, segment.length)]
-        self._length += count
+        self._length, self._changes = self._length + count, self._changes + 1
 
     def _new_tail(self, count: int) -> tuple[int, Segment]:
         """A segment with room for `count` more, begun with a copy of a short frozen last one without an index; spans
@@ -204,7 +204,7 @@ class SequenceKV:
             if self.clusters is not None:
                 self.clusters.shared.forget(kept[-1].segment, kept[-1].length)
         self._spans = kept
-        self._length = length
+        self._length, self._changes = length, self._changes + 1
 
     def fork(self) -> SequenceKV:
         """A second path with the same tokens. All segments and indexes are shared; both may go on."""
@@ -312,6 +312,7 @@ def take_spans(path: SequenceKV, spans: Sequence[Span]) -> None:
     for segment, length in spans:
         if not 0 <= length <= segment.length or not segment.frozen:
             raise ConfigError(f"a span of {length} tokens needs a frozen segment of as many, got {segment.length}")
+    path._changes += 1
     path._spans = list(spans)
     path._length = sum(span.length for span in spans)
     path.reserve(0)
@@ -329,6 +330,7 @@ def release_before(path: SequenceKV, stop: int) -> None:
         released, count = released + span.length, count + 1
     if not all(span.segment.is_hole for span in path._spans[:count]):
         hole = hole_for(released, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
+        path._changes += 1
         path._spans[:count] = [Span(hole, released)]
         path.steps.clear()
 
@@ -355,6 +357,17 @@ def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | Non
     Valid, and right where it lies, until the next call for other tokens. Raises ConfigError outside the path.
     """
     return None if path.clusters is None else path.clusters.cover(start, stop, path.parts)
+
+
+def plan_stamp(path: SequenceKV) -> tuple[Hashable, ...]:
+    """What a step was planned for, beside tokens and numbers: equal as long as its pieces and clusters are the same.
+
+    Of a path that a plan which holds its arrays was made for. Segments know of their indexes, and clusters which
+    tokens they cover; both may change without the path.
+    """
+    clusters = path.clusters
+    covered = () if clusters is None else (id(clusters), id(clusters.table), clusters.start, clusters.stop)
+    return path._changes, path.tail_tokens, *covered, *[span.segment.changes for span in path._spans]
 
 
 def join_clusters(path: SequenceKV, start: int, stop: int) -> None:

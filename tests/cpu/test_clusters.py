@@ -6,7 +6,7 @@ import pytest
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
 from retrieval_attn.cpu.samples import SampledKeys
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, path_spans, plan_stamp, release_before, take_spans
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
@@ -207,3 +207,39 @@ def test_results_do_not_depend_on_threads() -> None:
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ShapeError, match="256 clusters"):
         KeyClusters(np.zeros((2, 257, 8), np.float32), np.zeros((2, 257), np.float32))
+
+
+def test_a_plan_is_for_a_path_as_it_is() -> None:
+    """Its stamp changes with all that pieces and clusters depend on, and with nothing that attention does."""
+    rng = np.random.default_rng(4)
+    path, centers = make_path(600), rng.normal(size=(KV_HEADS, CLUSTERS, DIM)).astype(np.float32)
+    span = 0, 600
+    attend_path(path, make_queries(), *span, 20, scale=SCALE)
+    seen = [plan_stamp(path)]
+
+    def is_new() -> bool:
+        seen.append(plan_stamp(path))
+        return seen[-1] not in seen[:-1]
+
+    attend_path(path, make_queries(), *span, 20, scale=SCALE)
+    assert plan_stamp(path) == seen[0]
+    append(path, 50, rng, centers)
+    assert is_new()
+    attend_path(path, make_queries(), 0, 640, 20, scale=SCALE)  # clusters cover other tokens
+    assert is_new()
+    path.truncate(600)
+    assert is_new()
+    append(path, 50, rng, centers)  # as long as before, other tokens
+    assert is_new()
+    path.build_index(0, 600)
+    assert is_new()
+    path.tail_tokens = 16
+    assert is_new()
+    other = path.fork()
+    assert other.clusters is not None and path.clusters is not None
+    path.clusters = other.clusters.renewed(*span, path.parts)
+    assert is_new()
+    take_spans(path, path_spans(path)[:1])
+    assert is_new()
+    release_before(path, len(path))
+    assert is_new()

@@ -15,6 +15,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.batch.rows import step
+from retrieval_attn.cache import together
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
@@ -189,6 +190,7 @@ def test_an_error_in_one_row_is_told_of_that_row(monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(SequenceKV, "parts", parts)
+        patch.setattr(host, "_changes", host._changes + 1)  # else nobody asks where its tokens lie
         caches = [pair.row for pair in pairs]
         with pytest.raises(RowsFailedError, match="row 2: BackendError: an injected error") as caught:
             step(model, caches, [pair.token for pair in pairs], [cache.get_seq_length() for cache in caches])
@@ -288,6 +290,38 @@ def test_rows_are_searched_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     runs.clear()
     step(model, caches, [5] * 4, [cache.get_seq_length() for cache in caches])
     assert runs == [4] * LAYERS
+
+
+def test_steps_are_planned_anew_where_rows_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every token: after a spill of a row, a crop, a row more; and the answers are as alone."""
+    model = build_model("llama")
+    plans: list[int] = []
+    real = together.plan_paths
+
+    def plan_paths(one: LayerStep, paths: Any, *args: Any, **kwargs: Any) -> bool:
+        plans.append(len(paths))
+        return real(one, paths, *args, **kwargs)
+
+    monkeypatch.setattr(together, "plan_paths", plan_paths)
+    pairs = [Pair(model, read(model, 300 + 50 * seed, seed, spill=16)) for seed in range(3)]
+
+    def planned(count: int, own: list[Pair]) -> list[int]:
+        plans.clear()
+        steps(model, own, count)
+        return plans
+
+    assert planned(1, pairs) == [3] * LAYERS
+    assert planned(14, pairs) == []
+    assert planned(2, pairs) == [3] * LAYERS  # the windows were full
+    pairs[1].crop(20)  # behind what the host has
+    assert planned(1, pairs) == [3] * LAYERS
+    assert planned(4, pairs) == []
+    pairs[2].crop(2)  # of the window alone
+    assert planned(1, pairs) == []
+    assert planned(2, pairs[:2]) == [2] * LAYERS
+    assert planned(2, pairs) == [3] * LAYERS
+    for pair in pairs:
+        pair.same_books()
 
 
 @pytest.mark.parametrize("name", list(HYBRIDS))

@@ -24,7 +24,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.cache.state import StateLayer
-from retrieval_attn.cache.together import StepPlans, decode_together
+from retrieval_attn.cache.together import NewTokens, StepPlans, decode_together
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import forward
 from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
@@ -290,17 +290,18 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         """Each row's new token to its own tokens: query (rows, q_heads, 1, head_dim), float32 of value_dim out."""
         key, value = self._take_pending(module)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
-        together: list[tuple[int, RetrievalLayer, MaskSpec]] = []
+        together: list[tuple[int, RetrievalLayer]] = []
+        on_host = query.device.type == "cpu"
         exact = self._rows.attend_exact(self._number, query, Scoring(scale, softcap)) if not self.is_sliding else None
         for row, layer in enumerate(self._layers):
             if row in self._rows.errors:
                 continue
+            if on_host and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
+                together.append((row, layer))
+                continue
             own = slice(row, row + 1)
             try:
                 layer.update(key[own], value[own])
-                if query.device.type == "cpu" and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
-                    together.append((row, layer, self._rows.spec_of(row, layer.columns, spec)))
-                    continue
                 if exact is not None and isinstance(layer, RetrievalLayer):
                     layer.exact_part = Partial(exact.out[own], exact.lse[own])
                 place, before = self._rows.spec_of(row, layer.columns, spec), layer.stats.host_seconds
@@ -312,13 +313,19 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
                 self._rows.fail(row, error)
         if together:
             found, errors = decode_together(
-                self._rows.plans, together, module, query, Scoring(scale, softcap), sink_logits, value.shape[3], exact
+                self._rows.plans,
+                together,
+                module,
+                NewTokens(query, key, value, spec),
+                Scoring(scale, softcap),
+                sink_logits,
+                exact,
             )
             for row, problem in errors.items():
                 self._rows.fail(row, problem)
             if len(together) == len(self._layers):
                 return found
-            rows = [row for row, _, _ in together]
+            rows = [row for row, _ in together]
             out[rows] = found[rows]
         return out
 

@@ -54,16 +54,20 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Note the new keys and values (batch, kv_heads, new, dim) and return handles to this layer."""
+        self._start(key_states.shape[0])
+        self._pending = (key_states, value_states)
+        self.is_initialized = True
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def _start(self, rows: int) -> None:
+        """New tokens of so many rows come. Raises CacheMismatchError where they cannot."""
         if self._pending is not None:
             raise CacheMismatchError(
                 "The previous forward stored keys here but never attended to them: it failed half-way, or the "
                 'model does not run with attn_implementation="retrieval". Make a new cache, and call '
                 "retrieval_attn.enable(model) first."
             )
-        self.batch.start(key_states.shape[0])
-        self._pending = (key_states, value_states)
-        self.is_initialized = True
-        return KVView(self, key_states), KVView(self, value_states)
+        self.batch.start(rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.batch.columns + query_length, 0
@@ -95,21 +99,32 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
                 f"{type(module).__name__} attends to another layer's keys without storing its own; models that "
                 "share keys and values between layers are not served. Use another cache for this model."
             )
-        if self._owner is not None and self._owner() is not module:
-            raise CacheMismatchError(
-                f"This cache was filled by another model (its layer is not this {type(module).__name__}); a cache "
-                "holds one model's keys. Make a RetrievalCache for this model."
-            )
-        self._owner = weakref.ref(module)
+        self._belong_to(module)
         if spec.q_offset != self._expected_offset():
             raise CacheMismatchError(
                 f"The forward starts at token {spec.q_offset}, this layer holds {self._expected_offset()}: an "
                 "earlier forward failed half-way or the cache was edited. Make a new cache."
             )
         pending, self._pending = self._pending, None
+        self._require_mask(module, spec)
+        return pending
+
+    def _belong_to(self, module: nn.Module) -> None:
+        """Raise CacheMismatchError where another model's layer than `module` filled this one."""
+        owner = None if self._owner is None else self._owner()
+        if owner is module:
+            return
+        if self._owner is not None:
+            raise CacheMismatchError(
+                f"This cache was filled by another model (its layer is not this {type(module).__name__}); a cache "
+                "holds one model's keys. Make a RetrievalCache for this model."
+            )
+        self._owner = weakref.ref(module)
+
+    def _require_mask(self, module: nn.Module, spec: MaskSpec) -> None:
+        """Raise UnsupportedModelError where the mask's window is not this layer's."""
         if (spec.window is not None) != self.is_sliding:
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses a {'sliding' if spec.window else 'full'} causal mask on a layer that "
                 f"its config calls {'sliding' if self.is_sliding else 'full'}; check config.layer_types."
             )
-        return pending

@@ -18,7 +18,7 @@ from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.cache.sequence import Batch, Forgotten, own_start
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
-from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
+from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
@@ -264,6 +264,22 @@ class HeldTokens:
 
 def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
     return WindowCache(key, value, config.window + config.spill, config.sink)
+
+
+def begin_column(held: HeldTokens) -> None:
+    """One more column of real tokens is held, in the last slot of the tail, which others write; a block moves to the
+    host where the tail is full.
+    """
+    if held.window.room < 1:
+        held.spill()
+        make_room(held.window, 1)
+    held.window.note_appended(1)
+
+
+def first_row(held: HeldTokens) -> tuple[SequenceKV, tuple[int, int]]:
+    """The path of the first row, and of `ranges` its own."""
+    start = own_start(held._batch)
+    return held._batch.sequences[0].kv[held._number], (start or held._sinks[0], held._retrieve_stops[0])
 
 
 def prepare_spill(held: HeldTokens) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.cache.audit import HeadAudit
 from retrieval_attn.cache.exact import ExactPass
-from retrieval_attn.cache.held import HeldTokens, take_paged
+from retrieval_attn.cache.held import HeldTokens, begin_column, take_paged
 from retrieval_attn.cache.host_part import HostPart
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.layer_uploads import LayerUploads
@@ -302,15 +302,19 @@ def _finish_reading(layer: RetrievalLayer, reading: Reading, work: HostWork) -> 
     layer._note_stored(reading.done.total)
 
 
-def begin_token(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec) -> HeldTokens:
-    """Store the pending token, whose query others attend with; they `spill` when the window is full after that."""
-    key, value = layer._take(module, query, spec)
+def begin_token(layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> HeldTokens:
+    """A token of one row comes to a layer that `decodes_plainly`, in the last slot of its window: others write it, and
+    attend with its query. They `spill` when the window is full after that. Raises as `CacheLayer.attend` does.
+    """
+    layer._start(1)
+    layer._belong_to(module)
+    layer._require_mask(module, spec)
     layer.finish_index()
-    layer.q_heads = query.shape[1]
-    held = layer.hold(key, value)
-    held.append(key, value, layer.batch.note_padding(spec.padding, layer.columns, 1))
+    layer.q_heads = q_heads
+    assert layer.held is not None
+    begin_column(layer.held)
     layer._note_stored(1)
-    return held
+    return layer.held
 
 
 def _paged_part(layer: RetrievalLayer, query: Tensor, scoring: Scoring) -> Partial | None:

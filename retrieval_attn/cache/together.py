@@ -19,25 +19,38 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.held import HeldTokens, first_row
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.prefix import PrefixPlans
 from retrieval_attn.cache.retrieval import RetrievalLayer, begin_token
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, plan_paths
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.cpu.step.plan import LayerStep, row_costs
-from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.cpu.windows import Stretch, attend_stretches
+from retrieval_attn.cpu.step.plan import LayerStep, StepCost, row_costs
+from retrieval_attn.cpu.store import SequenceKV, plan_stamp
+from retrieval_attn.cpu.windows import Stretch, attend_stretches, put_last
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.window import WindowCache, places_of
 from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_queries
 
 log = logging.getLogger(__name__)
 
 KEPT_STEPS = 4
 """Plans of one layer that are kept: rows that attend to different numbers of keys have one each."""
+
+
+class NewTokens(NamedTuple):
+    """One new token of each row: query (rows, q_heads, 1, head_dim), key and value (rows, kv_heads, 1, dim), on the
+    CPU. spec: the mask, but for where a row's tokens begin.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    spec: MaskSpec
 
 
 class RowAsks(NamedTuple):
@@ -73,9 +86,7 @@ class StepPlans:
         self.exact = PrefixPlans()
         self.host_seconds = 0.0
 
-    def ask(
-        self, key: Hashable, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring
-    ) -> list[HostPartial] | None:
+    def ask(self, key: Hashable, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> _Found | None:
         """What each row gets, in one step; None where no step serves them. Raises what went wrong with any of them.
 
         queries (rows, q_heads, head_dim) float32. key: of rows that may go together.
@@ -93,6 +104,18 @@ class StepPlans:
         return kept.run(asks, queries, scoring)
 
 
+class _Found(NamedTuple):
+    """What rows of a step got, a row each: out (rows, q_heads, 1, value_dim), lse and the share that is estimated.
+
+    costs: of each row.
+    """
+
+    out: np.ndarray
+    lse: np.ndarray
+    rest: np.ndarray
+    costs: list[StepCost]
+
+
 class _KeptStep:
     """A step, used by one thread at a time, that lets go of memory when a path of its rows is gone."""
 
@@ -100,25 +123,39 @@ class _KeptStep:
         self.step = step
         self._lock = threading.Lock()
         self._paths: list[weakref.ref[SequenceKV]] = []
+        self._planned: tuple[object, ...] | None = None
         self._gone = False
 
-    def run(self, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> list[HostPartial] | None:
+    def run(self, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> _Found | None:
         """See `StepPlans.ask`."""
         with self._lock:
             if [one() for one in self._paths] != [one.host for one in asks]:
                 self._paths = [weakref.ref(one.host, self._path_gone) for one in asks]
+                self._planned = None
             try:
                 return self._run(asks, queries, scoring)
             finally:
                 if self._gone:
                     self._forget()
 
-    def _run(self, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> list[HostPartial] | None:
-        step, first = self.step, asks[0].top_k
+    def _run(self, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> _Found | None:
+        step = self.step
+        wanted = _wanted(asks, queries, scoring)
+        if wanted != self._planned:  # between two spills it is the same for every token
+            self._planned = None
+            if not self._plan(asks, queries, scoring):
+                return None
+            self._planned = _wanted(asks, queries, scoring)
+        step.queries[:, :, 0] = queries
+        costs = row_costs(step, step.run())
+        return _Found(step.out.copy(), step.lse.copy(), step.rest.copy(), costs)
+
+    def _plan(self, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> bool:
+        first = asks[0].top_k
         budgets = tuple(one.top_k for one in asks if isinstance(one.top_k, HeadBudgets))
         assert isinstance(first, int) or len(budgets) == len(asks)
-        planned = plan_paths(
-            step,
+        return plan_paths(
+            self.step,
             [one.host for one in asks],
             [one.span for one in asks],
             (queries.shape[1], 1),
@@ -126,23 +163,6 @@ class _KeptStep:
             threads=asks[0].host.threads,
             **scoring._asdict(),
         )
-        if not planned:
-            return None
-        step.queries[:, :, 0] = queries
-        costs = row_costs(step, step.run())
-        out, lse, rest = step.out.copy(), step.lse.copy(), step.rest.copy()
-        return [
-            HostPartial(
-                out[i],
-                lse[i],
-                costs[i].keys_scanned,
-                costs[i].bytes_read,
-                costs[i].search_seconds,
-                costs[i].attend_seconds,
-                None if one.host.clusters is None else rest[i],
-            )
-            for i, one in enumerate(asks)
-        ]
 
     def forget(self) -> None:
         """Nothing of any row is held from now on."""
@@ -154,7 +174,7 @@ class _KeptStep:
                 self._lock.release()
 
     def _forget(self) -> None:
-        self._gone, self._paths = False, []
+        self._gone, self._paths, self._planned = False, [], None
         self.step.forget()
 
     def _path_gone(self, path: object, ends: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -162,44 +182,50 @@ class _KeptStep:
             self.forget()
 
 
+def _wanted(asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> tuple[object, ...]:
+    """What the plan of a step of these paths depends on."""
+    rows = [(one.span, one.top_k, plan_stamp(one.host)) for one in asks]
+    return rows, queries.shape, scoring, asks[0].host.threads
+
+
 def decode_together(
     plans: StepPlans,
-    layers: Items[tuple[int, RetrievalLayer, MaskSpec]],
+    layers: Items[tuple[int, RetrievalLayer]],
     module: nn.Module,
-    query: Tensor,
+    new: NewTokens,
     scoring: Scoring,
     sink_logits: Tensor | None,
-    value_dim: int,
     exact: Partial | None = None,
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """Each layer, with the row of `query` that it is for, and its mask: what its token attends to.
+    """Each layer, with the row of `new` that it is for: it stores its token. What the tokens attend to.
 
-    query (rows, q_heads, 1, head_dim) on the CPU. exact: of all rows, what they attend to in pages. The layers have
-    their new keys and values (`update`). Returns (rows, q_heads, 1, value_dim) float32, 0 in rows that are not asked
-    for, and what went wrong with a row.
+    exact: of all rows, what they attend to in pages. Returns (rows, q_heads, 1, value_dim) float32, 0 in rows that are
+    not asked for, and what went wrong with a row.
     """
+    query, value_dim = new.query, new.value.shape[3]
     errors: dict[int, Exception] = {}
     asks: list[RowAsks] = []
-    for row, layer, spec in layers:
+    for row, layer in layers:
         try:
-            asks.append(_begin(row, layer, module, query, spec))
+            asks.append(_begin(row, layer, module, query.shape[1], new.spec))
         except Exception as error:
             errors[row] = error
     result = torch.zeros(*query.shape[:3], value_dim, dtype=torch.float32)
     if not asks:
         return result, errors
     rows = [one.row for one in asks]
+    if len(rows) < len(query):
+        new = new._replace(key=new.key[rows], value=new.value[rows])
     queries = to_queries(query)[:, :, 0]
     own = np.ascontiguousarray(queries if len(rows) == len(query) else queries[rows])
     own_query = torch.from_numpy(own).unsqueeze(2)
-    static = _windows(asks, own, scoring, value_dim)
+    static = _windows(asks, own, new, scoring)
     retrieved, rests = _retrieved(plans, asks, own, scoring, value_dim, errors)
     parts = [static, retrieved] if any(stop > start for start, stop in (one.span for one in asks)) else [static]
     if exact is not None:
         parts.append(exact if len(rows) == len(query) else Partial(exact.out[rows], exact.lse[rows]))
     found = merge(parts)
-    for i, one in enumerate(asks):
-        rest = rests.get(i)
+    for one, rest, host_lse, lse in zip(asks, rests, retrieved.lse.split(1), found.lse.split(1), strict=True):
         if one.row not in errors:
             try:
                 if one.held.window.room == 0:
@@ -208,7 +234,7 @@ def decode_together(
                 errors[one.row] = error
                 continue
             if rest is not None:
-                one.layer.tail.add(rest, retrieved.lse[i : i + 1], found.lse[i : i + 1])
+                one.layer.tail.add(rest, host_lse, lse)
     if sink_logits is not None:
         found = merge([found, sink_logit_partial(sink_logits, own_query, value_dim)])
     if len(rows) == len(query):
@@ -217,31 +243,29 @@ def decode_together(
     return result, errors
 
 
-def _begin(row: int, layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec) -> RowAsks:
-    held = begin_token(layer, module, query[row : row + 1], spec)
-    (host,), (span,) = held.hosts, held.ranges
+def _begin(row: int, layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> RowAsks:
+    held = begin_token(layer, module, q_heads, spec)
+    host, span = first_row(held)
     return RowAsks(row, layer, held, host, span, retrieved_keys(layer.config, host, span[1] - span[0]))
 
 
-def _windows(asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring, value_dim: int) -> Partial:
-    """Attention of each row to its sinks and its window, (rows, q_heads, 1, ...)."""
-    stretches = []
-    for one in asks:
-        window = one.held.window
-        (key, value), (low, high) = window.buffers, window.span
-        size, (_, key_head, key_row, _), (_, value_head, value_row, _) = (
-            key.element_size(),
-            key.stride(),
-            value.stride(),
-        )
-        keys_at, values_at = key.data_ptr() + low * key_row * size, value.data_ptr() + low * value_row * size
-        stretches.append(Stretch(keys_at, values_at, key_head * size, value_head * size, high - low))
-    host, key = asks[0].host, asks[0].held.window.buffers[0]
-    fmt = host_format("auto", key.dtype)
-    dims = host.num_kv_heads, value_dim
+def _windows(asks: Items[RowAsks], queries: np.ndarray, new: NewTokens, scoring: Scoring) -> Partial:
+    """Attention of each row to its sinks and its window, (rows, q_heads, 1, ...), whose last tokens are `new` ones."""
+    stretches = np.array([_stretch(one.held.window, new.key.dtype) for one in asks], np.int64)
+    put_last(stretches, *[part[:, :, 0].contiguous().view(torch.uint8).numpy() for part in (new.key, new.value)])
+    host, fmt = asks[0].host, host_format("auto", new.key.dtype)
+    dims = host.num_kv_heads, new.value.shape[3]
     threads = host.threads
     out, lse = attend_stretches(default_pool(), fmt, queries, stretches, dims, threads=threads, **scoring._asdict())
     return Partial(torch.from_numpy(out).unsqueeze(2), torch.from_numpy(lse).unsqueeze(2))
+
+
+def _stretch(window: WindowCache, dtype: torch.dtype) -> Stretch:
+    """Where a row's sinks and tail lie, of one dtype."""
+    places, (low, high) = places_of(window), window.span
+    assert places.dtype == dtype, (places.dtype, dtype)
+    keys_at, values_at = places.keys_at + low * places.key_slot, places.values_at + low * places.value_slot
+    return Stretch(keys_at, values_at, places.key_head, places.value_head, high - low)
 
 
 def _retrieved(
@@ -251,11 +275,11 @@ def _retrieved(
     scoring: Scoring,
     value_dim: int,
     errors: dict[int, Exception],
-) -> tuple[Partial, dict[int, Tensor]]:
-    """Attention of each row to its host's part, (rows, q_heads, 1, ...), and the share that is estimated, by place."""
+) -> tuple[Partial, list[Tensor | None]]:
+    """Attention of each row to its host's part, (rows, q_heads, 1, ...), and the share that is estimated, by row."""
     shape = (len(asks), queries.shape[1], 1)
     out, lse = np.zeros((*shape, value_dim), np.float32), np.full(shape, -np.inf, np.float32)
-    rests: dict[int, Tensor] = {}
+    rests: list[Tensor | None] = [None] * len(asks)
     groups: dict[Hashable, list[int]] = {}
     for i, one in enumerate(asks):
         if one.span[1] > one.span[0]:
@@ -263,23 +287,33 @@ def _retrieved(
             groups.setdefault(("alone", i) if likeness is None else likeness, []).append(i)
     for key, group in groups.items():
         began = time.perf_counter()
-        answers = _answers(plans, key, [asks[i] for i in group], queries[group], scoring, errors)
+        own = queries if len(group) == len(asks) else queries[group]
+        found, answers = _answers(plans, key, [asks[i] for i in group], own, scoring, errors)
         seconds = time.perf_counter() - began
         plans.host_seconds += seconds
         seconds /= len(group)
-        for i, answer in zip(group, answers, strict=True):
+        if found is not None:
+            out[group], lse[group] = found.out, found.lse
+            for i, cost, rest in zip(group, found.costs, torch.from_numpy(found.rest).split(1), strict=True):
+                _count(asks[i].layer.stats, cost, seconds)
+                rests[i] = None if asks[i].host.clusters is None else rest
+        for i, answer in zip(group, answers, strict=False):
             if answer is None:
                 continue
             out[i], lse[i] = answer.out, answer.lse
             if answer.rest is not None:
                 rests[i] = torch.from_numpy(answer.rest).unsqueeze(0)
-            stats = asks[i].layer.stats
-            stats.host_seconds += seconds
-            stats.keys_scanned += answer.keys_scanned
-            stats.bytes_read += answer.bytes_read
-            stats.search_seconds += answer.search_seconds
-            stats.attend_seconds += answer.attend_seconds
+            _count(asks[i].layer.stats, answer, seconds)
     return Partial(torch.from_numpy(out), torch.from_numpy(lse)), rests
+
+
+def _count(stats: LayerStats, cost: StepCost | HostPartial, seconds: float) -> None:
+    """Add what a row's token cost to the statistics of its layer."""
+    stats.host_seconds += seconds
+    stats.keys_scanned += cost.keys_scanned
+    stats.bytes_read += cost.bytes_read
+    stats.search_seconds += cost.search_seconds
+    stats.attend_seconds += cost.attend_seconds
 
 
 def _answers(
@@ -289,14 +323,14 @@ def _answers(
     queries: np.ndarray,
     scoring: Scoring,
     errors: dict[int, Exception],
-) -> list[HostPartial | None]:
-    """What each row gets from its host's part; None for one that failed."""
+) -> tuple[_Found | None, list[HostPartial | None]]:
+    """What rows get from their hosts' parts, in one step, or, where that is None, each; None for one that failed."""
     problem: Exception | None = None
     if len(asks) > 1:
         try:
             together = plans.ask(key, asks, queries, scoring)
             if together is not None:
-                return list(together)
+                return together, []
         except Exception as error:  # whose fault it is shows when each is asked by itself
             problem = error
     answers: list[HostPartial | None] = []
@@ -308,4 +342,4 @@ def _answers(
             answers.append(None)
     if problem is not None and None not in answers:
         log.warning("layer %d: rows were searched one after the other, together: %s", asks[0].host.layer, problem)
-    return answers
+    return None, answers

@@ -17,6 +17,7 @@ from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_path
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
 from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.step.run import entry_at
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
@@ -443,3 +444,16 @@ def test_thousands_of_steps_in_constant_memory(pool: Pool) -> None:
     before = resident_bytes()
     grow(3000)
     assert resident_bytes() - before < 2 << 20
+
+
+@pytest.mark.parametrize("entries", [1, 2, 5, 16])
+@pytest.mark.parametrize("width", [1, 2, 3, 16])
+def test_attend_tasks_take_turns(entries: int, width: int) -> None:
+    """Each query once; threads are at entries of their own, and go on to others when all queries of these are done."""
+    queries = 4
+    turns = [entry_at(turn, entries, queries, width) for turn in range(entries * queries)]
+    assert sorted(turns) == [(entry, query) for entry in range(entries) for query in range(queries)]
+    for first in range(0, entries, width):
+        others = min(width, entries - first)
+        block = turns[first * queries : (first + others) * queries]
+        assert block == [(first + i, query) for query in range(queries) for i in range(others)]

@@ -22,7 +22,7 @@ from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.buffers import Arena, StepBuffers, memory_in, own_memory, scratch_places, zeros
 from retrieval_attn.cpu.step.places import Places, compile_places
 from retrieval_attn.cpu.step.planned import PlannedRows
-from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, run_step, run_task_address
+from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, entry_at, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.step.tables import Needs, StepRequest, StepShape
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
@@ -328,7 +328,7 @@ def _failure(step: npt.NDArray[Any], places: Places, heads: int) -> str:
     if task < searches:
         entry, query = int(places.tasks["entry"][task]), None
     else:
-        query, entry = divmod(task - searches, int(step["entries"][0]))
+        entry, query = entry_at(task - searches, *(int(step[name][0]) for name in ("entries", "queries", "width")))
     where = f"sequence {entry // heads}, key-value head {entry % heads}"
     if query is not None:
         where += f", query {query} of its group"

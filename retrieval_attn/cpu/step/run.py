@@ -35,6 +35,19 @@ def _count_for(step, entry, scanned, nbytes):
     atomic_add(step.pending_at + entry * 64 + 16, nbytes)
 
 
+@njit(nogil=True, cache=True, inline="always")
+def entry_at(turn, entries, queries, width):
+    """The entry, and the query of its group, that a turn of the attend tasks is for.
+
+    As many entries as threads take turns, query after query, and then the next ones: each thread mostly meets the
+    samples of one head, and finds them in its cache.
+    """
+    first = turn // (width * queries) * width
+    others = min(width, entries - first)
+    turn -= first * queries
+    return first + turn % others, turn // others
+
+
 def _run_task(descriptor, number, worker):
     step = step_at(descriptor)
     meter = carray(at_address(step.meters_at), step.workers, METER)[worker]
@@ -48,10 +61,8 @@ def _run_task(descriptor, number, worker):
         atomic_add(step.pending_at + task.entry * 64, -1)
         meter.search_time += nanoseconds() - since
         return code
-    # entries take turns: with two threads each mostly meets the samples of one head, and finds them in its cache
-    turn = number - step.tasks
-    entry = turn % step.entries
-    query = entry * step.queries + turn // step.entries
+    entry, own = entry_at(number - step.tasks, step.entries, step.queries, step.width)
+    query = entry * step.queries + own
     pending = step.pending_at + entry * 64
     if atomic_load(pending) != 0:
         # searches of the same entry are still running elsewhere: waiting is no work of this task's

@@ -17,7 +17,7 @@ M_ARENA_MAX = -8
 VARIABLE = "MALLOC_ARENA_MAX"
 LOOK_SECONDS = 10.0
 GROWN_BYTES = 64 << 20
-GROWN_PART = 16
+GROWN_PART = 64
 """Memory is given back when the process has grown by GROWN_BYTES, and by this part of what it had."""
 
 

@@ -197,6 +197,14 @@ def test_rows_of_int8(heads: tuple[int, int], dim: int, dtype: torch.dtype, soft
     forest.require(forest.partials(softcap=softcap), softcap)
 
 
+@pytest.mark.parametrize(("rows", "tile", "side_by_side"), [(4, 16, 2), (16, 64, 2), (32, 128, 1), (64, 128, 1)])
+def test_parts_of_a_long_text_fill_a_device(rows: int, tile: int, side_by_side: int) -> None:
+    """132 multiprocessors, 32 heads over 8; small programs share one."""
+    shape = PlanShape.of(rows, 32, 8, 2048, processors=132)
+    programs = shape.splits * 8 * -(-rows * 4 // tile)
+    assert shape.tile == tile and 0.95 * 132 * side_by_side < programs <= 132 * side_by_side
+
+
 def test_numbers_that_are_tiny_stay_numbers(device: str) -> None:
     """Of float16: a weight times a step below its smallest number would be 0."""
     forest = Forest(3, (4, 2), 64, torch.float16, device, int8=True)

@@ -29,6 +29,9 @@ MIN_SPLIT_PAGES = 4
 LARGEST_TILE = 128
 EXACT_TILE = 16
 SMALLEST_TILE = 16
+SIDE_BY_SIDE = 2
+"""Programs with a tile below the largest that a multiprocessor has room for. While one of them multiplies, the other's
+pages come. On a GPU not timed yet."""
 ITEM = 8
 """Numbers of an item of the work list: head, first entry and count of the node's rows, tile of its queries, first entry
 of its pages, first and last token, slot."""
@@ -79,7 +82,8 @@ class PlanShape:
         most = EXACT_TILE if exact else LARGEST_TILE
         tile = min(most, max(SMALLEST_TILE, 1 << (queries - 1).bit_length()))
         programs = -(-queries // tile) * kv_heads
-        return cls(rows, q_heads, kv_heads, pages, levels, _splits(programs, processors), tile)
+        together = processors * (SIDE_BY_SIDE if tile < LARGEST_TILE else 1)
+        return cls(rows, q_heads, kv_heads, pages, levels, _splits(programs, together), tile)
 
     @property
     def group(self) -> int:
@@ -106,12 +110,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _splits(programs: int, processors: int) -> int:
-    """Into how many parts a node is cut, so that the last round of programs leaves few multiprocessors without one."""
+def _splits(programs: int, together: int) -> int:
+    """Into how many parts a node is cut, so that the last round of `together` programs has few places without one."""
     best, best_share = 1, 0.0
     for splits in range(1, MAX_SPLITS + 1):
-        rounds = -(-programs * splits // processors)
-        share = programs * splits / (rounds * processors)
+        rounds = -(-programs * splits // together)
+        share = programs * splits / (rounds * together)
         if share > best_share + 0.02:
             best, best_share = splits, share
         if rounds > 4:

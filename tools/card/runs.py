@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -160,6 +161,7 @@ def _process(command: list[str], log: Path, limit: float, lane: Lane) -> int | N
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # its stacks are wanted, not its memory
             process.send_signal(signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STACK_SECONDS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.eval.bench.session.card import watch
-from retrieval_attn.memory.host_room import VARIABLE, host_memory_bytes
+from retrieval_attn.memory.host_room import VARIABLE, available_host_bytes
 from tools.card.measure import Measure
 
 __all__ = ["ROOT", "Lane", "Run", "card_names", "lanes", "run_measure"]
@@ -44,8 +44,8 @@ class Lane:
     def environment(self) -> dict[str, str]:
         """Of its processes."""
         own = {} if self.card is None else {"CUDA_VISIBLE_DEVICES": self.card}
-        if self.cores and VARIABLE not in os.environ:
-            own[VARIABLE] = str(int(host_memory_bytes() * self.memory_share))
+        if self.cores:
+            own[VARIABLE] = str(int(available_host_bytes() * self.memory_share))
         return {**os.environ, **own}
 
 

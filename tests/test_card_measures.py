@@ -108,9 +108,10 @@ SMI = """#!{python}
 import sys
 wanted = sys.argv[2].split(",") if sys.argv[1] == "-i" else ["GPU-a", "GPU-b"]
 if "-lms" in sys.argv:
-    print(100, flush=True)
     import time
-    time.sleep(600)
+    while True:
+        print(100, flush=True)
+        time.sleep(0.05)
 print("\\n".join(wanted))
 """
 WHERE = """import json, os, pathlib, sys, time

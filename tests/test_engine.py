@@ -160,13 +160,12 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
         found = engine.submit(Request((ids(300, 2), ids(200, 3)), 2, stop_ids=frozenset())).result()
         row.cancel()
     assert found.error is None
-    read = [(cells, bool(one.ends)) for one in told for cells in one.read.values()]
+    ticks = [one for one in told if one.read]
+    read = [(cells, bool(before.at_end)) for before, one in itertools.pairwise(ticks) for cells in one.read.values()]
     assert [cells for cells, end in read if end] == [1] * (2 * layers)  # chunks of 5 and of 4
     assert sum(cells for cells, end in read if not end) >= (5 + 4) * layers
-    before: Results | None = None
-    for one in filter(lambda one: one.read, told):
-        assert not one.ends or (before is not None and one.ends == before.at_end)
-        before = one
+    for before, one in itertools.pairwise(ticks):
+        assert not before.at_end or before.at_end == tuple(one.read)
 
 
 @pytest.mark.parametrize("read_before", [True, False])

@@ -162,14 +162,12 @@ class Continuous:
 
     def _carry_out(self, plan: StepPlan, known: dict[str, Arrival], outcome: Outcome) -> Results:
         read: dict[str, int] = {}
-        ends, at_end = [], []
+        at_end = []
         read_seconds = 0.0
         for name, cells in plan.read:
             job = known[name].job
             first, layer = self.limits.cells(job) - self._unread[name], self.limits.layer_cells(job.unread_tokens)
             alike = layer - 1 - first % layer if layer > 1 else cells  # chunks before what ends the layer's pass
-            if not alike:
-                ends.append(name)
             read[name] = min(cells, self._unread[name], alike or 1)
             if layer > 1 and (first + read[name]) % layer == layer - 1:
                 at_end.append(name)
@@ -197,7 +195,6 @@ class Continuous:
             read_done=tuple(name for name in read if self._unread[name] == 0),
             decode_seconds=self.cost.decode(len(plan.decode)),
             cell_seconds=read_seconds / max(sum(read.values()), 1),
-            ends=tuple(ends),
             at_end=tuple(at_end),
         )
 

@@ -324,7 +324,7 @@ class Engine:
         self._give_up()
         return Results(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.cells, progress.done, found.seconds,
-            progress.cell_seconds, progress.ends, progress.at_end,
+            progress.cell_seconds, progress.at_end,
         )  # fmt: skip
 
     def _fail(self, number: str, error: BaseException, failed: list[str]) -> None:

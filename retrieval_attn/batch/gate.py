@@ -47,9 +47,9 @@ class Gate:
     @property
     def cells_alike(self) -> int:
         """Cells to come before one of another kind, if all go as planned; 1 before what ends a layer's pass."""
+        if not self._chunks:
+            return max(self.cells_left, 1)
         with self._changed:
-            if not self._chunks:
-                return max(self.total - self._begun + self._inside, 1)
             return 1 if self.at_end else self._chunks - self._in_layer % self._chunks
 
     def grant(self, cells: int) -> None:

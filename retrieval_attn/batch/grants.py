@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from retrieval_attn.batch.entry import Entry
 from retrieval_attn.batch.limits import Limits
@@ -28,8 +28,9 @@ SHORT, LONG, END = "short", "long", "end"
 """Kinds of cells: of short prompts, chunks of a long one, and what ends a layer's pass of a long one."""
 
 
-def _kind(entry: Entry, end: bool) -> str:
-    return END if end else LONG if entry.is_long else SHORT
+def _kind(entry: Entry) -> str:
+    """Of its next cell."""
+    return END if entry.at_end else LONG if entry.is_long else SHORT
 
 
 class Grants:
@@ -52,19 +53,15 @@ class Grants:
         self._margin = Margin(limits.inter_token_seconds)
         self._expected: tuple[float, float] | None = None  # of the tick under way: when it began, its seconds
 
-    def measured(
-        self, read: Mapping[str, int], entries: Mapping[str, Entry], cell_seconds: float, ends: Container[str] = ()
-    ) -> None:
+    def measured(self, read: Mapping[str, int], entries: Mapping[str, Entry], cell_seconds: float) -> None:
         """What a cell took, the mean of those in `read`; of the last two such numbers the larger is believed.
 
-        ends: whose cell ended a layer's pass.
+        entries: as they were when these cells were granted.
         """
-        done = [(entries[name], cells, name in ends) for name, cells in read.items() if cells > 0 and name in entries]
-        kinds = {_kind(entry, end) for entry, _, end in done}
+        done = [(entries[name], cells) for name, cells in read.items() if cells > 0 and name in entries]
+        kinds = {_kind(entry) for entry, _ in done}
         if cell_seconds > 0 and len(kinds) == 1:
-            tokens = sum(cells * self._tokens(entry, end) for entry, cells, end in done) / sum(
-                cells for _, cells, _ in done
-            )
+            tokens = sum(cells * self._tokens(entry) for entry, cells in done) / sum(cells for _, cells in done)
             kind = kinds.pop()
             self._cells[kind] = (self._cells[kind][-1], (cell_seconds, tokens))
 
@@ -124,14 +121,14 @@ class Grants:
             yield entry.job.id, share
             room -= share * cell
 
-    def _tokens(self, entry: Entry, end: bool) -> int:
+    def _tokens(self, entry: Entry) -> int:
         """Of a prompt in one cell: what ends a layer's pass is about all of them."""
         unread = entry.job.unread_tokens
-        return max(unread if end else min(unread, self._limits.chunk_tokens), FEW_TOKENS)
+        return max(unread if entry.at_end else min(unread, self._limits.chunk_tokens), FEW_TOKENS)
 
     def _seconds(self, entry: Entry) -> float:
         """What a cell of a reading may take: as cells took, and more if it has more tokens. 0 if none was measured."""
-        tokens, kind = self._tokens(entry, entry.at_end), _kind(entry, entry.at_end)
+        tokens, kind = self._tokens(entry), _kind(entry)
         *before, last = (seconds * max(tokens / measured, 1.0) for seconds, measured in self._cells[kind])
         # the chunks of a long prompt take longer and longer, until the next layer begins with its first
         trend = 2 * last - before[0] if before and before[0] > 0 and kind == LONG else 0.0

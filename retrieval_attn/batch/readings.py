@@ -35,13 +35,12 @@ class Fail(Protocol):
 
 class Progress(NamedTuple):
     """What came of a tick's readings. cells: that were read, by name. done: prompts that are read. cell_seconds: of a
-    cell, on average. ends: of `cells`, those that ended a layer's pass; at_end: whose next cell does.
+    cell, on average. at_end: of `cells`, those whose next one ends a layer's pass.
     """
 
     cells: dict[str, int]
     done: tuple[str, ...]
     cell_seconds: float
-    ends: tuple[str, ...]
     at_end: tuple[str, ...]
 
 
@@ -75,7 +74,6 @@ class Readings:
         began = time.perf_counter()
         cells: dict[str, int] = {}
         done: list[str] = []
-        ends: list[str] = []
         at_end: list[str] = []
         busy = False
         with self._changed:
@@ -93,8 +91,6 @@ class Readings:
                 busy = True
                 if read is not None:
                     before = read.cells_done
-                    if read.at_end:
-                        ends.append(number)
                     read.go(min(granted[number], read.cells_alike))
                     read.wait()
                     cells[number] = read.cells_done - before
@@ -116,7 +112,7 @@ class Readings:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())
         seconds = (time.perf_counter() - began) / total if total else 0.0
-        return Progress(cells, tuple(done), seconds, tuple(ends), tuple(at_end))
+        return Progress(cells, tuple(done), seconds, tuple(at_end))
 
     def _advance(self, row: Row) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)

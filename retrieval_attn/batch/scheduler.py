@@ -36,8 +36,8 @@ class Results(NamedTuple):
     ended: rows that chose a stop token or string. tokens: rows that got a token; each row of a plan's `decode` must
     come here once, or in `ended` or `failed`, be it some ticks later. failed: jobs with an error, in whatever state.
     read: cells done. read_done: prompts that are read. decode_seconds: of the last step; cell_seconds: of a cell in
-    `read`, on average; 0 where nothing was measured. ends: of `read`, those whose cell ended a layer's pass, which a
-    tick has alone; at_end: of `read`, those whose next cell does.
+    `read`, on average; 0 where nothing was measured. at_end: of `read`, those whose next cell ends a layer's pass, and
+    is all that they read in the next tick in which they do.
     """
 
     ended: tuple[str, ...] = ()
@@ -47,7 +47,6 @@ class Results(NamedTuple):
     read_done: tuple[str, ...] = ()
     decode_seconds: float = 0.0
     cell_seconds: float = 0.0
-    ends: tuple[str, ...] = ()
     at_end: tuple[str, ...] = ()
 
 
@@ -213,7 +212,7 @@ class Scheduler:
         )
 
     def _take_in(self, results: Results) -> None:
-        self._grants.measured(results.read, self._places.entries, results.cell_seconds, results.ends)
+        self._grants.measured(results.read, self._places.entries, results.cell_seconds)
         self._grants.measured_step(len(results.tokens), results.decode_seconds)
         for name, cells in results.read.items():
             if entry := self._places.entries.get(name):

@@ -25,7 +25,7 @@ __all__ = ["main", "outcomes"]
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 _LINE = re.compile(r"\[gw\d+\]\s+\[\s*\d+%\]\s+(PASSED|FAILED|ERROR|SKIPPED)\s+(\S+::.+)")
-_COLLECTED = re.compile(r"(?:\d+ workers? \[(\d+) items?\]|collected (\d+) items?)")
+_COLLECTED = re.compile(r"\d+ workers? \[(\d+) items?\]")
 KEPT_CHARACTERS = 100_000
 """Of what pytest printed, from its end: errors and stacks."""
 
@@ -66,7 +66,7 @@ def main(given: Sequence[str] | None = None) -> int:
         late.cancel()
     found = outcomes(lines)
     counts = {name: len(tests) for name, tests in found.items()}
-    collected = next((int(one[1] or one[2]) for line in lines if (one := _COLLECTED.search(line))), 0)
+    collected = next((int(one[1]) for line in lines if (one := _COLLECTED.search(line))), 0)
     report = {
         "status": status, "ended": status == -signal.SIGKILL, "tests": collected, **counts,
         "bad": counts["failed"] + counts["error"], "not_reached": max(0, collected - sum(counts.values())),

@@ -115,11 +115,12 @@ if "-lms" in sys.argv:
 print("\\n".join(wanted))
 """
 WHERE = """import json, os, pathlib, sys, time
+from retrieval_attn.memory.host_room import available_host_bytes
 folder = pathlib.Path(sys.argv[2])
 folder.mkdir()
 time.sleep(1)
 own = {"x": 1, "card": os.environ["CUDA_VISIBLE_DEVICES"], "cores": sorted(os.sched_getaffinity(0))}
-(folder / "found.json").write_text(json.dumps({**own, "memory": int(os.environ["RETRIEVAL_ATTN_HOST_MEMORY"])}))
+(folder / "found.json").write_text(json.dumps({**own, "memory": available_host_bytes()}))
 """
 
 

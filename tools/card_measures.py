@@ -1,6 +1,7 @@
 """All numbers that are owed of a GPU, in one call; every command can be tried on a processor before.
 
     python -m tools.card_measures --out FOLDER [--only NAME,...] [--tiny] [--seconds-left N] [--cards N]
+        [--tests NAME ...]
 
 Measures run in order of worth, each as a process with a time limit, while seconds are left; one that fails does not
 stop the others, and one that is ended says where its threads were. With several cards as many run side by side, each
@@ -30,9 +31,9 @@ LEFT_SECONDS = 15.0
 """Kept back for what comes behind the last measure."""
 
 
-def chosen(names: str | None, *, tiny: bool) -> list[Measure]:
+def chosen(names: str | None, *, tiny: bool, tests: Sequence[str] = ()) -> list[Measure]:
     """The measures of these names, in the order given; None: all. Raises ValueError for a name that is none."""
-    known = {measure.name: measure for measure in measures(tiny=tiny)}
+    known = {measure.name: measure for measure in measures(tiny=tiny, tests=tests)}
     asked = list(known) if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in asked if name not in known]:
         raise ValueError(f"--only {', '.join(unknown)} is not known; use some of {', '.join(known)}")
@@ -87,9 +88,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds-left", type=float, default=3600.0, metavar="N")
     parser.add_argument("--cards", type=int, default=1, metavar="N", help="so many measures side by side (default: 1)")
     parser.add_argument("--commit", metavar="ID", help="of the tree, where git is not there to tell")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="NAME", help="cuda_tests runs these, not all")
     args = parser.parse_args(given)
     try:
-        wanted = chosen(args.only, tiny=args.tiny)
+        wanted = chosen(args.only, tiny=args.tiny, tests=args.tests)
     except ValueError as error:
         parser.error(str(error))
     try:

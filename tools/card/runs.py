@@ -45,7 +45,7 @@ class Lane:
         """Of its processes."""
         own = {} if self.card is None else {"CUDA_VISIBLE_DEVICES": self.card}
         if self.cores:
-            own[VARIABLE] = str(int(available_host_bytes() * self.memory_share))
+            own[VARIABLE] = f"{int(available_host_bytes() * self.memory_share)}B"
         return {**os.environ, **own}
 
 

@@ -15,8 +15,8 @@ TEST_SECONDS = 480
 TESTS = {"that passed": "passed", "that were skipped": "skipped", "that were not reached": "not_reached"}
 
 
-def measures(*, tiny: bool = False) -> list[Measure]:
-    """tiny: the same commands for a processor, some seconds each."""
+def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
+    """tiny: the same commands for a processor, some seconds each. tests: of those marked cuda, these alone."""
 
     def length(tokens: int) -> str:
         return str(max(48, tokens // SMALLER) if tiny else tokens)
@@ -62,7 +62,7 @@ def measures(*, tiny: bool = False) -> list[Measure]:
         Measure(
             "cuda_tests", "tools.card.tests",
             ("--marker", "not cuda", "--processes", "1", "--seconds", "60", "tests/index/test_threads.py") if tiny
-            else ("--seconds", str(TEST_SECONDS)),
+            else ("--seconds", str(TEST_SECONDS), *tests),
             "--out", "found.json",
             [
                 Goal("tests that failed", "", value("bad"), 0, least=False),

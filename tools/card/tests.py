@@ -3,7 +3,7 @@
 python -m tools.card.tests --seconds 400 --processes 14 --out FOLDER [FILE ...]
 
 Side by side, over one card. What a test printed is told for those that fail. Files in the order given; all of them by
-default.
+default; names of tests, and @LIST for a file with one of these in each line, do as well.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ __all__ = ["main", "outcomes"]
 OUTCOMES = ("passed", "failed", "error", "skipped")
 _LINE = re.compile(r"\[gw\d+\]\s+\[\s*\d+%\]\s+(PASSED|FAILED|ERROR|SKIPPED)\s+(\S+::.+)")
 _COLLECTED = re.compile(r"\d+ workers? \[(\d+) items?\]")
+FEW_THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+"""Of a worker's BLAS: as many as the machine has cores, in each of 16 workers, and numpy's eigh took over 110 s."""
 KEPT_CHARACTERS = 100_000
 """Of what pytest printed, from its end: errors and stacks."""
 
@@ -54,7 +56,7 @@ def main(given: Sequence[str] | None = None) -> int:
     command = [sys.executable, "-m", "pytest", *flags, *workers, *args.files]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        start_new_session=True,
+        start_new_session=True, env={**FEW_THREADS, **os.environ},
     )  # fmt: skip
     late = threading.Timer(args.seconds, os.killpg, (process.pid, signal.SIGKILL))
     late.start()

@@ -116,8 +116,10 @@ class Grants:
             if cells <= 0:
                 break
             self._saved, self._patience = 0.0, PATIENCE
-            # chunks may have become smaller than planned: a reading that goes on gets at least one more
-            share = 1 if entry.at_end else min(max(limits.cells(entry.job) - entry.cells_done, 1), cells)
+            # a prompt of several parts, or with smaller chunks than planned, takes more cells than were counted: who
+            # is beyond them may need as many as fit
+            counted = limits.cells(entry.job) - entry.cells_done
+            share = 1 if entry.at_end else min(counted, cells) if counted > 0 else cells
             yield entry.job.id, share
             room -= share * cell
 

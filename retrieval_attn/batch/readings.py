@@ -25,6 +25,8 @@ END_SECONDS = 0.005
 """That steps wait for the end of a read, which takes no time where nothing is under way any more."""
 ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
 """Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
+CELL_SHARE = 1 / 16
+"""Of the time from token to token: a cell of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
 
 
 class Fail(Protocol):
@@ -64,7 +66,7 @@ class Readings:
         self._counts = counts
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: PackedRead | None = None
-        self._pack_cell_seconds = 0.0  # of the last one
+        self._pack_cell_seconds, self._pack_tokens = 0.0, 0  # of the last one
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
         """Read so many cells, or fewer where another kind of cell comes before.
@@ -136,7 +138,7 @@ class Readings:
             return {}
         if self._pack is None:
             waiting = [short[number] for number in sorted(short, key=lambda number: number not in granted)]
-            self._pack = PackedRead(waiting, min(ALONE_TOKENS if alone else BESIDE_TOKENS, self._config.prefill_chunk))
+            self._pack = PackedRead(waiting, min(self._tokens_together(alone=alone), self._config.prefill_chunk))
         before = self._pack.cells_done
         self._go(self._pack, room, alone=alone)
         cells = self._pack.cells_done - before
@@ -149,6 +151,18 @@ class Readings:
             except Exception as error:
                 self._fail(number, error, failed)
         return {number: cells for number in members[:1]}
+
+    def _tokens_together(self, *, alone: bool) -> int:
+        """Of the next pack. Beside rows so many that its cells stay short, as those of the last one tell: on a GPU what
+        is done once for a cell takes longer than its tokens.
+        """
+        if alone:
+            return ALONE_TOKENS
+        if not self._pack_cell_seconds:
+            return BESIDE_TOKENS
+        seconds = CELL_SHARE * self._scheduler.limits.inter_token_seconds
+        fitting = int(self._pack_tokens * seconds / self._pack_cell_seconds)
+        return min(max(fitting, BESIDE_TOKENS), ALONE_TOKENS)
 
     def _go(self, pack: PackedRead, cells: int, *, alone: bool) -> None:
         """So many cells as long as those of the last pack, or as many longer ones as take that time; one at least."""
@@ -167,6 +181,7 @@ class Readings:
             pack.go(cells)
             pack.wait()
             self._pack_cell_seconds = (time.perf_counter() - began) / max(pack.cells_done - before, 1)
+            self._pack_tokens = pack.tokens
 
     def _note_shared(self, number: str, row: Row) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""

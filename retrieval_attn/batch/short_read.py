@@ -123,7 +123,8 @@ def paused(read: PausedRead | ShortRead | None) -> PausedRead | None:
 class PackedRead(GatedRead):
     """Reads several short parts in a thread, as many cells as it is granted. Let it end, or cancel all of its reads.
 
-    reads: those that it reads. Where a forward of several fails as a whole, out of memory for one, each goes on alone.
+    reads: those that it reads. tokens: new ones of all of them. Where a forward of several fails as a whole, out of
+    memory for one, each goes on alone.
     """
 
     def __init__(self, waiting: Items[ShortRead], tokens: int) -> None:
@@ -131,6 +132,7 @@ class PackedRead(GatedRead):
         the others those that may share its forward and fit, are read: `tokens` new tokens in all.
         """
         self.reads = _fitting(waiting, tokens)
+        self.tokens = sum(len(read.ids) for read in self.reads)
         model = self.reads[0].loop.model
         self._gate = Gate(len(self.reads[0].cache.layers), settling(model))
         self._befores: dict[int, Rollback | None] = {}

@@ -369,6 +369,20 @@ class TestReading:
             granted.append(bench.tick(at_end=("long",), **took).read)
         assert granted.count((("long", 1),)) <= 3 and () in granted  # room for 100 ms is saved up: 60 a tick
 
+    def test_a_prompt_of_several_parts_takes_what_fits_to_its_end(self) -> None:
+        """Each part goes through all layers, and only the first one's cells were counted: of the second one a cell a
+        tick made every short prompt of two parts wait 32 ticks.
+        """
+        bench = Bench(step=0.010, cell=0.004, rows=4)
+        bench.submit("row", prompt=1, tokens=1_000)
+        bench.submit("parts", prompt=90, tokens=1_000)
+        counted = bench.limits.cells(bench.jobs["parts"])
+        read: list[int] = []
+        while len(read) < 12:
+            took = {"read": {"parts": read[-1]}, "cell_seconds": 0.004} if read else {"read": {}}
+            read += [cells for _, cells in bench.tick(**took, read_done=()).read]
+        assert counted < 8 <= min(read[-6:])  # 40 ms are left: 10, or a few less
+
     def test_a_second_long_prompt_waits_without_holding_anything(self) -> None:
         bench = Bench()
         bench.submit("first", prompt=5_000, owner="a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from retrieval_attn.offload.staging import Staging, pinned
-from retrieval_attn.offload.threads import ThreadPool
+from retrieval_attn.offload.threads import SWITCH_SECONDS, ThreadPool
+from retrieval_attn.offload.traffic import traffic
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -29,6 +31,19 @@ def workers(patience: float = 10.0) -> list[str]:
         if not names or time.monotonic() > until:
             return names
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("before,after", [(0.005, SWITCH_SECONDS), (SWITCH_SECONDS / 10, SWITCH_SECONDS / 10)])
+def test_who_launches_does_not_wait_for_others_python(before: float, after: float) -> None:
+    usual = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        traffic(torch.device("cpu"))
+        assert sys.getswitchinterval() == pytest.approx(before)
+        traffic.__wrapped__(torch.device("cuda"))
+        assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(usual)
 
 
 @pytest.mark.parametrize("device", DEVICES)

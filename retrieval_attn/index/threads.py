@@ -101,13 +101,18 @@ def builder_threads(threads: int, most: int) -> Iterator[None]:
     """
     check_threads(most)
     use_threads()
-    _launch()
+    with _launching:
+        _launch()
     before = numba.get_num_threads()
     numba.set_num_threads(most if _layer_is_exclusive() else threads)
     try:
         yield
     finally:
         numba.set_num_threads(before)
+
+
+_launching = threading.Lock()
+"""Builders begin together: each would look for the process's libraries, half a minute of 14 threads on one machine."""
 
 
 @functools.cache

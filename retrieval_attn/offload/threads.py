@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,6 +14,20 @@ Item = TypeVar("Item")
 
 IDLE_SECONDS = 0.25
 """How long a thread waits for more. Threads are joined when Python ends, so this is what an end waits at most."""
+
+
+SWITCH_SECONDS = 1e-4
+"""After which a thread that runs Python makes room for one that waits to. torch lets go of the interpreter with every
+operation: beside one thread of pure Python an addition of eight numbers takes 5.9 ms with Python's own .005, .03 ms
+with this, and alone .004."""
+
+
+def take_turns_often() -> None:
+    """Threads of this process wait for each other's Python no longer than SWITCH_SECONDS from now on.
+
+    For whoever launches a device's work one operation after the other while threads move and index what came before.
+    """
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
 
 
 class ThreadPool:

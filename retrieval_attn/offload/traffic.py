@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from retrieval_attn.offload.threads import take_turns_often
+
 BACKLOG = 8
 """Layers that may wait for their indexes, with their training data in memory, before prefill waits."""
 
@@ -73,4 +75,6 @@ class Traffic:
 @functools.cache
 def traffic(device: torch.device) -> Traffic:
     """The traffic of `device`, which all caches on it share: they share its memory."""
+    if device.type == "cuda":
+        take_turns_often()
     return Traffic()

@@ -10,6 +10,7 @@ of the clients take what comes and look at nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import statistics
@@ -92,6 +93,7 @@ def main() -> int:
             folder, loading, ra.Config().to_dict(), rows=args.streams, warm_tokens=WARM_TOKENS, store=f"{folder}/other"
         )
         llm, engine = spec.load()
+        gc.freeze()  # as the server does
         prompts = requests_of(llm, bodies, args.tokens)
         with engine:
             found["engine"] = [in_process(engine, prompts) for _ in range(args.repeats + 1)]

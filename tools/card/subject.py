@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:
         tokens=args.tokens, random_ids=args.random_ids, seed=args.seed, skip=(), no_second="",
     )  # fmt: skip
     subject = Subject(settings)
+    gc.freeze()  # as a server does: a collection that visits modules and model takes .3 s
     return Served(subject.model, subject.tokenizer, config), subject
 
 

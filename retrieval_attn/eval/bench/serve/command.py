@@ -185,7 +185,7 @@ def _rows(
     """Each row when it is measured."""
     from dataclasses import replace
 
-    from retrieval_attn.eval.bench.serve.drive import WAYS, Drive, Served
+    from retrieval_attn.eval.bench.serve.drive import WAYS, Drive, Served, collections_are_short
     from retrieval_attn.eval.bench.serve.peer import peer_row
     from retrieval_attn.eval.bench.serve.row import Row, row_of
 
@@ -198,7 +198,9 @@ def _rows(
     expected: list[tuple[int, ...]] | None = None
     for way in ways:
         if way not in WAYS:
-            yield peer_row(settings, calls, bounds, args.peer_tokens)
+            with collections_are_short():
+                row = peer_row(settings, calls, bounds, args.peer_tokens)
+            yield row
             continue
         try:
             answers, filled, cpu_seconds = drive.serve(way, calls)

@@ -19,13 +19,26 @@ from retrieval_attn.eval.bench.serve.filled import Filled
 from retrieval_attn.eval.bench.serve.tree_room import Room, tree_bytes
 from retrieval_attn.memory.host_room import available_host_bytes
 
-__all__ = ["WAYS", "Drive", "Served"]
+__all__ = ["WAYS", "Drive", "Served", "collections_are_short"]
 
 WAYS = ("one", "static", "engine", "tree-off")
 """One after the other; in batches, each of which ends before the next one begins; as they come; so without the tree."""
 
 WARM_TOKENS = 8192
 """A text of 128K takes some 15 s to read, and compiles what its beginning does."""
+
+
+@contextmanager
+def collections_are_short() -> Iterator[None]:
+    """Within, garbage collections leave alone what is there now, as in a server: to visit modules and model takes .3 s,
+    beside a GPU's libraries every second or two, and all rows wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ class Drive:
             filled = Filled(engine, 1 if way == "one" else self._slots)
             batch = {"one": 1, "static": self._slots}.get(way)
             began = time.process_time()
-            with filled:
+            with collections_are_short(), filled:
                 answers = self._answers(engine, calls, batch, filled)
             cpu_seconds = time.process_time() - began
             engine.check()

@@ -18,7 +18,7 @@ from retrieval_attn.memory import shared_room as module
 from retrieval_attn.memory.device import DeviceSize
 from retrieval_attn.memory.plan import GIB
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import shared_device_bytes, shared_room
+from retrieval_attn.memory.shared_room import exact_device_bytes, shared_device_bytes, shared_room
 from retrieval_attn.server.spec import EngineSpec
 from tests.test_engine import ids, llm_of
 from tests.test_memory_plan import llama3_8b
@@ -47,16 +47,37 @@ def test_the_number_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """None on a CPU. On GPUs, which a stand-in claims here, what all of them have to spare counts."""
     model = tiny_model("llama")
     config = Config(prefill_chunk=CHUNK)
-    assert shared_device_bytes(model, config, 18) is None
+    assert shared_device_bytes(model, config, 18) is None and exact_device_bytes(model, config, 18) is None
     assert default_limits(model, config).shared_device_bytes is None
     spare = {torch.device("cuda", 0): 3 * GIB, torch.device("cuda", 1): 2 * GIB}
     monkeypatch.setattr(module, "devices", lambda _: tuple(spare))
     monkeypatch.setattr(module, "spare_bytes", spare.__getitem__)
     size = DeviceSize(model_shape(model), config, CHUNK, 18)
     assert shared_device_bytes(model, config, 18) == shared_room(size, 5 * GIB, gpus=2) > GIB
+    pages = exact_device_bytes(model, config, 18)
+    assert pages is not None and pages // 2 == shared_device_bytes(model, config, 18)
+    assert exact_device_bytes(model, config, 10**6) == 0, "rows come first"
     limits = default_limits(model, config)
     assert limits.shared_device_bytes == shared_room(size, 5 * GIB, gpus=2)
     assert limits.sharing(None) is limits and limits.sharing(5).shared_device_bytes == 5
+
+
+def test_pages_leave_room_for_rows_with_many_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-2-7B, 34 rows beside 13.5 GB of weights on a card of 80 GB: all that is planned fits, with something left
+    for what is not. Half of all that is free for pages, as it was, and there is none.
+    """
+    shape = llama3_8b()
+    shape.num_key_value_heads = shape.num_attention_heads
+    spare, place = 64 * GIB, torch.device("cuda", 0)
+    monkeypatch.setattr(module, "devices", lambda _: (place,))
+    monkeypatch.setattr(module, "spare_bytes", {place: spare}.__getitem__)
+    monkeypatch.setattr(module, "model_shape", lambda _: model_shape(shape, None))
+    config = Config(prefill_chunk=CHUNK)
+    windows = DeviceSize(model_shape(shape, None), config, CHUNK, 34).window_bytes
+    pages, shared = (of(tiny_model("llama"), config, 34) for of in (exact_device_bytes, shared_device_bytes))
+    assert pages is not None and shared is not None and windows > 19 * GIB
+    assert windows + pages + shared < spare - 8 * GIB
+    assert windows + spare // 2 + shared > spare - 2 * GIB
 
 
 def test_a_bound_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

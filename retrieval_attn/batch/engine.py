@@ -46,7 +46,7 @@ from retrieval_attn.errors import EngineFullError, InputDataError
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import shared_device_bytes
+from retrieval_attn.memory.shared_room import exact_device_bytes, shared_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.store import ContextStore
@@ -111,8 +111,9 @@ class Engine:
         host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name, as in
         `LLM.open`. exact_tokens: prefixes of prompts that end there or before have their keys beside the model, in
         pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix together.
-        exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of a GPU's free memory,
-        or a quarter of the requests'. exact_int8: these are int8: half the bytes of 16-bit ones, slower to attend to.
+        exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of what their windows
+        leave of a GPU's free memory, or a quarter of the requests'. exact_int8: these are int8: half the bytes of
+        16-bit ones, slower to attend to.
         reuse_generated: see `HeldAnswer`. Raises ConfigError."""
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
@@ -127,7 +128,8 @@ class Engine:
         self._answers = self._tree if reuse_generated else None
         stored = self._config.replace(host_dtype="int8" if exact_int8 else "auto")
         size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
-        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model.device, *size)
+        device_bytes = exact_device_bytes(self._loop.model, self._config, self._limits.pages // self._limits.row_pages)
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, device_bytes, *size)
         self._outbox = Outbox()
         self._intake = Intake(
             self._loop, self._outbox, self._saved, (self._tree, self._exact), self._empty.require_room

@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retrieval_attn.batch.limits import Limits
@@ -24,7 +23,6 @@ from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix, PagedLayers, PagedSpan
 from retrieval_attn.errors import AdmissionError, ConfigError, OutOfPagesError
-from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
 
 __all__ = ["ExactPool", "RowPages"]
@@ -59,12 +57,12 @@ class ExactPool:
 
     @classmethod
     def of(
-        cls, tokens: Any, pages: Any, limits: Limits, device: torch.device, token_bytes: int, int8: bool = False
+        cls, tokens: Any, pages: Any, limits: Limits, device_bytes: int | None, token_bytes: int, int8: bool = False
     ) -> Self | None:
         """For an engine's options `exact_tokens` and `exact_pages`; None where no prefix lies in pages.
 
-        device: where the pages are; without a number they get a part of the memory that is free there. token_bytes: of
-        a token's rows in all layers. int8: as in `ExactPool`. Raises ConfigError.
+        device_bytes: what pages may take of GPUs where no number is given; None: the model runs on a CPU. token_bytes:
+        of a token's rows in all layers. int8: as in `ExactPool`. Raises ConfigError.
         """
         for name, value in (("exact_tokens", tokens), ("exact_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -72,7 +70,7 @@ class ExactPool:
         if not tokens:
             return None
         if pages is None:
-            room = spare_bytes(device) // 2 if device.type == "cuda" else limits.host_bytes // 4
+            room = limits.host_bytes // 4 if device_bytes is None else device_bytes
             each = -(-tokens // PAGE_TOKENS) + PARTS
             pages = max(each, min(each * limits.rows, room // (max(1, token_bytes) * PAGE_TOKENS)))
         return cls(tokens, pages, int8=int8)

@@ -1,4 +1,4 @@
-"""How much of a GPU the texts may hold that an engine keeps although nobody asks about them now."""
+"""How much of a GPU an engine's texts may hold: those that nobody asks about now, and exact prefixes in pages."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import devices
 
-__all__ = ["shared_device_bytes", "shared_room"]
+__all__ = ["exact_device_bytes", "shared_device_bytes", "shared_room"]
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.25
-"""Of what is left. The rest is for what grows with the texts that are read and asked about: hidden states, keys of the
-layers that are on their way to the host, codes, and an engine's pages for exact prefixes, which take half at most."""
+SHARE, EXACT_SHARE = 0.25, 0.5
+"""Of what is left, for texts that nobody asks about and for exact prefixes. The rest is for what grows with the texts
+that are read and asked about: hidden states, keys of the layers that are on their way to the host, codes."""
 
 
 def shared_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
     """For a loaded model, see `shared_room`; on several GPUs, for all together. None: it runs on a CPU."""
-    places = [place for place in devices(model) if place.type == "cuda"]
-    if not places:
+    left = _left_beside(model, config, rows)
+    if left is None:
         return None
-    shape = model_shape(model)
-    size = DeviceSize(shape, config, max(config.prefill_chunk, shape.sliding_window), rows)
-    room = shared_room(size, sum(map(spare_bytes, places)), len(places))
+    room = int(left * SHARE)
     log.info("texts that nobody asks about may hold %s on the device", show_bytes(room))
     return room
+
+
+def exact_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
+    """The same for pages of exact prefixes: half of what is left. Half of all that is free, without the rows' windows
+    in mind, and 32 rows of a 7B model with as many key heads as query heads found no memory on a card of 80 GB.
+    """
+    left = _left_beside(model, config, rows)
+    return None if left is None else int(left * EXACT_SHARE)
 
 
 def shared_room(size: DeviceSize, spare: int, gpus: int = 1) -> int:
@@ -41,6 +47,20 @@ def shared_room(size: DeviceSize, spare: int, gpus: int = 1) -> int:
 
     size: of as many sequences as there are rows, in a context at least as long as a chunk and a sliding window.
     """
+    return int(_left(size, spare, gpus) * SHARE)
+
+
+def _left_beside(model: PreTrainedModel, config: Config, rows: int) -> int | None:
+    """What a loaded model's GPUs have left; None: it runs on a CPU."""
+    places = [place for place in devices(model) if place.type == "cuda"]
+    if not places:
+        return None
+    shape = model_shape(model)
+    size = DeviceSize(shape, config, max(config.prefill_chunk, shape.sliding_window), rows)
+    return _left(size, sum(map(spare_bytes, places)), len(places))
+
+
+def _left(size: DeviceSize, spare: int, gpus: int) -> int:
     rows = size.window_bytes + size.sliding_bytes + sum(state_bytes(size))
     reading = gpus * replace(size, batch=1).chunk_bytes(size.chunk)
-    return max(0, int((spare - rows - reading) * SHARE))
+    return max(0, spare - rows - reading)

@@ -32,11 +32,14 @@ class Past:
     lie in pages (`cache/prefix.py`): queries of a chunk attend to them in one call.
     """
 
-    def __init__(self, batch: Batch, number: int, like: Tensor, sinks: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, batch: Batch, number: int, like: Tensor, sinks: tuple[Tensor, Tensor],
+        near: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """like: a key tensor of the layer: its device, its dtype. sinks: keys and values (batch, kv_heads, sinks, dim)
-        of the window.
+        of the window. near: all of one row's tokens on the device, where they are short enough to be there.
         """
-        self._batch, self._number, self._like = batch, number, like
+        self._batch, self._number, self._like, self._near = batch, number, like, near
         start = own_start(batch)
         self._cut = functools.partial(Stretch.of, start=start)
         self._held = [(self._cut(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
@@ -103,8 +106,16 @@ class Past:
         self, asked: Items[tuple[Stretch, Tensor]], scale: float, softcap: float | None, last: bool, cut: Cutter
     ) -> list[Partial]:
         """What each query (1, q_heads, n, head_dim) gets of its stretch, block by block."""
-        found: list[Partial | None] = [None] * len(asked)
         uploads = LayerUploads(self._batch, self._number, self._like.device)
+        if self._near is not None:  # a prompt of two parts, a short chat: nothing need come from the host
+            uploads.clear()
+            spans = [slice(one.start, one.stop) for one, _ in asked]
+            pairs = [tuple(part[:, :, span] for part in self._near) for span in spans]
+            return [
+                attend(query, key, value, scale=scale, softcap=softcap)
+                for (_, query), (key, value) in zip(asked, pairs, strict=True)
+            ]
+        found: list[Partial | None] = [None] * len(asked)
         for number, key, value in uploads.walk([one for one, _ in asked], self._like.dtype, last=last, cut=cut):
             part = attend(asked[number][1], key, value, scale=scale, softcap=softcap)
             before = found[number]

@@ -56,7 +56,8 @@ class Reading:
         self._first = held.columns == 0
         self.done = ExactPass(total, held.past())
         count = spec.training_queries(total, config.train_queries)
-        anew = self._first or _may_begin_anew(held, total)  # else no query is ever asked for
+        # else no query is ever asked for
+        anew = held.retrieves_after(total) and (self._first or _may_begin_anew(held, total))
         self._sample = TrainingQueries(total, count) if spec.trains and anew else None
         # of its own: clusters are the same whatever the index trains on
         self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None

@@ -4,6 +4,7 @@ python -m tools.card.beside --shape llama-3-8b --random-ids --row-length 16k --l
 
 Some rows decode alone, then a long prompt with one token to generate is read beside them; a thread for each row notes
 when its tokens come. Gaps count that end after the long request came and before it had its token.
+Ticks say what made them long.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import retrieval_attn as ra
 from retrieval_attn.batch.engine import default_limits
 from retrieval_attn.eval.flags import as_tokens
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
+from tools.card.ticks import Ticks
 
 WAIT_SECONDS = 300.0
 
@@ -84,7 +86,8 @@ def main() -> int:
         for listener in listeners:
             listener.wait(alone)
         began = time.perf_counter()
-        end = engine.submit(request_of(subject.ids(args.length), 1)).result()
+        with Ticks() as ticks:
+            end = engine.submit(request_of(subject.ids(args.length), 1)).result()
         ended = time.perf_counter()
         if end.error is not None:
             raise end.error
@@ -102,7 +105,7 @@ def main() -> int:
             [round(when, 3), round(1000 * gap, 1)]
             for when, gap in listeners[0].dated_gaps(began, ended) if gap > args.inter_token_seconds
         ],
-        "tokens": count, "decoded_all_the_time": enough,
+        "ticks": ticks.report(), "tokens": count, "decoded_all_the_time": enough,
     }  # fmt: skip
     save_found(args, subject, found)
     if not enough:

@@ -47,9 +47,17 @@ def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:
     return Served(subject.model, subject.tokenizer, config), subject
 
 
-def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None) -> ra.Request:
-    """A prompt of its own, and an answer of so many tokens."""
-    return ra.Request((tuple(ids),), max_tokens=tokens, draw=draw or ra.RowDraw(), stop_ids=frozenset())
+def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None, last: int = 0) -> ra.Request:
+    """A prompt of its own, and an answer of so many tokens. last: of the prompt, a part for itself: others may continue
+    what is before.
+    """
+    cut = len(ids) - last
+    return ra.Request(
+        tuple(tuple(part) for part in (ids[:cut], ids[cut:]) if len(part)),
+        max_tokens=tokens,
+        draw=draw or ra.RowDraw(),
+        stop_ids=frozenset(),
+    )
 
 
 def in_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -1,0 +1,89 @@
+"""What an engine's ticks took while prompts were read beside decoding rows, by the kind of their cells.
+
+A tick is a step of all rows and the cells that were granted beside it. Times between tokens are long for one of three
+reasons: cells of some kind take long, something took longer than expected, or so much was granted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+
+from retrieval_attn.batch.entry import Entry
+from retrieval_attn.batch.grants import Grants
+from tools.card.subject import in_ms
+
+__all__ = ["Ticks"]
+
+
+class Tick(NamedTuple):
+    """kind: of its cells. seconds: that it took; expected: of these. step: of them, the decoding of all rows. margin:
+    that was kept free.
+    """
+
+    kind: str
+    cells: int
+    seconds: float
+    expected: float
+    step: float
+    margin: float
+
+
+class Ticks:
+    """Within, notes the ticks of all engines that read while rows decode."""
+
+    def __init__(self) -> None:
+        self.ticks: list[Tick] = []
+        self._lock, self._stack = threading.Lock(), ExitStack()
+        self._granted: dict[int, tuple[str, int]] = {}  # by the engine's grants: of the tick under way
+
+    def __enter__(self) -> Self:
+        usual = Grants.plan
+
+        def plan(grants: Grants, reading: Iterable[Entry], rows: int, now: float) -> tuple[tuple[str, int], ...]:
+            entries = {entry.job.id: entry for entry in reading}
+            self._note(grants, now)
+            shares = usual(grants, entries.values(), rows, now)
+            kinds = {
+                "end" if entries[name].at_end else "long" if entries[name].is_long else "short" for name, _ in shares
+            }
+            with self._lock:
+                self._granted[id(grants)] = "+".join(sorted(kinds)), sum(cells for _, cells in shares)
+            return shares
+
+        setattr(Grants, "plan", plan)  # noqa: B010  not an assignment: that is no method's for mypy
+        self._stack.callback(setattr, Grants, "plan", usual)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _note(self, grants: Grants, now: float) -> None:
+        """What the plan before this one took."""
+        if grants._expected is None:
+            return
+        began, expected = grants._expected
+        with self._lock:
+            kind, cells = self._granted[id(grants)]
+            self.ticks.append(Tick(kind, cells, now - began, expected, grants._decode, grants._margin.seconds))
+
+    def report(self) -> Mapping[str, Any]:
+        """By kind: cells in all, and of ticks in milliseconds what they took, beyond what was expected, and of it the
+        step and the margin.
+        """
+        by_kind: dict[str, list[Tick]] = defaultdict(list)
+        for tick in self.ticks:
+            by_kind[tick.kind].append(tick)
+        return {
+            kind: {
+                "cells": sum(one.cells for one in ticks),
+                "took_ms": in_ms([one.seconds for one in ticks]),
+                "late_ms": in_ms([one.seconds - one.expected for one in ticks]),
+                "step_ms": in_ms([one.step for one in ticks]),
+                "margin_ms": in_ms([one.margin for one in ticks]),
+            }
+            for kind, ticks in sorted(by_kind.items())
+        }

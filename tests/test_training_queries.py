@@ -11,8 +11,9 @@ import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.model.rotation import Rotation, Turn
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
-from tests.tiny_models import QUESTION, needle_text, random_ids, tiny_model
+from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
 TOTAL = 200
 GRAPH = {"exact_below": 0, "beam": 64, "list_k": 16}
@@ -45,6 +46,37 @@ def test_queries_stand_where_decoding_happens(name: str) -> None:
     assert gaps.max() < 2e-2 * float(plain.norm(dim=-1).max())
     left = torch.cdist(asked[0], after).amin(-1)
     assert left.max() > 10 * gaps.max(), "queries at their own positions are no better: the test has no teeth"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_layers_of_a_pass_share_the_tables_that_turn_their_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of their kind: once for each sample; with the bits of tables made anew, and others for another pass."""
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma3" else {}
+    model, made = build_model(name, num_hidden_layers=4, **types), list[int]()
+    usual = Rotation.turn
+
+    def turn(self: Rotation, positions: torch.Tensor, *args: Any) -> Turn:
+        made.append(len(positions))
+        return usual(self, positions, *args)
+
+    monkeypatch.setattr(Rotation, "turn", turn)
+    layers = [layer.self_attn for layer in model.model.layers]
+    kinds = {Rotation.of(model, layer).kind for layer in layers}
+    assert len(kinds) == (2 if name == "gemma3" else 1) < len(layers)
+    real = torch.ones(301, dtype=torch.bool)
+    for total in (300, 301):
+        made.clear()
+        found = []
+        query = torch.randn(1, 4, total, layers[0].head_dim)
+        for layer in layers:
+            for count in (40, 60):
+                sample = TrainingQueries(total, count)
+                sample.take(query, 0)
+                found.append((sample, layer, sample.on_device(model, layer, 0, None)))
+        assert sorted(made) == [40] * len(kinds) + [60] * len(kinds)
+        for sample, layer, moved in found:  # of a row with padding, tables are its own
+            assert torch.equal(moved, sample.on_device(model, layer, 0, real[:total]))
+        assert len(made) == 2 * len(kinds) + len(found)
 
 
 def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,25 @@ _APPLY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-4
 
 
-class Rotation:
-    """The rotary embedding of one attention layer of one model."""
+class Turn(NamedTuple):
+    """Tables (1, m, width) that turn queries back from where they are, forth again, and to where they shall be.
 
-    def __init__(self, tables: Callable[..., tuple[Tensor, Tensor]], apply: Callable[..., Any]) -> None:
-        self._tables, self._apply = tables, apply
+    size: how many of a head's numbers they turn.
+    """
+
+    back: tuple[Tensor, Tensor]
+    forth: tuple[Tensor, Tensor]
+    away: tuple[Tensor, Tensor]
+    size: int
+
+
+class Rotation:
+    """The rotary embedding of one attention layer of one model. kind: equal for layers that share their tables."""
+
+    def __init__(
+        self, tables: Callable[..., tuple[Tensor, Tensor]], apply: Callable[..., Any], kind: tuple[object, ...]
+    ) -> None:
+        self._tables, self._apply, self.kind = tables, apply, kind
 
     @classmethod
     def of(cls, model: nn.Module, attention: nn.Module) -> Rotation:
@@ -58,7 +72,7 @@ class Rotation:
             # of a model on several devices, the tables live with its first layers
             return cos.to(positions.device, dtype), sin.to(positions.device, dtype)
 
-        return cls(tables, apply)
+        return cls(tables, apply, (rotary, apply, *extra.values()))
 
     def move(self, queries: Tensor, positions: Tensor, to: int | Tensor, check: bool = True) -> Tensor:
         """queries (heads, m, head_dim), rotated at `positions` (m,) int64, as if they stood at position(s) `to`.
@@ -70,22 +84,31 @@ class Rotation:
         """
         if not queries.shape[1]:
             return queries.clone()
+        return self.moved(queries, self.turn(positions, to, queries.shape[-1], queries.dtype), check=check)
+
+    def turn(self, positions: Tensor, to: int | Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> Turn:
+        """What `moved` needs, for queries of any heads and layers of this `kind`; otherwise as `move`. m > 0."""
         # one call for all positions: some scaling rules depend on the longest
         count = len(positions)
         targets = positions.new_tensor([to]) if isinstance(to, int) else to
-        cos, sin = self._tables(torch.cat([positions, targets]), queries.dtype)
-        size = self._width(cos, sin, queries.shape[-1])
-        plain = self._rotate(queries[..., :size], cos[:, :count], sin[:, :count], undo=True)
+        cos, sin = self._tables(torch.cat([positions, targets]), dtype)
+        size = self._width(cos, sin, head_dim)
+        forth = cos[:, :count], sin[:, :count]
+        scale = forth[0].square() + forth[1].square()  # of the whole rotation, squared (attention scaling of long RoPE)
+        return Turn((forth[0] / scale, -forth[1] / scale), forth, (cos[:, count:], sin[:, count:]), size)
+
+    def moved(self, queries: Tensor, turn: Turn, *, check: bool = True) -> Tensor:
+        """See `move`."""
+        own = queries[..., : turn.size]
+        plain = self._rotate(own, *turn.back)
         if check:
-            back = self._rotate(plain, cos[:, :count], sin[:, :count])
-            error = float((back - queries[..., :size]).abs().max() / queries.abs().max().clamp_min(1e-30))
+            error = float((self._rotate(plain, *turn.forth) - own).abs().max() / queries.abs().max().clamp_min(1e-30))
             if not error <= _TOLERANCE:
                 raise UnsupportedModelError(
                     f"undoing the model's rotary embedding leaves a relative error of {error:.1e}; its {_APPLY} is "
                     "not a rotation. Use the queries at their own positions."
                 )
-        moved = self._rotate(plain, cos[:, count:], sin[:, count:])
-        return torch.cat([moved, queries[..., size:]], dim=-1)
+        return torch.cat([self._rotate(plain, *turn.away), queries[..., turn.size :]], dim=-1)
 
     def _width(self, cos: Tensor, sin: Tensor, head_dim: int) -> int:
         """How many of a head's numbers the rotation turns: as many as a table has, or twice (GPT-OSS's have halves)."""
@@ -103,10 +126,7 @@ class Rotation:
             f"({'; '.join(tried) or 'the tables are wider'}). Use the queries at their own positions."
         )
 
-    def _rotate(self, queries: Tensor, cos: Tensor, sin: Tensor, undo: bool = False) -> Tensor:
-        if undo:
-            scale = cos.square() + sin.square()  # of the whole rotation, squared (attention scaling of long RoPE)
-            cos, sin = cos / scale, -sin / scale
+    def _rotate(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotated: Tensor = self._apply(queries[None], queries[None], cos, sin)[0][0]
         return rotated
 

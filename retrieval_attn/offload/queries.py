@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.synthetic import train_positions
-from retrieval_attn.model.rotation import Rotation
+from retrieval_attn.model.rotation import Rotation, Turn
 
 log = logging.getLogger(__name__)
 
@@ -63,24 +63,44 @@ class TrainingQueries:
         if valid is not None:
             real = torch.from_numpy(np.flatnonzero(valid.numpy()[self._columns])).to(queries.device)
             columns, offsets, queries = columns[real], offsets[real], queries[:, real]
-        if model is None:
+        if model is None or not queries.shape[1]:
             return queries.float()
         try:
             rotation = Rotation.of(model, module)
             # rotations add: only the distance counts, so padded columns may stand for positions
-            targets = self._total + offsets
+            turn = self._turn(model, rotation, columns, offsets, queries.shape[2], whole=valid is None)
             checked = _checked.setdefault(model, set())
             moved = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
             # some heads at a time: moving takes several float32 copies
             for some, into in zip(queries.split(HEADS_AT_ONCE), moved.split(HEADS_AT_ONCE), strict=True):
-                into.copy_(rotation.move(some.float(), columns, targets, check=type(module) not in checked))
+                into.copy_(rotation.moved(some.float(), turn, check=type(module) not in checked))
                 checked.add(type(module))
             return moved
         except UnsupportedModelError as error:
             _say_unmoved(type(module).__name__, str(error))
             return queries.float()
 
+    def _turn(
+        self, model: nn.Module, rotation: Rotation, columns: Tensor, offsets: Tensor, head_dim: int, *, whole: bool
+    ) -> Turn:
+        """whole: all of the sample is there: the pass's other layers have the same columns, and its tables are kept. On
+        a GPU they took as long as turning the queries.
+        """
+        key = (*self._drawn_by, columns.device, head_dim, *rotation.kind)
+        turns = _turns.setdefault(model, {})
+        if whole and key in turns:
+            return turns[key]
+        turn = rotation.turn(columns, self._total + offsets, head_dim)
+        if whole and len(columns) <= KEPT_QUERIES:
+            if len(turns) >= KEPT_TURNS:
+                turns.clear()
+            turns[key] = turn
+        return turn
 
+
+KEPT_TURNS, KEPT_QUERIES = 4, 2048
+"""Of a pass's two samples, and of models with two kinds of layers; at most 25 MB with heads of 128."""
+_turns: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Turn]] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[nn.Module, set[type]] = weakref.WeakKeyDictionary()
 """Attention classes of a model whose rotation was seen to be one: looking again would wait for the device."""
 

@@ -71,8 +71,9 @@ class TrainingQueries:
             turn = self._turn(model, rotation, columns, offsets, queries.shape[2], whole=valid is None)
             checked = _checked.setdefault(model, set())
             moved = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
-            # some heads at a time: moving takes several float32 copies
-            for some, into in zip(queries.split(HEADS_AT_ONCE), moved.split(HEADS_AT_ONCE), strict=True):
+            # of many queries some heads at a time: moving takes several float32 copies
+            heads = HEADS_AT_ONCE if queries.shape[1] > KEPT_QUERIES else len(queries)
+            for some, into in zip(queries.split(heads), moved.split(heads), strict=True):
                 into.copy_(rotation.moved(some.float(), turn, check=type(module) not in checked))
                 checked.add(type(module))
             return moved

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.held import HeldTokens, retrieves_after
 from retrieval_attn.cache.layer_uploads import LayerUploads
+from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.reading import Reading
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.decode import forward
@@ -43,6 +44,16 @@ class Conversation:
         return [one.held for one in self.cache.layers if isinstance(one, RetrievalLayer) and one.held is not None]
 
 
+class Absent:
+    """Of `Past`, what keeps to None whatever it is told."""
+
+    def __get__(self, *_: object) -> None:
+        return None
+
+    def __set__(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that brought tokens from the host."""
@@ -67,7 +78,7 @@ def test_a_short_past_stays_where_it_is(
     near.read(first)
     logits = near.read(second)
     assert not walks
-    monkeypatch.setattr(HeldTokens, "_all_near", lambda self: None)
+    monkeypatch.setattr(Past, "_near", Absent(), raising=False)
     far.read(first)
     assert torch.equal(far.read(second), logits) and walks
 
@@ -92,7 +103,7 @@ def test_queries_are_kept_where_something_will_be_indexed(
     usual = Reading.__init__
 
     def begin(self: Reading, held: HeldTokens, total: int, *args: Any) -> None:
-        expected.append(held.retrieves_after(total))
+        expected.append(retrieves_after(held, total))
         usual(self, held, total, *args)
         assert (self._metric_sample is None and self._sample is None) or expected[-1]
 

@@ -113,8 +113,7 @@ class Engine:
         pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix together.
         exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of what their windows
         leave of a GPU's free memory, or a quarter of the requests'. exact_int8: these are int8: half the bytes of
-        16-bit ones, slower to attend to.
-        reuse_generated: see `HeldAnswer`. Raises ConfigError."""
+        16-bit ones, slower to attend to. reuse_generated: see `HeldAnswer`. Raises ConfigError."""
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
         self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
@@ -142,9 +141,8 @@ class Engine:
         caches = self._config, self._tree
         self._readings = Readings(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
         self._warm_ups = WarmUps()
-        self._closing = False
+        self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work
-        self._replays = False  # the next step likely is one
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
         self._thread.start()
         self._at_exit = functools.partial(self.close, drain=False)  # Python must not end inside a compiled function

@@ -22,7 +22,7 @@ from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, to_device
+from retrieval_attn.offload.transfer import host_format, to_device
 from retrieval_attn.offload.work import HostWork
 
 CLUSTERED_FROM = 512
@@ -79,12 +79,6 @@ class HeldTokens:
     def retrieves(self) -> bool:
         """Whether there is anything between sinks and tail, in any row."""
         return any(stop > start for start, stop in self.ranges)
-
-    def retrieves_after(self, total: int) -> bool:
-        """The same once a pass of so many tokens has ended, see `take_pass`; True where it is so for longer rows."""
-        tail = min(self.window.tail_len + total, self._config.window)
-        first = own_start(self._batch) or (0 if self._batch.exact is not None else self._config.sink)
-        return self.columns + total - tail > first
 
     # -- tokens come ---------------------------------------------------------------------------------
 
@@ -182,19 +176,7 @@ class HeldTokens:
     def past(self) -> Past:
         """All tokens so far, to be attended to."""
         self.flush()
-        return Past(self._batch, self._number, self.window.tail()[0], sinks_of(self.window), self._all_near())
-
-    def _all_near(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values (1, kv_heads, columns, dim) of all tokens, views, where sinks and tail of one row hold them
-        as the host does; else None.
-        """
-        window, batch = self.window, self._batch
-        whole = window.valid is None and window.sink_len + window.tail_len == self.columns
-        if window.batch > 1 or not whole or own_start(batch) or batch.exact is not None:
-            return None
-        key, value = window.buffers
-        used = slice(*window.span)
-        return None if key.dtype != TORCH_DTYPE[self.fmt] else (key[:, :, used], value[:, :, used])
+        return Past(self._batch, self._number, self.window, self.columns, self.fmt)
 
     def _from_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""
@@ -345,3 +327,10 @@ def _spread(tokens: Tensor, real: Tensor) -> Tensor:
     spread = tokens.new_zeros(tokens.shape[0], len(real), tokens.shape[2])
     spread[:, real.to(tokens.device)] = tokens
     return spread
+
+
+def retrieves_after(held: HeldTokens, total: int) -> bool:
+    """What `retrieves` is once a pass of so many tokens has ended, see `take_pass`; with padding, True at least."""
+    tail = min(held.window.tail_len + total, held._config.window)
+    first = own_start(held._batch) or (0 if held._batch.exact is not None else held._config.sink)
+    return held.columns + total - tail > first

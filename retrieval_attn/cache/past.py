@@ -18,7 +18,9 @@ from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.offload.transfer import to_device
+from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.transfer import TORCH_DTYPE, to_device
 from retrieval_attn.offload.upload import Stretch
 
 QUERIES_AT_ONCE = 8192
@@ -32,14 +34,10 @@ class Past:
     lie in pages (`cache/prefix.py`): queries of a chunk attend to them in one call.
     """
 
-    def __init__(
-        self, batch: Batch, number: int, like: Tensor, sinks: tuple[Tensor, Tensor],
-        near: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """like: a key tensor of the layer: its device, its dtype. sinks: keys and values (batch, kv_heads, sinks, dim)
-        of the window. near: all of one row's tokens on the device, where they are short enough to be there.
-        """
-        self._batch, self._number, self._like, self._near = batch, number, like, near
+    def __init__(self, batch: Batch, number: int, window: WindowCache, columns: int, fmt: Format) -> None:
+        """window: of the layer, with the last of its `columns` columns. fmt: of its rows on the host."""
+        self._batch, self._number, self._like = batch, number, window.tail()[0]
+        sinks = sinks_of(window)
         start = own_start(batch)
         self._cut = functools.partial(Stretch.of, start=start)
         self._held = [(self._cut(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
@@ -47,6 +45,12 @@ class Past:
         self._exact = batch.exact if batch.exact is not None and batch.exact.tokens else None
         turned = batch.forgotten.tokens > 0 and sinks[0].shape[2] > 0
         self._sinks = (sinks[0].clone(), sinks[1].clone()) if turned else None
+        # all of one row's tokens, where sinks and tail hold them as the host does
+        near = len(self._paths) == 1 and window.batch == 1 and start == 0 and batch.exact is None
+        near = near and window.sink_len + window.tail_len == columns and window.valid is None
+        used = slice(*window.span)
+        held = tuple(part[:, :, used] for part in window.buffers)
+        self._near = held if near and held[0].dtype == TORCH_DTYPE[fmt] else None
 
     @property
     def empty(self) -> bool:

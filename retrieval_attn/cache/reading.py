@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
-from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.cache.held import HeldTokens, retrieves_after
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
@@ -57,7 +57,7 @@ class Reading:
         self.done = ExactPass(total, held.past())
         count = spec.training_queries(total, config.train_queries)
         # else no query is ever asked for
-        anew = held.retrieves_after(total) and (self._first or _may_begin_anew(held, total))
+        anew = retrieves_after(held, total) and (self._first or _may_begin_anew(held, total))
         self._sample = TrainingQueries(total, count) if spec.trains and anew else None
         # of its own: clusters are the same whatever the index trains on
         self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None

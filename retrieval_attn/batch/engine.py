@@ -46,7 +46,7 @@ from retrieval_attn.errors import EngineFullError, InputDataError
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import exact_device_bytes, shared_device_bytes
+from retrieval_attn.memory.shared_room import shared_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.store import ContextStore
@@ -125,10 +125,7 @@ class Engine:
         self._shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
         self._tree = Tree() if self._shared_bytes else None
         self._answers = self._tree if reuse_generated else None
-        stored = self._config.replace(host_dtype="int8" if exact_int8 else "auto")
-        size = HostSize(model_shape(self._loop.model), stored).token_bytes, exact_int8
-        device_bytes = exact_device_bytes(self._loop.model, self._config, self._limits.pages // self._limits.row_pages)
-        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, device_bytes, *size)
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model, self._config, exact_int8)
         self._outbox = Outbox()
         self._intake = Intake(
             self._loop, self._outbox, self._saved, (self._tree, self._exact), self._empty.require_room

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.pages import PageCounts, PagePool
@@ -22,8 +23,12 @@ from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix, PagedLayers, PagedSpan
+from retrieval_attn.config import Config
 from retrieval_attn.errors import AdmissionError, ConfigError, OutOfPagesError
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.shared_room import exact_device_bytes
 
 __all__ = ["ExactPool", "RowPages"]
 
@@ -57,12 +62,12 @@ class ExactPool:
 
     @classmethod
     def of(
-        cls, tokens: Any, pages: Any, limits: Limits, device_bytes: int | None, token_bytes: int, int8: bool = False
+        cls, tokens: Any, pages: Any, limits: Limits, model: PreTrainedModel, config: Config, int8: bool = False
     ) -> Self | None:
         """For an engine's options `exact_tokens` and `exact_pages`; None where no prefix lies in pages.
 
-        device_bytes: what pages may take of GPUs where no number is given; None: the model runs on a CPU. token_bytes:
-        of a token's rows in all layers. int8: as in `ExactPool`. Raises ConfigError.
+        model, config: whose rows are beside the pages, which get a part of the memory that is free where no number is
+        given. int8: as in `ExactPool`. Raises ConfigError.
         """
         for name, value in (("exact_tokens", tokens), ("exact_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -70,7 +75,10 @@ class ExactPool:
         if not tokens:
             return None
         if pages is None:
-            room = limits.host_bytes // 4 if device_bytes is None else device_bytes
+            room = exact_device_bytes(model, config, limits.pages // limits.row_pages)
+            room = limits.host_bytes // 4 if room is None else room
+            stored = config.replace(host_dtype="int8" if int8 else "auto")
+            token_bytes = HostSize(model_shape(model), stored).token_bytes
             each = -(-tokens // PAGE_TOKENS) + PARTS
             pages = max(each, min(each * limits.rows, room // (max(1, token_bytes) * PAGE_TOKENS)))
         return cls(tokens, pages, int8=int8)

@@ -25,10 +25,10 @@ that are read and asked about: hidden states, keys of the layers that are on the
 
 def shared_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
     """For a loaded model, see `shared_room`; on several GPUs, for all together. None: it runs on a CPU."""
-    left = _left_beside(model, config, rows)
-    if left is None:
+    beside = _beside(model, config, rows)
+    if beside is None:
         return None
-    room = int(left * SHARE)
+    room = shared_room(*beside)
     log.info("texts that nobody asks about may hold %s on the device", show_bytes(room))
     return room
 
@@ -37,8 +37,8 @@ def exact_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int
     """The same for pages of exact prefixes: half of what is left. Half of all that is free, without the rows' windows
     in mind, and 32 rows of a 7B model with as many key heads as query heads found no memory on a card of 80 GB.
     """
-    left = _left_beside(model, config, rows)
-    return None if left is None else int(left * EXACT_SHARE)
+    beside = _beside(model, config, rows)
+    return None if beside is None else int(_left(*beside) * EXACT_SHARE)
 
 
 def shared_room(size: DeviceSize, spare: int, gpus: int = 1) -> int:
@@ -50,14 +50,14 @@ def shared_room(size: DeviceSize, spare: int, gpus: int = 1) -> int:
     return int(_left(size, spare, gpus) * SHARE)
 
 
-def _left_beside(model: PreTrainedModel, config: Config, rows: int) -> int | None:
-    """What a loaded model's GPUs have left; None: it runs on a CPU."""
+def _beside(model: PreTrainedModel, config: Config, rows: int) -> tuple[DeviceSize, int, int] | None:
+    """A loaded model's rows, what its GPUs have to spare, and how many there are; None: it runs on a CPU."""
     places = [place for place in devices(model) if place.type == "cuda"]
     if not places:
         return None
     shape = model_shape(model)
     size = DeviceSize(shape, config, max(config.prefill_chunk, shape.sliding_window), rows)
-    return _left(size, sum(map(spare_bytes, places)), len(places))
+    return size, sum(map(spare_bytes, places)), len(places)
 
 
 def _left(size: DeviceSize, spare: int, gpus: int) -> int:

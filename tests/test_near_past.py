@@ -44,16 +44,6 @@ class Conversation:
         return [one.held for one in self.cache.layers if isinstance(one, RetrievalLayer) and one.held is not None]
 
 
-class Absent:
-    """Of `Past`, what keeps to None whatever it is told."""
-
-    def __get__(self, *_: object) -> None:
-        return None
-
-    def __set__(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that brought tokens from the host."""
@@ -78,7 +68,7 @@ def test_a_short_past_stays_where_it_is(
     near.read(first)
     logits = near.read(second)
     assert not walks
-    monkeypatch.setattr(Past, "_near", Absent(), raising=False)
+    monkeypatch.setattr(Past, "_near", property(lambda self: None, lambda self, near: None), raising=False)
     far.read(first)
     assert torch.equal(far.read(second), logits) and walks
 

@@ -113,11 +113,10 @@ class Past:
         uploads = LayerUploads(self._batch, self._number, self._like.device)
         if self._near is not None:  # a prompt of two parts, a short chat: nothing need come from the host
             uploads.clear()
-            spans = [slice(one.start, one.stop) for one, _ in asked]
-            pairs = [tuple(part[:, :, span] for part in self._near) for span in spans]
+            key, value = self._near
+            spans = [(query, slice(one.start, one.stop)) for one, query in asked]
             return [
-                attend(query, key, value, scale=scale, softcap=softcap)
-                for (_, query), (key, value) in zip(asked, pairs, strict=True)
+                attend(query, key[:, :, span], value[:, :, span], scale=scale, softcap=softcap) for query, span in spans
             ]
         found: list[Partial | None] = [None] * len(asked)
         for number, key, value in uploads.walk([one for one, _ in asked], self._like.dtype, last=last, cut=cut):

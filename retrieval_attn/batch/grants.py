@@ -8,7 +8,7 @@ from retrieval_attn.batch.entry import Entry
 from retrieval_attn.batch.limits import Limits
 from retrieval_attn.batch.margin import Margin
 
-__all__ = ["Grants"]
+__all__ = ["Grants", "kind_of"]
 
 LEAST_SHARE = 1 / 8
 """Of a step's time, what readings get beside it even where the step alone takes longer than it should."""
@@ -28,7 +28,7 @@ SHORT, LONG, END = "short", "long", "end"
 """Kinds of cells: of short prompts, chunks of a long one, and what ends a layer's pass of a long one."""
 
 
-def _kind(entry: Entry) -> str:
+def kind_of(entry: Entry) -> str:
     """Of its next cell."""
     return END if entry.at_end else LONG if entry.is_long else SHORT
 
@@ -59,7 +59,7 @@ class Grants:
         entries: as they were when these cells were granted.
         """
         done = [(entries[name], cells) for name, cells in read.items() if cells > 0 and name in entries]
-        kinds = {_kind(entry) for entry, _ in done}
+        kinds = {kind_of(entry) for entry, _ in done}
         if cell_seconds > 0 and len(kinds) == 1:
             tokens = sum(cells * self._tokens(entry) for entry, cells in done) / sum(cells for _, cells in done)
             kind = kinds.pop()
@@ -130,7 +130,7 @@ class Grants:
 
     def _seconds(self, entry: Entry) -> float:
         """What a cell of a reading may take: as cells took, and more if it has more tokens. 0 if none was measured."""
-        tokens, kind = self._tokens(entry), _kind(entry)
+        tokens, kind = self._tokens(entry), kind_of(entry)
         *before, last = (seconds * max(tokens / measured, 1.0) for seconds, measured in self._cells[kind])
         # the chunks of a long prompt take longer and longer, until the next layer begins with its first
         trend = 2 * last - before[0] if before and before[0] > 0 and kind == LONG else 0.0

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 from retrieval_attn.batch.entry import Entry
-from retrieval_attn.batch.grants import Grants
+from retrieval_attn.batch.grants import Grants, kind_of
 from tools.card.subject import in_ms
 
 __all__ = ["Ticks"]
@@ -47,9 +47,7 @@ class Ticks:
             entries = {entry.job.id: entry for entry in reading}
             self._note(grants, now)
             shares = usual(grants, entries.values(), rows, now)
-            kinds = {
-                "end" if entries[name].at_end else "long" if entries[name].is_long else "short" for name, _ in shares
-            }
+            kinds = {kind_of(entries[name]) for name, _ in shares}
             with self._lock:
                 self._granted[id(grants)] = "+".join(sorted(kinds)), sum(cells for _, cells in shares)
             return shares
@@ -63,11 +61,11 @@ class Ticks:
 
     def _note(self, grants: Grants, now: float) -> None:
         """What the plan before this one took."""
-        if grants._expected is None:
-            return
-        began, expected = grants._expected
         with self._lock:
-            kind, cells = self._granted[id(grants)]
+            granted = self._granted.get(id(grants))
+            if grants._expected is None or granted is None:  # or it was planned before these were watched
+                return
+            (began, expected), (kind, cells) = grants._expected, granted
             self.ticks.append(Tick(kind, cells, now - began, expected, grants._decode, grants._margin.seconds))
 
     def report(self) -> Mapping[str, Any]:

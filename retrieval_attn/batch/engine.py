@@ -282,7 +282,8 @@ class Engine:
                         return
                     plan = None if idle else self._scheduler.tick(results, time.monotonic())
                 if plan is None:
-                    self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact)
+                    if self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact):
+                        self._readings.made_ready()
                 else:
                     results = self._do(plan)
         except BaseException as error:  # nobody is left waiting for a thread that is gone

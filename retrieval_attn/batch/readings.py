@@ -25,7 +25,7 @@ END_SECONDS = 0.005
 """That steps wait for the end of a read, which takes no time where nothing is under way any more."""
 ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
 """Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
-CELL_SHARE = 1 / 16
+CELL_SHARE = 1 / 8
 """Of the time from token to token: a cell of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
 
 
@@ -66,7 +66,12 @@ class Readings:
         self._counts = counts
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: PackedRead | None = None
-        self._pack_cell_seconds, self._pack_tokens = 0.0, 0  # of the last one
+        self._pack_cell_seconds = 0.0  # of the last one
+        self._token_seconds = 0.0  # in a cell, of the last one that was not small
+
+    def made_ready(self) -> None:
+        """A read was, elsewhere: short ones go together from the first on."""
+        self._packs = True
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
         """Read so many cells, or fewer where another kind of cell comes before.
@@ -153,15 +158,14 @@ class Readings:
         return {number: cells for number in members[:1]}
 
     def _tokens_together(self, *, alone: bool) -> int:
-        """Of the next pack. Beside rows so many that its cells stay short, as those of the last one tell: on a GPU what
-        is done once for a cell takes longer than its tokens.
+        """Of the next pack. Beside rows so many that its cells stay short, as those of the last one that was not small
+        tell: on a GPU what is done once for a cell takes longer than its tokens.
         """
         if alone:
             return ALONE_TOKENS
-        if not self._pack_cell_seconds:
+        if not self._token_seconds:
             return BESIDE_TOKENS
-        seconds = CELL_SHARE * self._scheduler.limits.inter_token_seconds
-        fitting = int(self._pack_tokens * seconds / self._pack_cell_seconds)
+        fitting = int(CELL_SHARE * self._scheduler.limits.inter_token_seconds / self._token_seconds)
         return min(max(fitting, BESIDE_TOKENS), ALONE_TOKENS)
 
     def _go(self, pack: PackedRead, cells: int, *, alone: bool) -> None:
@@ -181,7 +185,8 @@ class Readings:
             pack.go(cells)
             pack.wait()
             self._pack_cell_seconds = (time.perf_counter() - began) / max(pack.cells_done - before, 1)
-            self._pack_tokens = pack.tokens
+            if pack.tokens >= BESIDE_TOKENS // 2:
+                self._token_seconds = self._pack_cell_seconds / pack.tokens
 
     def _note_shared(self, number: str, row: Row) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""

@@ -110,15 +110,16 @@ class WarmUps:
         self._asked.append((warm_up, done))
         return done
 
-    def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: ExactPool | None) -> None:
-        """See `WarmUp.run`; raises nothing."""
+    def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: ExactPool | None) -> bool:
+        """See `WarmUp.run`; raises nothing. Whether it went well."""
         warm_up, done = self._asked.popleft()
         try:
             warm_up.run(loop, config, stepper, exact)
         except BaseException as error:
             done.set_exception(error)
-        else:
-            done.set_result(None)
+            return False
+        done.set_result(None)
+        return True
 
     def close(self) -> None:
         """Nobody does the others."""

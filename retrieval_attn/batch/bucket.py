@@ -39,7 +39,7 @@ from retrieval_attn.engine.graph.registry import runtime_for
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.engine.graph.support import cache_refusal
 from retrieval_attn.engine.graph.watch import KnownModel
-from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError, RowsFailedError
+from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
@@ -115,8 +115,7 @@ class BucketRunner:
         launched: called when a graph was launched, which then leaves Python's lock to others for most of its time; more
         than once where a replay failed, never where there was none. Must be quick and not raise.
         """
-        given = torch.tensor(inputs, dtype=torch.int64).reshape(-1, 2)
-        require_rows(caches, given[:, 0], given[:, 1])
+        require_rows(caches, inputs)
         graphed, found = self._replayed(caches, inputs, draws, launched) or ([], [])
         served = set(graphed)
         apart = [row for row in range(len(caches)) if row not in served]
@@ -186,11 +185,7 @@ class BucketRunner:
     def _serves(self, cache: RetrievalCache) -> bool:
         """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
         if self._group is not None and id(cache) in self._group.rows:
-            try:
-                cache.require_room(1)
-            except ContextLengthError:
-                return False
-            return True
+            return cache.max_positions is None or positions_of(cache) < cache.max_positions
         try:
             if self._refusals.stands(cache, self._situation):
                 return False
@@ -315,6 +310,11 @@ class BucketRunner:
             key = self._gone.pop()
             if self._group is not None and key in self._group.rows and self._group.rows[key].cache is None:
                 self._group.let_go(key)
+
+
+def positions_of(cache: RetrievalCache) -> int:
+    """Of a sequence's tokens, those that count for where the next one stands: not what is forgotten."""
+    return cache.batch.columns - cache.batch.forgotten.tokens
 
 
 def _in_order(graphed: Tensor, rows: Sequence[int], logits: Tensor | None, apart: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer_loop import AnswerLoop
@@ -42,7 +43,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.engine.saving import Saved, template_digest
-from retrieval_attn.errors import EngineFullError, InputDataError
+from retrieval_attn.errors import EngineFullError, InputDataError, RetrievalAttentionError
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
@@ -330,7 +331,8 @@ class Engine:
         row = self._rows[number]
         failed.append(number)
         if not begun_again(row, error, self._intake, self._enter):
-            log.warning("request %s failed: %s: %s", number, type(error).__name__, error)
+            known = isinstance(error, RetrievalAttentionError | MemoryError | torch.OutOfMemoryError)
+            log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
             row.finish("error", error)
 
     def _give_up(self) -> None:

@@ -60,7 +60,9 @@ def step(
     device = input_device(model)
     token_ids, places = (torch.as_tensor(given, dtype=torch.int64, device=device) for given in (tokens, positions))
     model = unwrapped(model)
-    require_rows(caches, token_ids, places)
+    if not token_ids.shape == places.shape == (len(caches),):
+        raise _not_one_each(caches, tuple(token_ids.shape), tuple(places.shape))
+    require_rows(caches)
     if not caches:
         return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
     logits: list[tuple[list[int], Tensor]] = []
@@ -93,17 +95,20 @@ def step(
     return result
 
 
-def require_rows(caches: Items[RetrievalCache], tokens: Tensor, positions: Tensor) -> None:
-    """Raise as `step` does for what cannot take part in one."""
-    if not tokens.shape == positions.shape == (len(caches),):
-        raise ShapeError(
-            f"step needs one token and one position for each of {len(caches)} caches, got {tuple(tokens.shape)} "
-            f"and {tuple(positions.shape)}."
-        )
+def require_rows(caches: Items[RetrievalCache], inputs: Items[object] | None = None) -> None:
+    """Raise as `step` does for what cannot take part in one. inputs: one for each."""
+    if inputs is not None and len(inputs) != len(caches):
+        raise _not_one_each(caches, len(inputs))
     seen: set[int] = set()
     for row, cache in enumerate(caches):
         _require_usable(row, cache, caches[0], twice=id(cache) in seen)
         seen.add(id(cache))
+
+
+def _not_one_each(caches: Items[RetrievalCache], *given: object) -> ShapeError:
+    return ShapeError(
+        f"step needs one token and one position for each of {len(caches)} caches, got {' and '.join(map(str, given))}."
+    )
 
 
 def _require_usable(row: int, cache: RetrievalCache, first: RetrievalCache, *, twice: bool) -> None:

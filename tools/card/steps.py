@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -87,6 +87,13 @@ def drawing(engine: Any, rows: int) -> list[float]:
     return found[DRAWS // 10 :]
 
 
+def answer(engine: ra.Engine, prompts: Sequence[Sequence[int]], tokens: int, draw: ra.RowDraw) -> None:
+    """All prompts, at the same time. Raises what went wrong with one."""
+    for ticket in [engine.submit(request_of(ids, tokens, draw, last=QUESTION)) for ids in prompts]:
+        if (error := ticket.result().error) is not None:
+            raise error
+
+
 def main() -> int:
     """Measure, and write found.json."""
     parser = parser_of(__doc__)
@@ -104,12 +111,10 @@ def main() -> int:
         with ra.Engine(llm, limits=limits) as engine:
             engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
             prompts = [subject.ids(args.length) for _ in range(args.rows)]
-            for name, draw in (("", ra.RowDraw()), ("sampled_", SAMPLED)):  # the second time, all but QUESTION is known
+            answer(engine, prompts, 1, ra.RowDraw())  # all but QUESTION is known from now on: rows come together
+            for name, draw in (("", ra.RowDraw()), ("sampled_", SAMPLED)):
                 with Clock(args.rows) as clock:
-                    tickets = [engine.submit(request_of(ids, args.tokens, draw, last=QUESTION)) for ids in prompts]
-                    for ticket in tickets:
-                        if (error := ticket.result().error) is not None:
-                            raise error
+                    answer(engine, prompts, args.tokens, draw)
                 found |= {f"{name}gap_ms": in_ms(clock.gaps), f"{name}step_ms": in_ms(clock.steps)}
                 found[f"{name}draw_ms"] = in_ms(drawing(engine, args.rows))
     save_found(args, subject, found)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.compiled.place import use_triton_folder
+from retrieval_attn.gpu.launchers import load_launchers_in_turn
 
 logger = logging.getLogger(__name__)
 _trial = threading.Lock()
@@ -209,6 +210,7 @@ def kernels_for(tensor: Tensor, module: str) -> Any:
 def _triton_works(device: torch.device) -> bool:
     use_triton_folder()
     try:
+        load_launchers_in_turn()
         importlib.import_module("retrieval_attn.gpu.decode.trial_triton").launch(device)
     except ImportError as error:
         logger.warning("Triton is not there (%s): decoding runs as plain PyTorch operations, slower", error)

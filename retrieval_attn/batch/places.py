@@ -60,6 +60,14 @@ class Places:
         """A job that waits: it holds nothing yet."""
         self.entries[entry.job.id] = entry
 
+    @property
+    def promised_bytes(self) -> int:
+        """Reserved by jobs that have not begun to read, for tokens that the tree has: they find them, and give as much
+        back.
+        """
+        new = (entry.job for entry in self.held[State.READING].values() if not entry.cells_done)
+        return sum(max(job.known_tokens - job.cached_tokens, 0) for job in new) * self._limits.token_bytes
+
     def shrink(self, entry: Entry, job: Job) -> None:
         """Give back what an admitted job reserved beyond what `job`, the same with more cached tokens, needs."""
         if job.cached_tokens < entry.job.cached_tokens:

@@ -312,7 +312,8 @@ class Scheduler:
                     entry = self._places.entries[name]
                     if entry.host_bytes > self._places.free_bytes:
                         blocked = blocked or entry
-                        self.lacking_bytes = blocked.host_bytes - self._places.free_bytes
+                        coming = self._places.free_bytes + self._places.promised_bytes
+                        self.lacking_bytes = max(blocked.host_bytes - coming, 0)
                         if blocked.overtaken >= OVERTAKES:
                             return None
                     elif self._places.has_free_pages or (interactive and self._park_one(changes)):

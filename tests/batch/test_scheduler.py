@@ -137,6 +137,25 @@ class TestAdmission:
         assert bench.tokens == {"a": 50, "b": 50}
         bench.scheduler.set_cached("a", 5)
 
+    def test_nothing_is_given_up_for_bytes_that_come_back_by_themselves(self) -> None:
+        """Two jobs that were just admitted find 900 of their tokens in the tree: the third waits for these bytes."""
+        bench = Bench(host_bytes=29_000)
+        bench.scheduler.set_outside(9_000)
+        for name in "abc":
+            bench.submit(name, prompt=900, tokens=50, known_tokens=890)
+        assert bench.tick().start == ("a", "b") and bench.scheduler.lacking_bytes == 0
+        bench.scheduler.set_cached("a", 890)
+        assert bench.tick().start == ("c",) and bench.scheduler.lacking_bytes == 0
+
+    def test_what_is_read_after_all_gives_nothing_back(self) -> None:
+        """The tree gave up what a job was to find there: it reads that, and others lack what it reserved."""
+        bench = Bench(host_bytes=18_999)
+        bench.submit("a", prompt=900, tokens=50, known_tokens=890)
+        bench.submit("b", prompt=900, tokens=50)
+        assert bench.tick().start == ("a",) and bench.scheduler.lacking_bytes == 0
+        bench.until(lambda: bench.scheduler.lacking_bytes > 0)
+        assert bench.state("a") is not State.GONE and bench.cells["a"] > 0
+
     def test_bytes_of_cached_tokens_are_the_trees(self) -> None:
         bench = Bench(host_bytes=20_000)
         bench.submit("a", prompt=1_000, tokens=50)

@@ -211,8 +211,7 @@ def _rows(
         row = row_of(way, answers, bounds, expected, filled)
         if way == "one" and row.status == "ok":
             expected = [one.tokens for one in answers]
-        note = f"its tree gave up {drive.evicted} texts for lack of room" if drive.evicted else ""
-        yield replace(row, cpu_seconds=cpu_seconds, note=row.note or note)
+        yield replace(row, cpu_seconds=cpu_seconds, note=row.note or drive.gave_up)
 
 
 def _line(row: Row) -> str:

@@ -18,6 +18,7 @@ from retrieval_attn.eval.bench.serve.call import Call
 from retrieval_attn.eval.bench.serve.filled import Filled
 from retrieval_attn.eval.bench.serve.tree_room import Room, tree_bytes
 from retrieval_attn.memory.host_room import available_host_bytes
+from retrieval_attn.memory.units import show_bytes
 
 __all__ = ["WAYS", "Drive", "Served", "collections_are_short"]
 
@@ -26,6 +27,9 @@ WAYS = ("one", "static", "engine", "tree-off")
 
 WARM_TOKENS = 8192
 """A text of 128K takes some 15 s to read, and compiles what its beginning does."""
+
+SPARE = 16
+"""One part in so many more than texts need by `plan`: codes that outgrow their memory take as much to spare."""
 
 
 @contextmanager
@@ -65,7 +69,7 @@ class Drive:
         self._llm, self._slots = llm, slots
         self._exact: dict[str, Any] = {"exact_tokens": exact_tokens, "exact_int8": exact_int8}
         self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
-        self.evicted = 0  # texts that the last way's tree gave up for lack of room
+        self.gave_up = ""  # what the last way's tree let go for lack of room
 
     def warm(self, calls: Sequence[Call]) -> None:
         """Compile and allocate what steps of all slots need: two tokens for a few of the requests, of whose parts the
@@ -86,6 +90,7 @@ class Drive:
         The engine is warmed up before the clock starts. Raises TimeoutError where it took more than the row's seconds.
         """
         gc.collect()  # caches of the way before this one
+        self.gave_up = ""
         with self._engine(way, calls) as engine:
             if calls:
                 longest = max(call.request.prompt_tokens + call.request.max_tokens for call in calls)
@@ -100,7 +105,12 @@ class Drive:
                 answers = self._answers(engine, calls, batch, filled)
             cpu_seconds = time.process_time() - began
             engine.check()
-            self.evicted = engine.stats["shared"].evicted
+            held = engine.stats["shared"]
+            if held.evicted:
+                self.gave_up = (
+                    f"its tree gave up {held.evicted} texts for lack of room, and has {show_bytes(held.host_nbytes)} "
+                    f"on the host and {show_bytes(held.device_nbytes)} beside the model"
+                )
             return answers, filled.share, cpu_seconds
 
     @contextmanager
@@ -108,7 +118,8 @@ class Drive:
         shared_bytes, device_bytes = self._shared
         usual = default_limits(self._llm.model, self._llm.config).sharing(device_bytes)
         rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
-        texts = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["exact_tokens"])
+        needed = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["exact_tokens"])
+        texts = Room(*(size + size // SPARE for size in needed))
         if usual.shared_device_bytes is None:  # all of it is the host's
             texts = Room(sum(texts))
         elif device_bytes is None:

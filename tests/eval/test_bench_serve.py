@@ -175,6 +175,18 @@ def test_texts_decide_the_trees_room(llm: Served) -> None:
     assert re.match(r"its tree gave up [3-9] texts", small.gave_up) and all(not one.problem for one in answers)
 
 
+def test_codes_that_a_gpu_may_keep_have_room(llm: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Index "auto" keeps codes on a GPU: a tree without room for them gave texts up."""
+    calls = [Call(ra.Request(((5,) * 40_000, (6,)), max_tokens=1), 0.0)]
+    config = ra.Config()
+    host = tree_bytes(calls, llm.model, config)
+    monkeypatch.setattr("retrieval_attn.eval.bench.serve.tree_room.on_gpu", lambda model: True)
+    beside = tree_bytes(calls, llm.model, config)
+    codes = ra.plan(llm.model, context=40_000, gpu_memory=1 << 50, config=config.replace(index="device"))
+    held = sum(item.bytes for item in codes.device if item.name in ("codes of keys", "clusters of coded keys"))
+    assert beside.device - host.device == held > 0
+
+
 def test_late_rows_end(llm: Served) -> None:
     calls = document_calls(llm)
     last = calls[-1].request

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import retrieval_attn as ra
 from retrieval_attn.eval.bench.serve.call import Call
+from retrieval_attn.model.placement import devices
 
 __all__ = ["Room", "tree_bytes"]
 
@@ -46,9 +47,20 @@ def _held(tokens: int, model: Any, config: ra.Config, exact_tokens: int) -> Room
     """Of a text of so many tokens, sinks and windows left out."""
     # int8 rows take fewer bytes than pages in the model's dtype
     stored = config.replace(host_dtype="auto") if tokens <= exact_tokens else config
-    needs = ra.plan(model, context=tokens, gpu_memory=1 << 50, config=stored)
-    host = sum(item.bytes for item in needs.host if item.name not in NOT_HELD)
-    return Room(host, sum(item.bytes for item in needs.device if item.name in HELD[1:]))
+    ways = [stored]
+    if stored.index == "auto" and on_gpu(model):  # what it chooses is known when it reads
+        ways.append(stored.replace(index="device"))
+    host = device = 0
+    for way in ways:
+        needs = ra.plan(model, context=tokens, gpu_memory=1 << 50, config=way)
+        host = max(host, sum(item.bytes for item in needs.host if item.name not in NOT_HELD))
+        device = max(device, sum(item.bytes for item in needs.device if item.name in HELD[1:]))
+    return Room(host, device)
+
+
+def on_gpu(model: Any) -> bool:
+    """Whether indexes of kind "device" are possible."""
+    return any(place.type == "cuda" for place in devices(model))
 
 
 def _windows(model: Any, config: ra.Config, tokens: int) -> int:

@@ -1,0 +1,86 @@
+"""What a token and a question take where all keys stay beside the model, beside what `auto` takes.
+
+python -m tools.card.kept --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
+
+`auto`: sinks and a window of 512 stay, an index has the rest. `kept`: a window as long as the text and what follows:
+every key is attended to, in the same graph. Through the public API: `Context.read`, then `continue_with` three times,
+of which the last one counts; a token's time is the mean between an answer's first piece of text and its last. Memory is
+what torch had reserved at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from typing import Any
+
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.context import stream_after
+from retrieval_attn.eval.flags import as_tokens
+from retrieval_attn.memory.units import show_bytes
+from tools.card.subject import in_ms, llm_of, parser_of, save_found
+
+ROOM = 1024
+"""Tokens that a kept window has room for, behind the text."""
+ANSWERS = 3
+QUESTION = 16
+
+
+def measured(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
+    """Read, and answer; milliseconds of the last answer."""
+    began = time.perf_counter()
+    context.read(ids, progress=False)
+    found: dict[str, Any] = {"read_seconds": time.perf_counter() - began}
+    for _ in range(ANSWERS):
+        times = [time.perf_counter()]
+        stream = stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval")
+        for _ in stream:
+            times.append(time.perf_counter())
+        found["first_ms"] = 1000 * (times[1] - times[0])
+        found["token_ms"] = 1000 * (times[-1] - times[1]) / max(len(times) - 2, 1)
+        found["gap_ms"] = in_ms([later - sooner for sooner, later in zip(times[1:], times[2:], strict=False)])
+    return found
+
+
+def main() -> int:
+    """Measure, and write found.json."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--lengths", default="8k,16k,32k,64k,128k")
+    parser.add_argument("--tokens", type=as_tokens, default=64)
+    args = parser.parse_args()
+    lengths = [as_tokens(one) for one in args.lengths.split(",")]
+    args.length = max(lengths)
+    llm, subject = llm_of(args)
+    rows = []
+    for length in lengths:
+        ids = subject.ids(length)
+        for way in ("auto", "kept"):
+            config = llm.config.replace(window=length + args.tokens + ROOM) if way == "kept" else llm.config
+            rows.append({"length": length, "way": way, **one_row(llm, config, ids, args)})
+            print(rows[-1], file=sys.stderr, flush=True)
+    save_found(args, subject, {"rows": rows})
+    return 0
+
+
+def one_row(llm: Any, config: ra.Config, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Of one way and length: twice, for the first one compiles; what went wrong, where something did."""
+    for _ in range(2):
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            found = measured(ra.Context(llm.model, llm.tokenizer, config), ids, args.tokens)
+        except (ra.RetrievalAttentionError, torch.OutOfMemoryError) as error:
+            return {"problem": f"{type(error).__name__}: {error}"[:300]}
+    if torch.cuda.is_available():
+        found["reserved"] = show_bytes(torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

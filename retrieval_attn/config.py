@@ -39,7 +39,9 @@ class Config:
     tail: whether the keys between sink and window that a query does not retrieve are estimated from clusters of them,
         instead of left out. "auto" and True: yes; False: as the paper does it.
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
-        keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room.
+        keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room. "full":
+        all keys stay beside the model, and every token attends to all; `window` and `retrieve` change nothing then. A
+        context takes its keys' bytes on the GPU, and while it answers as much again for each question.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
         None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.

@@ -329,7 +329,8 @@ def test_advice_follows_what_fits_on_the_gpu() -> None:
     answer = plan(llama3_8b(), context=8192, host_memory="64GiB")
     assert answer.full_attention.fits
     assert answer.full_attention.floor_ms < answer.full_attention.retrieval_floor_ms
-    assert answer.advice[0].startswith("When KV fits on the GPU, full attention there is faster")
+    assert answer.advice[0].startswith("When KV fits on the GPU, full attention there is exact")
+    assert 'index="full"' in answer.advice[0]
     answer = plan(llama3_8b(), context=1 << 20, host_memory="256GiB")
     assert not answer.full_attention.fits_quantized
     assert "what retrieval is for" in answer.advice[0]

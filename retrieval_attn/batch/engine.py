@@ -43,7 +43,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.engine.saving import Saved, template_digest
-from retrieval_attn.errors import EngineFullError, InputDataError, RetrievalAttentionError
+from retrieval_attn.errors import ConfigError, EngineFullError, InputDataError, RetrievalAttentionError
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
@@ -97,6 +97,14 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
     )
 
 
+def _require_equal_windows(config: Config) -> None:
+    if config.index == "full":
+        raise ConfigError(
+            'index="full" gives each text a window of its own size, and an engine\'s rows have windows of one size: '
+            "use window=..., as many tokens as rows have at most, or Engine(exact_tokens=...) for what they share."
+        )
+
+
 class Engine:
     """See the module. Use it in a `with` block, or call `close`.
 
@@ -115,6 +123,7 @@ class Engine:
         exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of what their windows
         leave of a GPU's free memory, or a quarter of the requests'. exact_int8: these are int8: half the bytes of
         16-bit ones, slower to attend to. reuse_generated: see `HeldAnswer`. Raises ConfigError."""
+        _require_equal_windows(llm.config)
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
         self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))

@@ -16,6 +16,7 @@ from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.cache.sequence import Batch, Forgotten, own_start
+from retrieval_attn.cache.tail_size import TailSize
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
@@ -44,7 +45,7 @@ class HeldTokens:
         """Nothing held yet. key (batch, kv_heads, *, head_dim), value: what tokens of this layer look like."""
         self._config, self._batch, self._number, self._stats = config, batch, number, stats
         self.fmt = host_format(config.host_dtype, key.dtype)
-        self.window = _new_window(config, key, value)
+        self.window, self._size = _new_window(config, key, value), TailSize.of(config)
         self.tail_start = self.host_columns = 0
         self.unturned_sinks: Tensor | None = None
         """Keys of the sinks (batch, kv_heads, sinks, head_dim), on the host, as they stand at their own positions, once
@@ -94,12 +95,12 @@ class HeldTokens:
         A captured graph is for windows of one size, and for one of another it would be captured anew. flush: the host
         gets the whole tail, too; otherwise only what it needs now, and the caller does the rest later: `prepare_spill`.
         """
-        moved = max(0, self.window.tail_len - self._config.window)
+        moved = max(0, self.window.tail_len - self._size.kept)
         self._batch.spilled |= moved > 0
         if flush or self.host_columns < self.tail_start + moved:
             self.flush()
         self._drop_oldest(moved)
-        self.window.shrink(self._config.window + self._config.spill)
+        self._size.fit(self.window, self.window.tail_len)
         self.place_sinks(None)
         # paths that were too short for clusters when they were read
         for host, (row, *_) in rows_by_path(self.hosts) if self._config.estimates else []:
@@ -134,8 +135,10 @@ class HeldTokens:
         """The tokens of a pass are on their way to the host by `work`: put the last of them into the window."""
         first = done if self.columns == 0 else None
         total = self.columns + done.total
-        recent = min(done.total, self._config.window)
-        self.window.drop_oldest(self.window.tail_len - min(self.window.tail_len, self._config.window - recent))
+        recent = min(done.total, self._size.kept)
+        self.window.drop_oldest(self.window.tail_len - min(self.window.tail_len, self._size.kept - recent))
+        if self._size.grows:
+            self._size.fit(self.window, self.window.tail_len + recent)
         span = slice(done.total - recent, done.total)
         key, value = done.new
         valid = None if done.valid is None else done.valid[:, span].to(key.device)
@@ -219,7 +222,7 @@ class HeldTokens:
         other._batch, other._stats = batch, stats
         other._number = self._number if number is None else number
         # what a fork continues may have kept no room: it is made again, of the size that captured graphs know
-        other.window = self.window.clone(self._config.window + self._config.spill, self._config.sink)
+        other.window = self.window.clone(self._size.slots(self.window.tail_len), self._config.sink)
         other._sinks, other._retrieve_stops = list(self._sinks), list(self._retrieve_stops)
         return other
 
@@ -242,7 +245,7 @@ class HeldTokens:
     def _reload_tail(self, columns: int) -> None:
         """The crop to so many columns went past the window: read a new tail back from the host."""
         forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
-        start = max(own_start(self._batch), columns - self._config.window)
+        start = max(own_start(self._batch), columns - self._size.kept)
         padding = self._batch.padding(start, columns)
         keys, values = [], []
         for row, host in enumerate(self.hosts):
@@ -331,6 +334,6 @@ def _spread(tokens: Tensor, real: Tensor) -> Tensor:
 
 def retrieves_after(held: HeldTokens, total: int) -> bool:
     """What `retrieves` is once a pass of so many tokens has ended, see `take_pass`; with padding, True at least."""
-    tail = min(held.window.tail_len + total, held._config.window)
+    tail = min(held.window.tail_len + total, held._size.kept)
     first = own_start(held._batch) or (0 if held._batch.exact is not None else held._config.sink)
     return held.columns + total - tail > first

@@ -26,7 +26,7 @@ from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.graph.launch import Launcher
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.engine.lookahead import Lookahead, TokenCopy
-from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.errors import BackendError, CaptureError, WindowsGrownError
 from retrieval_attn.model.placement import agreed, input_device
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Steps:
             self._bind()
         if self.launcher is not None:
             try:
-                logits = self.launcher.step(token, position)
+                logits = self._replayed(self.launcher, token, position)
             except CaptureError as error:
                 self._fail(str(error))
             else:
@@ -181,6 +181,17 @@ class Steps:
         if self.launcher is not None:
             launcher, self.launcher = self.launcher, None
             unbind(self._model, launcher)
+
+    def _replayed(self, launcher: Launcher, token: Tensor, position: Tensor) -> Tensor:
+        """The step of a graph, or of another one where windows have outgrown its memory. Raises CaptureError."""
+        try:
+            return launcher.step(token, position)
+        except WindowsGrownError:
+            self.close()
+            self._bind()
+            if self.launcher is None:
+                raise
+            return self.launcher.step(token, position)
 
     def _bind(self) -> None:
         try:

@@ -8,6 +8,7 @@ from retrieval_attn.index.base import KeyIndex, SearchResult
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.full import FullIndex
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.index.sketch.index import SketchIndex
 from retrieval_attn.index.spec import IndexSpec, available, create, register
@@ -21,6 +22,7 @@ __all__ = [
     "DeviceIndex",
     "FlatIndex",
     "Format",
+    "FullIndex",
     "IndexSpec",
     "KeyIndex",
     "RoarGraphIndex",

@@ -152,6 +152,10 @@ class DeviceSize:
     @property
     def window_tokens(self) -> int:
         """Tokens that every layer which retrieves has room for."""
+        if self.options.index == "full":
+            from retrieval_attn.index.full import kept_tokens
+
+            return self.options.sink + kept_tokens(self.context)
         return self.options.sink + self.options.window + self.options.spill
 
     @property

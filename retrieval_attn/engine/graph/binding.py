@@ -22,7 +22,7 @@ from retrieval_attn.engine.graph.host import HostRow, code_shape, held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
-from retrieval_attn.errors import CaptureError
+from retrieval_attn.errors import CaptureError, WindowsGrownError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -86,11 +86,15 @@ class Binding:
         self.stale = False
 
     def make_room(self) -> None:
-        """Some window is full: move its oldest tokens to the host, as eager decoding does."""
+        """Some window is full: move its oldest tokens to the host, as eager decoding does. Raises WindowsGrownError
+        where windows grew instead, and lie elsewhere.
+        """
         self.sync()
         full = [layer for layer in self.layers if layer.window.room == 0]
         for layer in full:
             layer.layer.spill()
+        if any(layer.window.buffers[0] is not layer.slot.key for layer in full):
+            raise WindowsGrownError("windows have outgrown the graph's memory")
         self._replan(full)
 
     def upload_spans(self) -> None:

@@ -1,11 +1,10 @@
-"""What a token and a question take where all keys stay beside the model, beside what `auto` takes.
+"""What a token and a question take with all keys beside the model (index "full"), and what `auto` takes.
 
-python -m tools.card.kept --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
+python -m tools.card.full_keys --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
 
-`auto`: sinks and a window of 512 stay, an index has the rest. `kept`: a window as long as the text and what follows:
-every key is attended to, in the same graph. Through the public API: `Context.read`, then `continue_with` three times,
-of which the last one counts; a token's time is the mean between an answer's first piece of text and its last. Memory is
-what torch had reserved at most.
+`auto`: sinks and a window of 512 stay, an index has the rest. `full`: every key is attended to, in the same graph.
+Through the public API: `Context.read`, then a stream of an answer three times, of which the last one counts; a token's
+time is the mean between its first piece of text and its last. Memory is what torch had reserved at most.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.units import show_bytes
 from tools.card.subject import in_ms, llm_of, parser_of, save_found
 
-ROOM = 1024
-"""Tokens that a kept window has room for, behind the text."""
 ANSWERS = 3
 QUESTION = 16
 
@@ -58,9 +55,8 @@ def main() -> int:
     rows = []
     for length in lengths:
         ids = subject.ids(length)
-        for way in ("auto", "kept"):
-            config = llm.config.replace(window=length + args.tokens + ROOM) if way == "kept" else llm.config
-            rows.append({"length": length, "way": way, **one_row(llm, config, ids, args)})
+        for way in ("auto", "full"):
+            rows.append({"length": length, "way": way, **one_row(llm, llm.config.replace(index=way), ids, args)})
             print(rows[-1], file=sys.stderr, flush=True)
     save_found(args, subject, {"rows": rows})
     return 0

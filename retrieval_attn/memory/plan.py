@@ -399,8 +399,8 @@ class _Arithmetic:
             return (
                 f"When KV fits on the GPU, full attention there is exact, and it fits here: "
                 f'{show_bytes(full.bytes_16bit)} of {limit}; index="full" takes it, and as much KV again for each '
-                f"question that is answered. Bandwidth floors: {floors}. {FULL_KEYS} Retrieval pays for longer contexts, "
-                "for many that are kept at once, or for memory that something else needs.",
+                f"question that is answered. Bandwidth floors: {floors}. {FULL_KEYS} Retrieval pays for longer texts, "
+                "for many contexts that are kept at once, or for memory that something else needs.",
             )
         if full.fits_quantized:
             return (

@@ -135,3 +135,25 @@ def test_bad_input_is_named() -> None:
     index = SketchIndex.build(keys, Format.BFLOAT16, queries)
     with pytest.raises(ShapeError, match=r"\(n, 64\)"):
         index.insert(keys[:, :5].copy())
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+def test_a_projection_is_that_of_sums_in_float64(size: float) -> None:
+    """Of queries and keys of any size: as good to six digits as with all sums of products in float64."""
+    rng = np.random.default_rng(0)
+    spread = np.geomspace(0.01, 3, 32)
+    keys = ((rng.standard_normal((700, 32)) * spread + 5) * size).astype(np.float32)
+    queries = (rng.standard_normal((300, 32)) * spread[::-1] + 3).astype(np.float32)
+    exact_queries, exact_keys = queries.astype(np.float64), keys.astype(np.float64) - keys.mean(axis=0, dtype=float)
+    moment, covariance = exact_queries.T @ exact_queries, exact_keys.T @ exact_keys
+    values, vectors = np.linalg.eigh(moment)
+    root, inverse = vectors * np.sqrt(values) @ vectors.T, vectors / np.sqrt(values) @ vectors.T
+    leading = np.linalg.eigh(root @ (covariance / size**2) @ root)[1][:, ::-1][:, :8]
+    wanted = exact_queries @ exact_keys.T
+
+    def missed(query_side: npt.NDArray[np.generic], key_side: npt.NDArray[np.generic]) -> float:
+        found = exact_queries @ query_side.T.astype(float) @ (key_side.astype(float) @ exact_keys.T)
+        return float(np.square((found - wanted) / size).mean())
+
+    best = missed(leading.T @ inverse, leading.T @ root)
+    assert missed(*learn_projection(queries, keys, 8)) == pytest.approx(best, rel=1e-6)

@@ -71,22 +71,22 @@ def learn_space(
     """
     wide, narrow = split_bytes(key_bytes, keys.shape[1])
     rank = wide + narrow
-    (query_side, unseen_query), (key_side, unseen_key) = ((side[:rank], side[rank:]) for side in sides)
+    query_side, unseen_query, key_side = sides[0][:rank], sides[0][rank:], sides[1][:rank]
     mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
-    numbers = (keys - mean) @ key_side.T
+    numbers, unseen = np.split((keys - mean) @ sides[1].T, [rank], axis=1)
     reach = np.maximum(np.abs(numbers).max(axis=0), np.finfo(np.float32).tiny * 2**16)
     sample = np.ascontiguousarray(numbers[:: max(1, len(numbers) // FITTED_KEYS)])
     step = np.zeros(rank, np.float32)
     best_steps(sample, np.zeros(rank, np.float32), reach, wide, step)
     over = (key_side / step[:, None]).astype(np.float32)
     scaled = (query_side * step[:, None]).astype(np.float32)
-    estimate = np.zeros((2 + len(unseen_key), keys.shape[1]), np.float32)
+    estimate = np.zeros((2 + len(unseen_query), keys.shape[1]), np.float32)
     # a code is the floor of a number: half a step below it on average; and 4-bit numbers are stored 8 higher
     estimate[0] = mean + np.repeat([0.5, 0.5 - 8], [wide, narrow]) @ scaled.astype(np.float64)
     reach = np.repeat([128, 8], [wide, narrow])
     rounded = np.clip(np.floor(sample / step), -reach, reach - 1) + 0.5
     estimate[1, :rank] = np.square(sample / step - rounded).mean(axis=0)
-    estimate[2:] = unseen_query * np.sqrt(np.square((keys - mean) @ unseen_key.T).mean(axis=0))[:, None]
+    estimate[2:] = unseen_query * np.sqrt(np.square(unseen).mean(axis=0))[:, None]
     return CodeSpace(scaled, over, over @ mean, estimate, wide, narrow)
 
 

@@ -160,8 +160,9 @@ class DeviceSize:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of sinks and windows."""
-        return self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
+        """Bytes of sinks and windows; with index "full" twice: of the context, and of the fork that answers."""
+        copies = 2 if self.options.index == "full" else 1
+        return copies * self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
 
     @property
     def sliding_bytes(self) -> int:

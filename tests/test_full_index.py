@@ -16,6 +16,7 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
+from retrieval_attn.memory.plan import Plan
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import build_model, random_ids
 
@@ -155,6 +156,19 @@ def test_plan_counts_all_keys() -> None:
         for tokens in (8192, 65_536)
     )
     assert 6 * small < large < 9 * small
+
+
+@pytest.mark.parametrize("index", ["full", "flat"])
+def test_the_largest_context_is_one_that_fits(index: str) -> None:
+    """A window that holds all keys grows with the context; where nothing is kept, the same as before."""
+    model = build_model("llama", max_position_embeddings=1 << 24)
+
+    def planned(tokens: int) -> Plan:
+        config = ra.Config(index=index)
+        return ra.plan(model, context=tokens, gpu_memory="1500MiB", host_memory="1TiB", config=config)
+
+    most = planned(8192).largest_context
+    assert most > 8192 and planned(most).fits and not planned(most + 2 * FULL_ROOM + most // 4).fits
 
 
 def test_an_engine_has_windows_of_one_size(needle_model_path: str) -> None:

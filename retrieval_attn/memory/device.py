@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -216,6 +217,16 @@ def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
     allowed = layouts(size.options)
     possible = [layout for layout in allowed if size.shape.hidden_movable or not layout.hidden_on_host]
     return tuple(replace(size, layout=layout) for layout in possible or allowed)
+
+
+def most_context(size: DeviceSize, limit: int, chunk: int) -> int:
+    """Tokens of context that can be read within `limit` bytes, in chunks of so many; 0 where none can."""
+
+    def needed(tokens: int) -> int:
+        return replace(size, context=tokens).fixed_bytes + tokens * size.token_bytes
+
+    room = limit - size.chunk_bytes(chunk)
+    return max(0, bisect.bisect_right(range(max(0, room) // size.token_bytes + 1), room, key=needed) - 1)
 
 
 def most_chunk(size: DeviceSize, free: int) -> int:

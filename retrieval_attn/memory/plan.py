@@ -21,6 +21,7 @@ from retrieval_attn.memory.device import (
     choices,
     cluster_bytes,
     most_chunk,
+    most_context,
     state_bytes,
 )
 from retrieval_attn.memory.host import HostSize
@@ -255,7 +256,8 @@ class _Arithmetic:
             Item(
                 "sinks and window",
                 size.window_bytes,
-                f"{size.window_tokens} tokens x {shape.full_layers} layers, whatever the context",
+                f"{size.window_tokens} tokens x {shape.full_layers} layers, "
+                + ("of the context and of an answer" if self.options.index == "full" else "whatever the context"),
             ),
             Item(
                 "sliding layers",
@@ -314,8 +316,7 @@ class _Arithmetic:
     def largest_context(self, device_limit: int, host_limit: int) -> int:
         most = 0
         for size in choices(self.device_size):
-            room = device_limit - size.fixed_bytes - size.chunk_bytes(self.options.prefill_chunk)
-            tokens = room // size.token_bytes
+            tokens = most_context(size, device_limit, self.options.prefill_chunk)
             beside = self._hidden_on_host(size)
             held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE, beside)
             most = max(most, tokens if held is None else min(tokens, held))

@@ -91,6 +91,18 @@ def test_forks_crops_and_several_rows() -> None:
     assert (again - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 
+def test_nothing_is_forgotten(needle_model_path: str) -> None:
+    """Many questions and a longer text keep all keys; to cut tokens out takes another index."""
+    context = ra.LLM(needle_model_path, device="cpu", index="full", **SMALL).read("A dog. " * 200, progress=False)
+    with pytest.raises(ConfigError, match="none can be forgotten"):
+        context.forget(4, 100)
+    context.extend("A cat. " * 80, progress=False)
+    context.ask_many(["What?", "Who is it?"], max_new_tokens=4)
+    assert [held.window.tail_len for held in held_of(context.cache)] == [context.num_tokens] * len(
+        held_of(context.cache)
+    )
+
+
 def test_a_context_is_saved_and_opened(needle_model_path: str, tmp_path: Path) -> None:
     llm = ra.LLM(needle_model_path, device="cpu", index="full", **SMALL)
     context = llm.read("The code of the door is 4711. " * 40, progress=False)

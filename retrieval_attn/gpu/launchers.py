@@ -27,9 +27,9 @@ def load_launchers_in_turn() -> None:
 
 
 def in_turn(driver: Any) -> None:
-    """Let one thread at a time make launchers of this driver."""
-    make = driver.launcher_cls
-    if hasattr(make, "made_in_turn"):
+    """Let one thread at a time make launchers of this driver. One that has no such classes is left as it is."""
+    make = getattr(driver, "launcher_cls", None)
+    if make is None or hasattr(make, "made_in_turn"):
         return
 
     def made_in_turn(*args: Any) -> Any:

@@ -85,8 +85,8 @@ def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:
             raise ConfigError(f"{name} must be a whole number of tokens, got {value!r}.")
     if cache.config.index == "full":
         raise ConfigError(
-            'index="full" keeps all tokens in the window of recent ones, of which none can be forgotten; make a Context '
-            "with another index to cut tokens out."
+            'index="full" keeps all tokens in the window of recent ones, of which none can be forgotten; make a '
+            "Context with another index to cut tokens out."
         )
     earlier, batch = cache.batch.forgotten, cache.batch
     tails = [one.held.tail_start for one in cache.layers if isinstance(one, RetrievalLayer) and one.held is not None]

@@ -41,7 +41,7 @@ class Config:
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
         keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room. "full":
         all keys stay beside the model, and every token attends to all; `window` and `retrieve` change nothing then. A
-        context takes its keys' bytes on the GPU, and while it answers as much again for each question.
+        context takes its keys' bytes on the GPU, and while it answers twice as much again for each question.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
         None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.

@@ -14,6 +14,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Steps
+from retrieval_attn.engine.graph import registry
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.plan import Plan
@@ -124,6 +125,17 @@ def test_graphs_go_on_in_windows_that_grow(monkeypatch: pytest.MonkeyPatch, case
     assert graphed.difference(eager) <= 1e-5
     assert graphed.steps.replays == 50 and graphed.decoder.captures == 1
     assert not any(held.retrieves for held in held_of(graphed.cache))
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_of_graphs_with_large_windows_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of several lengths: their graphs' windows do not add up."""
+    model, config = enabled("llama"), ra.Config(index="full", **SMALL)
+    decoders = [Decoded(model, True, config=config, prompt=tokens, new=2).decoder for tokens in (60, 1200)]
+    assert registry._decoders[model] == decoders, "two small ones are kept"
+    monkeypatch.setattr(registry, "LARGE_BYTES", 1)
+    decoders.append(Decoded(model, True, config=config, prompt=2400, new=2).decoder)
+    assert registry._decoders[model] == decoders[2:]
 
 
 @pytest.mark.cuda

@@ -161,8 +161,10 @@ class DeviceSize:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of sinks and windows; with index "full" twice: of the context, and of the fork that answers."""
-        copies = 2 if self.options.index == "full" else 1
+        """Bytes of sinks and windows; with index "full" three times: the context's, a graph's, and those of an answer
+        that ends, which leaves the graph.
+        """
+        copies = 3 if self.options.index == "full" else 1
         return copies * self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
 
     @property

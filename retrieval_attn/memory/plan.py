@@ -257,7 +257,11 @@ class _Arithmetic:
                 "sinks and window",
                 size.window_bytes,
                 f"{size.window_tokens} tokens x {shape.full_layers} layers, "
-                + ("of the context and of an answer" if self.options.index == "full" else "whatever the context"),
+                + (
+                    "three times: the context, a graph, an answer"
+                    if self.options.index == "full"
+                    else "whatever the context"
+                ),
             ),
             Item(
                 "sliding layers",

@@ -24,6 +24,8 @@ from retrieval_attn.model.placement import input_device
 
 KEPT_DECODERS = 2
 """Decoders that a model keeps for later caches, each with its window buffers and graphs; the oldest goes."""
+LARGE_BYTES = 1 << 30
+"""Of window buffers, as index "full" has them: of decoders with so many only the newest is kept."""
 
 _decoders: weakref.WeakKeyDictionary[PreTrainedModel, list[GraphDecoder]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
@@ -90,8 +92,14 @@ def unbind(model: PreTrainedModel, launcher: Launcher) -> None:
             _failed.setdefault(model, {})[decoder.signature] = decoder.capture_failure
             return
         waiting = _decoders.setdefault(model, [])
+        if _is_large(decoder):
+            waiting[:] = [one for one in waiting if not _is_large(one)]
         waiting.append(decoder)
         del waiting[:-KEPT_DECODERS]
+
+
+def _is_large(decoder: GraphDecoder) -> bool:
+    return sum(slot.key.nbytes + slot.value.nbytes for slot in decoder.slots) >= LARGE_BYTES
 
 
 def forget(model: PreTrainedModel) -> None:

@@ -71,10 +71,6 @@ class CaptureError(RetrievalAttentionError):
     """A decode step that cannot be recorded as one graph; the message carries the reason."""
 
 
-class WindowsGrownError(CaptureError):
-    """The windows of a graph are larger than its memory now: another graph can go on."""
-
-
 class BackendError(RetrievalAttentionError):
     """No attention backend can serve the given shape, dtype or device."""
 

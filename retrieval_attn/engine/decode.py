@@ -23,10 +23,11 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
+from retrieval_attn.engine.graph.binding import WindowsGrownError
 from retrieval_attn.engine.graph.launch import Launcher
 from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.engine.lookahead import Lookahead, TokenCopy
-from retrieval_attn.errors import BackendError, CaptureError, WindowsGrownError
+from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,17 @@ from retrieval_attn.engine.graph.host import HostRow, code_shape, held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
-from retrieval_attn.errors import CaptureError, WindowsGrownError
+from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.stats import LayerStats
+
+
+class WindowsGrownError(CaptureError):
+    """The windows of a graph are larger than its memory now: another graph can go on."""
 
 
 class Binding:

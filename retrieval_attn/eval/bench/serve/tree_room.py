@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import retrieval_attn as ra
 from retrieval_attn.eval.bench.serve.call import Call
-from retrieval_attn.model.placement import devices
 
 __all__ = ["Room", "tree_bytes"]
 
@@ -60,7 +59,7 @@ def _held(tokens: int, model: Any, config: ra.Config, exact_tokens: int) -> Room
 
 def on_gpu(model: Any) -> bool:
     """Whether indexes of kind "device" are possible."""
-    return any(place.type == "cuda" for place in devices(model))
+    return bool(model.device.type == "cuda")
 
 
 def _windows(model: Any, config: ra.Config, tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
 
@@ -157,6 +157,15 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "--workload", "clients", "--requests", few(8), "--slots", few(8), "--length", length(131072),
             "--question", few(32, 8), "--tokens", few(128, 12), "--read-first", "--ways", "engine",
         ),
+        script(
+            "full_keys",
+            [
+                Goal(f"a token of {name}, {way}", "ms", token_ms(way, row))
+                for name, row in (("16K", 0), ("128K", -1)) for way in ("auto", "full")
+            ], 120,
+            "a text's keys all beside the model (full) and what auto takes: the third answer of 64 tokens",
+            *model("llama-3-8b"), "--lengths", "256,512" if tiny else "16k,128k", "--tokens", few(64, 8),
+        ),
     ]  # fmt: skip
 
 
@@ -165,6 +174,17 @@ SIMPLE = "; random weights and token ids, and answers do not end by themselves"
 
 def over(other: str, bound: float) -> Goal:
     return Goal(f"engine over {other}", "", ratio("engine", other), bound)
+
+
+def token_ms(way: str, number: int) -> Callable[[object], float | None]:
+    """Of a way's first length, or its last."""
+
+    def find(report: object) -> float | None:
+        assert isinstance(report, dict)
+        found = [row.get("token_ms") for row in report["rows"] if row["way"] == way]
+        return found[number] if found else None
+
+    return find
 
 
 def rates(*ways: str) -> list[Goal]:

@@ -28,6 +28,7 @@ from retrieval_attn.compiled.place import use_triton_folder
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
 from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, VARIABLE, HostCall, Replay, Shared, page_locked
+from retrieval_attn.gpu.launchers import load_launchers_in_turn
 
 MAX_CALLS = 512
 """Host calls of one graph."""
@@ -122,6 +123,7 @@ def load_flags(device: torch.device, mapped: bool = False) -> Any:
     then. Raises ImportError or what Triton raises.
     """
     use_triton_folder()
+    load_launchers_in_turn()
     from retrieval_attn.gpu.capture import flag_triton
 
     words = torch.zeros(2 * DEVICE_LINE, dtype=torch.int32, device=device)

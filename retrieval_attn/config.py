@@ -137,6 +137,11 @@ class Config:
         return cls(**options)
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether all keys stay beside the model, see index "full"."""
+        return self.index == "full"
+
+    @property
     def estimates(self) -> bool:
         """Whether keys that are not retrieved are estimated; where all are retrieved there are none."""
         return bool(self.tail) and self.retrieve != "all"

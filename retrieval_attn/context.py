@@ -15,6 +15,7 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
+from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
@@ -64,8 +65,7 @@ class Context:
     @property
     def num_tokens(self) -> int:
         """Tokens that are attended to, template and begin-of-sequence token included; not those that are forgotten."""
-        batch = self._cache.batch
-        return batch.columns - batch.forgotten.tokens
+        return attended_columns(self._cache.batch)
 
     @property
     def cache(self) -> RetrievalCache:

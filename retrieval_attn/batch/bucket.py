@@ -30,6 +30,7 @@ from retrieval_attn.batch.rows import step as eager_step
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.decode import note_eager
@@ -185,7 +186,7 @@ class BucketRunner:
     def _serves(self, cache: RetrievalCache) -> bool:
         """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
         if self._group is not None and id(cache) in self._group.rows:
-            return cache.max_positions is None or positions_of(cache) < cache.max_positions
+            return cache.max_positions is None or attended_columns(cache.batch) < cache.max_positions
         try:
             if self._refusals.stands(cache, self._situation):
                 return False
@@ -310,11 +311,6 @@ class BucketRunner:
             key = self._gone.pop()
             if self._group is not None and key in self._group.rows and self._group.rows[key].cache is None:
                 self._group.let_go(key)
-
-
-def positions_of(cache: RetrievalCache) -> int:
-    """Of a sequence's tokens, those that count for where the next one stands: not what is forgotten."""
-    return cache.batch.columns - cache.batch.forgotten.tokens
 
 
 def _in_order(graphed: Tensor, rows: Sequence[int], logits: Tensor | None, apart: Sequence[int]) -> Tensor:

@@ -98,7 +98,7 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
 
 
 def _require_equal_windows(config: Config) -> None:
-    if config.index == "full":
+    if config.keeps_all:
         raise ConfigError(
             'index="full" gives each text a window of its own size, and an engine\'s rows have windows of one size: '
             "use window=..., as many tokens as rows have at most, or Engine(exact_tokens=...) for what they share."

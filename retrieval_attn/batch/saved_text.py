@@ -16,6 +16,7 @@ from retrieval_attn.batch.counts import Counts
 from retrieval_attn.batch.ids import Ids
 from retrieval_attn.batch.opening import Opening
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.config import Config
 from retrieval_attn.engine.saving import (
     Kept,
@@ -158,8 +159,8 @@ class SavedTexts:
         """Keep what a cache holds, which nobody else changes, under a name. opened: the saved context that it
         continues. Raises as `Context.save`.
         """
-        batch, loop, kept = cache.batch, self._loop, Kept() if opened is None else opened.kept
-        plain = described(self._template, batch.columns - batch.forgotten.tokens, read_seconds, loop.model)
+        loop, kept = self._loop, Kept() if opened is None else opened.kept
+        plain = described(self._template, attended_columns(cache.batch), read_seconds, loop.model)
         return kept.save(self.store, name, loop.model, loop.tokenizer, cache, plain, wait)
 
     def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, Kept]:

@@ -266,7 +266,7 @@ class HeldTokens:
 
 
 def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
-    return WindowCache(key, value, config.window + config.spill, config.sink)
+    return WindowCache(key, value, TailSize.of(config).slots(0), config.sink)
 
 
 def begin_column(held: HeldTokens) -> None:

@@ -245,6 +245,11 @@ class Batch:
         return self.columns if tokens >= int(real.sum()) else int((real.cumsum(0) > tokens).nonzero()[0])
 
 
+def attended_columns(batch: Batch) -> int:
+    """Columns that later tokens attend to: not those that are forgotten."""
+    return batch.columns - batch.forgotten.tokens
+
+
 def own_start(batch: Batch) -> int:
     """The first column that layers attend to by themselves, but for sinks: behind what is forgotten or in pages."""
     return batch.forgotten.stop if batch.exact is None else batch.exact.tokens

@@ -24,8 +24,7 @@ class TailSize(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> TailSize:
         """As the options say."""
-        grows = config.index == "full"
-        return cls(MAX_KEYS if grows else config.window, config.spill, grows)
+        return cls(MAX_KEYS if config.keeps_all else config.window, config.spill, config.keeps_all)
 
     def slots(self, tail: int) -> int:
         """Tokens that there is to be room for, where the tail has so many."""

@@ -83,7 +83,7 @@ def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:
     for name, value in (("start", start), ("stop", stop)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} must be a whole number of tokens, got {value!r}.")
-    if cache.config.index == "full":
+    if cache.config.keeps_all:
         raise ConfigError(
             'index="full" keeps all tokens in the window of recent ones, of which none can be forgotten; make a '
             "Context with another index to cut tokens out."

@@ -153,7 +153,7 @@ class DeviceSize:
     @property
     def window_tokens(self) -> int:
         """Tokens that every layer which retrieves has room for."""
-        if self.options.index == "full":
+        if self.options.keeps_all:
             from retrieval_attn.index.full import kept_tokens
 
             return self.options.sink + kept_tokens(self.context)
@@ -164,7 +164,7 @@ class DeviceSize:
         """Bytes of sinks and windows; with index "full" three times: the context's, a graph's, and those of an answer
         that ends, which leaves the graph.
         """
-        copies = 3 if self.options.index == "full" else 1
+        copies = 3 if self.options.keeps_all else 1
         return copies * self.batch * self.shape.full_layers * self.window_tokens * self.shape.kv_layer_bytes
 
     @property

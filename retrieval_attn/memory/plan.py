@@ -249,6 +249,7 @@ class _Arithmetic:
         on_host = size.layout.hidden_on_host
         hidden = self.chunk * size.visiting_bytes if on_host else n * size.hidden_token_bytes
         whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
+        held = "three times: the context, a graph, an answer" if self.options.keeps_all else "whatever the context"
         states, graph_states = state_bytes(size)
         cluster_token, clusters = cluster_bytes(size)
         items = [
@@ -256,12 +257,7 @@ class _Arithmetic:
             Item(
                 "sinks and window",
                 size.window_bytes,
-                f"{size.window_tokens} tokens x {shape.full_layers} layers, "
-                + (
-                    "three times: the context, a graph, an answer"
-                    if self.options.index == "full"
-                    else "whatever the context"
-                ),
+                f"{size.window_tokens} tokens x {shape.full_layers} layers, {held}",
             ),
             Item(
                 "sliding layers",
@@ -403,9 +399,9 @@ class _Arithmetic:
         if full.fits:
             return (
                 f"When KV fits on the GPU, full attention there is exact, and it fits here: "
-                f'{show_bytes(full.bytes_16bit)} of {limit}; index="full" takes it, and as much KV again for each '
-                f"question that is answered. Bandwidth floors: {floors}. {FULL_KEYS} Retrieval pays for longer texts, "
-                "for many contexts that are kept at once, or for memory that something else needs.",
+                f'{show_bytes(full.bytes_16bit)} of {limit}; index="full" takes it, and twice as much KV again for '
+                f"each question that is answered. Bandwidth floors: {floors}. {FULL_KEYS} Retrieval pays for longer "
+                "texts, for many contexts that are kept at once, or for memory that something else needs.",
             )
         if full.fits_quantized:
             return (

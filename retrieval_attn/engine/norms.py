@@ -33,7 +33,7 @@ def fused_norms(model: PreTrainedModel) -> Iterator[int]:
         if _runs_kernels(model):
             known: dict[Any, bool] = {}
             for module in modules_of(model):
-                if _may_be_fused(module) and _same(module, known):
+                if is_rms_norm(module) and _same(module, known):
                     stack.callback(module.__dict__.pop, "forward")
                     module.__dict__["forward"] = _Fused(module)
                     taken += 1
@@ -48,7 +48,7 @@ class _Fused:
     """`forward` of one norm."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._eps = module, _eps_of(module)
+        self._module, self._eps = module, eps_of(module)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self._module.weight
@@ -58,11 +58,12 @@ class _Fused:
         return rms_norm(hidden_states, weight, self._eps)
 
 
-def _eps_of(module: nn.Module) -> float:
+def eps_of(module: nn.Module) -> float:
+    """What an RMS norm adds to the mean of squares."""
     return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
 
 
-def _may_be_fused(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
     """Whether it is called what is fused, and its `forward` is its class's own and not watched."""
     watched = hooks_of(module) or "forward" in module.__dict__
     named = type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm)
@@ -73,12 +74,12 @@ def _may_be_fused(module: nn.Module) -> bool:
 def _same(module: nn.Module, known: dict[Any, bool]) -> bool:
     """Whether both ways give the same numbers; modules of one class, size and eps are compared once."""
     weight: Any = module.weight
-    kind = type(module), weight.shape, weight.dtype, weight.device, _eps_of(module)
+    kind = type(module), weight.shape, weight.dtype, weight.device, eps_of(module)
     if kind not in known:
         generator = torch.Generator(weight.device).manual_seed(0)
         numbers = torch.randn(ROWS, weight.shape[0], generator=generator, device=weight.device).to(weight.dtype)
         with torch.no_grad():
-            own, fused = module(numbers), rms_norm(numbers, weight, _eps_of(module))
+            own, fused = module(numbers), rms_norm(numbers, weight, eps_of(module))
         rounding = 4 * torch.finfo(weight.dtype).eps
         known[kind] = own.dtype == fused.dtype and torch.allclose(own, fused, rtol=rounding, atol=rounding)
     return known[kind]

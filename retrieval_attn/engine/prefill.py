@@ -114,6 +114,11 @@ def _wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = functools.wraps(module.forward)(forward)
 
 
+def forwards_itself(layer: nn.Module) -> bool:
+    """Whether a decoder layer's forward is its class's own, walked in chunks or not."""
+    return "forward" not in layer.__dict__ or (_ORIGINAL in layer.__dict__ and layer.__dict__[_ORIGINAL] is None)
+
+
 @contextmanager
 def prefill_by_layer(model: PreTrainedModel, chunk: int = 8192) -> Iterator[PreTrainedModel]:
     """Within this context, forwards with a RetrievalCache go layer by layer in chunks of `chunk` tokens."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.engine.graph.decoder import CapturedStep, GraphDecoder
 from retrieval_attn.engine.graph.states import GraphState
 from retrieval_attn.engine.norms import fused_norms
@@ -149,7 +150,7 @@ def _recording(binding: Recordable) -> Iterator[None]:
     binding.recording = True
     try:
         model, rows = binding.model, binding.decoder.memory.token.shape[0]
-        with torch.no_grad(), experts_of_one_token(model, rows), fused_norms(model):
+        with torch.no_grad(), experts_of_one_token(model, rows), fused_layers(model, rows), fused_norms(model):
             yield
     finally:
         binding.recording = False

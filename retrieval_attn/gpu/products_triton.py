@@ -1,0 +1,291 @@
+"""The Triton kernels behind `products.py`.
+
+All read weights once, at the speed of the memory that they lie in: the rest is arranged around that. A program takes
+some rows of a weight and walks along them. One row of numbers is multiplied on the ordinary units, more of them by
+matrix instructions, on a tile of 16 rows of which some stay empty.
+
+The norm's scale does not stand before the product but behind it, sum(w * n * x) / rms(x): the sum of squares is taken
+on the way, so that no kernel and no pass over x comes first.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.norm_triton import rms_norm
+from retrieval_attn.gpu.products import Attending, Gated, Norm, Rotation, Weights
+
+TILE_ROWS = 16
+"""Rows of the tile that a matrix instruction takes."""
+DEEP_TILE_BYTES = 160 * 1024
+"""Shared memory from which four stages of 512 columns fit."""
+OVERLAP_FROM = 9, 0
+"""Compute capability from which a kernel can start before the one ahead of it has ended."""
+
+
+@triton.jit
+def _begin(OVERLAP: tl.constexpr):
+    """Let the next kernel's programs start, and wait until the kernels before this one have written all they write."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _products(
+    numbers, norm, first, second, rows, dim, eps,
+    HAS_NORM: tl.constexpr, TWO: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Products (M, N) of rows of numbers with N rows each of `first` and `second`, (N, 1) pointers.
+
+    M == 1: of one row, normed on the way with HAS_NORM; else of `rows` of M. Without TWO the second is 0.
+    """
+    column, member = tl.arange(0, K), tl.arange(0, M)
+    if M == 1:
+        sum_first, sum_second = tl.zeros((N, K), tl.float32), tl.zeros((N, K), tl.float32)
+        squares = tl.zeros((N, K), tl.float32)
+        # x as a tile, N times the same: as one row it would lie in other threads than the weights that it meets, and
+        # change places through shared memory at each turn
+        every = tl.broadcast_to(column[None, :], (N, K))
+        for start in range(0, dim, K):
+            weights_first = tl.load(first + start + column[None, :])
+            if TWO:
+                weights_second = tl.load(second + start + column[None, :])
+            x = tl.load(numbers + start + every).to(tl.float32)
+            if HAS_NORM:
+                squares += x * x
+                x *= tl.load(norm + start + every).to(tl.float32)
+            sum_first += weights_first.to(tl.float32) * x
+            if TWO:
+                sum_second += weights_second.to(tl.float32) * x
+        out_first, out_second = tl.sum(sum_first, axis=1)[None, :], tl.sum(sum_second, axis=1)[None, :]
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / dim + eps)[None, :]
+            out_first, out_second = out_first * scale, out_second * scale
+    else:
+        out_first, out_second = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
+        at = member[:, None].to(tl.int64) * dim + column[None, :]
+        for start in range(0, dim, K):
+            x = tl.load(numbers + at + start, mask=(member < rows)[:, None], other=0.0)
+            weights = tl.load(first + start + column[None, :])
+            out_first += tl.dot(x, tl.trans(weights), input_precision="ieee")
+            if TWO:
+                weights = tl.load(second + start + column[None, :])
+                out_second += tl.dot(x, tl.trans(weights), input_precision="ieee")
+    return out_first, out_second
+
+
+@triton.jit
+def _project_kernel(
+    numbers, norm, query, key, value, query_bias, key_bias, value_bias, cosines, sines, out_query, out_key, out_value,
+    rows, dim, eps, q_heads, kv_heads, head_dim,
+    HAS_BIAS: tl.constexpr, TURNS: tl.constexpr, OVERLAP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One program per N numbers of the first half of a head and those of the second half that they are turned with."""
+    tiles = head_dim // 2 // N
+    entry, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles * N
+    if entry < q_heads:
+        head, heads, weight, bias, out = entry, q_heads, query, query_bias, out_query
+    elif entry < q_heads + kv_heads:
+        head, heads, weight, bias, out = entry - q_heads, kv_heads, key, key_bias, out_key
+    else:
+        head, heads, weight, bias, out = entry - q_heads - kv_heads, kv_heads, value, value_bias, out_value
+    member, low = tl.arange(0, M), place + tl.arange(0, N)
+    high = low + head_dim // 2
+    first = weight + (head * head_dim + low)[:, None].to(tl.int64) * dim
+    second = weight + (head * head_dim + high)[:, None].to(tl.int64) * dim
+    _begin(OVERLAP)
+    a, b = _products(numbers, norm, first, second, rows, dim, eps, M == 1, True, M, N, K)
+    if HAS_BIAS:
+        a += tl.load(bias + head * head_dim + low).to(tl.float32)[None, :]
+        b += tl.load(bias + head * head_dim + high).to(tl.float32)[None, :]
+    inside = (member < rows)[:, None] & (low >= 0)[None, :]
+    if TURNS and entry < q_heads + kv_heads:
+        turn = member[:, None] * head_dim + low[None, :]
+        cos_a = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
+        sin_a = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
+        cos_b = tl.load(cosines + turn + head_dim // 2, mask=inside, other=0.0).to(tl.float32)
+        sin_b = tl.load(sines + turn + head_dim // 2, mask=inside, other=0.0).to(tl.float32)
+        turned = a * cos_a - b * sin_a
+        b = b * cos_b + a * sin_b
+        a = turned
+    at = (member[:, None] * heads + head) * head_dim + low[None, :]
+    tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at + head_dim // 2, b.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turn_kernel(
+    query, key, query_norm, key_norm, cosines, sines, query_eps, key_eps, q_heads, kv_heads, head_dim,
+    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, OVERLAP: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """One program per head of a row: norm it and turn it, in place."""
+    heads = q_heads + kv_heads
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    half, low = head_dim // 2, tl.arange(0, H)
+    inside = low < half
+    _begin(OVERLAP)
+    turn = row * head_dim + low
+    cos_a = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cosines + turn + half, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sines + turn + half, mask=inside, other=0.0).to(tl.float32)
+    if head < q_heads:
+        at, norm, eps = query + (row * q_heads + head) * head_dim + low, query_norm, query_eps
+    else:
+        at, norm, eps = key + (row * kv_heads + head - q_heads) * head_dim + low, key_norm, key_eps
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if (HAS_QUERY & (head < q_heads)) | (HAS_KEY & (head >= q_heads)):
+        scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / head_dim + eps)
+        a *= scale * tl.load(norm + low, mask=inside, other=0.0).to(tl.float32)
+        b *= scale * tl.load(norm + low + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (a * cos_a - b * sin_a).to(query.dtype.element_ty), mask=inside)
+    tl.store(at + half, (b * cos_b + a * sin_b).to(query.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_kernel(
+    numbers, norm, gate, up, gate_bias, up_bias, out, rows, dim, inner, eps,
+    HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One program per N numbers of silu(gate) * up."""
+    member, place = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    at = place[:, None].to(tl.int64) * dim
+    _begin(OVERLAP)
+    a, b = _products(numbers, norm, gate + at, up + at, rows, dim, eps, M == 1, True, M, N, K)
+    if HAS_GATE_BIAS:
+        a += tl.load(gate_bias + place).to(tl.float32)[None, :]
+    if HAS_UP_BIAS:
+        b += tl.load(up_bias + place).to(tl.float32)[None, :]
+    inside = (member < rows)[:, None] & (place < inner)[None, :]
+    a = a / (1 + tl.exp(-a)) * b
+    tl.store(out + member[:, None] * inner + place[None, :], a.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_kernel(
+    residual, numbers, weight, bias, out, rows, dim, width,
+    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One program per N numbers of residual + product."""
+    member, place = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    row = weight + place[:, None].to(tl.int64) * dim
+    _begin(OVERLAP)
+    a, _ = _products(numbers, numbers, row, row, rows, dim, 0.0, False, False, M, N, K)
+    if HAS_BIAS:
+        a += tl.load(bias + place).to(tl.float32)[None, :]
+    inside = (member < rows)[:, None] & (place < width)[None, :]
+    at = member[:, None] * width + place[None, :]
+    a += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
+
+
+def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    """See `products.project`."""
+    hidden = _normed(hidden, into.norm)
+    cosines, sines = (one.contiguous() for one in rotation)
+    (rows, dim), head_dim = hidden.shape, into.head_dim
+    weights = into.query, into.key, into.value
+    heads = [len(one.weight) // head_dim for one in weights]
+    out = [hidden.new_empty(rows, count, head_dim) for count in heads]
+    biases = [one.bias for one in weights]
+    normed = into.query_norm is not None or into.key_norm is not None
+    options = _options(hidden, head_dim // 2, pairs=True)
+    _project_kernel[(sum(heads) * (head_dim // 2 // options["N"]),)](
+        hidden, into.norm.weight, *(one.weight for one in weights), *(hidden if one is None else one for one in biases),
+        cosines, sines, *out, rows, dim, into.norm.eps, heads[0], heads[1], head_dim,
+        HAS_BIAS=biases[0] is not None, TURNS=not normed, **options,
+    )  # fmt: skip
+    if normed:
+        query_norm, key_norm = (one or Norm(hidden, 0.0) for one in (into.query_norm, into.key_norm))
+        _turn_kernel[(rows * (heads[0] + heads[1]),)](
+            out[0], out[1], query_norm.weight, key_norm.weight, cosines, sines, query_norm.eps, key_norm.eps,
+            heads[0], heads[1], head_dim, HAS_QUERY=into.query_norm is not None, HAS_KEY=into.key_norm is not None,
+            H=triton.next_power_of_2(head_dim // 2), num_warps=1, **_overlap(hidden.device),
+        )  # fmt: skip
+    return out[0], out[1], out[2]
+
+
+def gated(hidden: Tensor, into: Gated) -> Tensor:
+    """See `products.gated`."""
+    hidden = _normed(hidden, into.norm)
+    (rows, dim), inner = hidden.shape, len(into.gate.weight)
+    out = hidden.new_empty(rows, inner)
+    options = _options(hidden, inner, pairs=True)
+    gate_bias, up_bias = into.gate.bias, into.up.bias
+    _gated_kernel[(inner // options["N"],)](
+        hidden, into.norm.weight, into.gate.weight, into.up.weight, hidden if gate_bias is None else gate_bias,
+        hidden if up_bias is None else up_bias, out, rows, dim, inner, into.norm.eps,
+        HAS_GATE_BIAS=gate_bias is not None, HAS_UP_BIAS=up_bias is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def add_product(residual: Tensor, numbers: Tensor, weights: Weights) -> Tensor:
+    """See `products.add_product`."""
+    residual, numbers = residual.contiguous(), numbers.contiguous()
+    (rows, dim), width = numbers.shape, len(weights.weight)
+    out = numbers.new_empty(rows, width)
+    options = _options(numbers, width)
+    _add_kernel[(width // options["N"],)](
+        residual, numbers, weights.weight, numbers if weights.bias is None else weights.bias, out, rows, dim, width,
+        HAS_BIAS=weights.bias is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def _normed(hidden: Tensor, norm: Norm) -> Tensor:
+    """One row is normed by the kernel that multiplies it."""
+    return hidden.contiguous() if len(hidden) == 1 else rms_norm(hidden, *norm)
+
+
+def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, Any]:
+    """How a product of numbers (rows, dim) with weights of `width` rows is cut: tiles that divide both sizes.
+
+    pairs: two weights of that size are read side by side. The sizes are those of the fastest of 60 on an H100, with the
+    weights of Llama-3-8B; the smaller tile is for cards whose multiprocessors have less shared memory.
+    """
+    rows, dim = numbers.shape
+    if rows == 1:
+        tile = {"M": 1, "N": _largest(width, 4 if pairs else 2), "K": _largest(dim, 512 if pairs else 1024)}
+        tile["num_warps"] = 2 if pairs else 4
+    else:
+        deep = not pairs and _shared_bytes(numbers.device) >= DEEP_TILE_BYTES
+        columns = (512 if deep else 128) * 2 // numbers.element_size()
+        tile = {"M": TILE_ROWS, "N": _largest(width, 16), "K": _largest(dim, columns), "num_warps": 2}
+        tile["num_stages"] = 4 if deep else 3
+    return tile | _overlap(numbers.device)
+
+
+def _largest(number: int, most: int) -> int:
+    """The largest power of two that divides a number, up to `most`."""
+    return min(number & -number, most)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_FROM
+
+
+def _overlap(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin before the kernel ahead has ended."""
+    return {"OVERLAP": True, "launch_pdl": True} if _overlaps(device) else {"OVERLAP": False}

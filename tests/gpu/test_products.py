@@ -1,0 +1,127 @@
+"""Products with what stands around them in one kernel against PyTorch's modules in float64.
+
+Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest tests/gpu/test_products.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_attn.gpu import products
+from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights
+from tests.gpu.test_decode_kernels import INTERPRETED
+
+TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]  # interpreted, bfloat16 is cut off
+ROWS = [1, 2, 5, 16]
+
+
+@pytest.fixture(params=["torch", TRITON])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where to compute, after the kernels were chosen."""
+    if request.param == "torch":
+        return "cpu"
+    if not INTERPRETED:
+        return "cuda"
+    from retrieval_attn.gpu import products_triton
+
+    monkeypatch.setattr(products, "kernels_for", lambda tensor, module: products_triton)
+    return "cpu"
+
+
+class Numbers:
+    """Weights and inputs of one dtype, random."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator().manual_seed(7)
+
+    def __call__(self, *shape: int, size: float = 1.0, mean: float = 0.0) -> Tensor:
+        numbers = torch.randn(*shape, generator=self._generator) * size + mean
+        return numbers.to(self._device, self._dtype)
+
+    def weights(self, out: int, dim: int, bias: bool = False) -> Weights:
+        return Weights(self(out, dim, size=dim**-0.5), self(out, size=0.3) if bias else None)
+
+    def norm(self, dim: int) -> Norm:
+        return Norm(self(dim, size=0.3, mean=1.0), 1e-5)
+
+
+def exact(value: Any) -> Any:
+    """The same in float64, of which plain PyTorch rounds nothing that matters here."""
+    if isinstance(value, Tensor):
+        return value.double().cpu()
+    if isinstance(value, tuple):
+        parts = [exact(one) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def require_no_noisier(call: Callable[..., Any], *given: Any) -> None:
+    """What the kernels add to the exact answer is at most twice what rounding once at each module does."""
+    own = call(*given)
+    on_cpu = [_moved(one) for one in given]
+    modules, right = call(*on_cpu), call(*(exact(one) for one in given))
+    for a, b, c in zip(*((one if isinstance(one, tuple) else (one,)) for one in (own, modules, right)), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape == c.shape
+        noise = torch.finfo(a.dtype).eps / 4 + float((b.double() - c).norm() / c.norm())
+        assert float((a.double().cpu() - c).norm() / c.norm()) <= 2 * noise
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        parts = [_moved(one) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "bias", "normed"),
+    [(64, (6, 2), False, False), (128, (8, 2), True, False), (128, (8, 2), False, True), (16, (3, 1), False, False)],
+)
+def test_project(
+    device: str, dtype: torch.dtype, rows: int, head_dim: int, heads: tuple[int, int], bias: bool, normed: bool
+) -> None:
+    """Groups of 4, heads of 128 and 64, with biases (Qwen2) and norms of heads (Qwen3)."""
+    numbers, dim = Numbers(device, dtype), 768
+    sizes = [count * head_dim for count in (heads[0], heads[1], heads[1])]
+    query, key, value = (numbers.weights(size, dim, bias) for size in sizes)
+    norms = (numbers.norm(head_dim), numbers.norm(head_dim)) if normed else (None, None)
+    into = Attending(numbers.norm(dim), query, key, value, head_dim, *norms)
+    rotation = numbers(rows, head_dim), numbers(rows, head_dim)
+    require_no_noisier(products.project, numbers(rows, dim, size=3.0), into, rotation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("dim", "inner", "bias"), [(512, 1280, False), (48, 72, True)])
+def test_feed(device: str, dtype: torch.dtype, rows: int, dim: int, inner: int, bias: bool) -> None:
+    numbers = Numbers(device, dtype)
+    hidden = numbers(rows, dim, size=3.0)
+    into = Gated(numbers.norm(dim), numbers.weights(inner, dim, bias), numbers.weights(inner, dim, bias))
+    require_no_noisier(products.gated, hidden, into)
+    down = numbers.weights(dim, inner - inner % 16, bias)
+    assert products.fits(down, rows)
+    fed = numbers(rows, inner - inner % 16)
+    before = hidden.clone()
+    require_no_noisier(products.add_product, hidden, fed, down)
+    assert torch.equal(hidden, before)
+
+
+def test_what_does_not_fit() -> None:
+    """Sizes that are no whole tiles, weights that are turned, too many rows."""
+    weight = torch.zeros(64, 48)
+    assert products.fits(Weights(weight), 16) and not products.fits(Weights(weight), 17)
+    assert not products.fits(Weights(torch.zeros(64, 40)), 1) and not products.fits(Weights(torch.zeros(12, 48)), 1)
+    assert not products.fits(Weights(torch.zeros(48, 64).t()), 1)
+    assert not products.fits(Weights(weight, torch.zeros(64, dtype=torch.float16)), 1)
+    assert not products.fits(Weights(weight.double()), 1)

@@ -32,7 +32,7 @@ from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space, split_bytes
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
-from retrieval_attn.index.sketch.index import RESCORE, SAMPLED_KEYS, check_key_bytes, learn_projection
+from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, SearchRequest
 
@@ -46,6 +46,9 @@ MAX_CANDIDATES = 2048
 """Keys named per query with those at most: what the GPU picks them from fits one program."""
 CODE_ALIGNED = 16
 """Bytes on a multiple of which a device begins to read codes."""
+LEARNED_KEYS = 4096
+"""Of a head, that its codes are learned from. Twice as many find no more: recall .9702 and .9704 of the best 100 among
+400 named, on five heads of the bundled model over 16K of prose."""
 SPARE_TOKENS = 4096
 """Room that a device has for codes of keys that come later, before codes move."""
 
@@ -195,7 +198,7 @@ class DeviceIndex(RunsIndex):
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
         identity = np.eye(dim, dtype=np.float32)
-        sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
+        sample = to_float32(keys[:: max(1, len(keys) // LEARNED_KEYS)], fmt)
         if not np.isfinite(sample).all():
             raise NotFiniteError(NOT_FINITE)
         known = sample if len(sample) else identity

@@ -19,6 +19,8 @@ from tests.gpu.test_decode_kernels import INTERPRETED
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]  # interpreted, bfloat16 is cut off
 ROWS = [1, 2, 5, 16]
+SUMS_IN_FLOAT32 = 1e-6
+"""Of a sum of up to 1,280 terms, one after the other: each addition is off by up to 6e-8 of what it has so far."""
 
 
 @pytest.fixture(params=["torch", TRITON])
@@ -63,14 +65,18 @@ def exact(value: Any) -> Any:
 
 
 def require_no_noisier(call: Callable[..., Any], *given: Any) -> None:
-    """What the kernels add to the exact answer is at most twice what rounding once at each module does."""
+    """What the kernels add to the exact answer is at most twice what rounding once at each module does.
+
+    float32 is rounded nowhere but in sums, whose order is another one.
+    """
     own = call(*given)
     on_cpu = [_moved(one) for one in given]
     modules, right = call(*on_cpu), call(*(exact(one) for one in given))
     for a, b, c in zip(*((one if isinstance(one, tuple) else (one,)) for one in (own, modules, right)), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape == c.shape
-        noise = torch.finfo(a.dtype).eps / 4 + float((b.double() - c).norm() / c.norm())
-        assert float((a.double().cpu() - c).norm() / c.norm()) <= 2 * noise
+        noise = float((b.double() - c).norm() / c.norm())
+        bound = SUMS_IN_FLOAT32 if a.dtype == torch.float32 else 2 * noise
+        assert float((a.double().cpu() - c).norm() / c.norm()) <= bound
 
 
 def _moved(value: Any) -> Any:

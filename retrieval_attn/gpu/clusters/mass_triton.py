@@ -36,6 +36,8 @@ TERMS = 4
 UNSEEN_ROWS = 16
 """Of what codes do not store, rows that are multiplied at once."""
 LOG2_E = 1.4426950408889634
+JOINED_COLUMNS, JOINED_ROWS, JOINED_MASSES = 32, 128, 8192
+"""Columns of a mean value that a program joins, and of how many programs it holds how many masses at a time."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VALUE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -165,27 +167,25 @@ def _mass_kernel(
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "programs"])
 def _join_kernel(
     sums, terms, table, out, lse, members, first_entry, first_member, count, programs, dim,
-    WORDS: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, B: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    VALUE: tl.constexpr,
+    WORDS: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """out (D of the columns) and lse of query i: what all programs summed, B clusters at a time."""
+    """out (D of the columns) and lse of query i: what all programs summed, P of them at a time."""
     i = tl.program_id(0)
     entry = (first_entry + i // count).to(tl.int64)
     query = entry * members + first_member + i % count
     address = tl.load(table + entry * WORDS + 1)
     values = address.to(tl.pointer_type(VALUE))
-    part, number, column = tl.arange(0, P), tl.arange(0, B), tl.program_id(1) * D + tl.arange(0, D)
-    mixed, total = tl.zeros((D,), tl.float32), 0.0
-    for first in range(0, C, B):
-        masses = tl.zeros((P, B), tl.float32)
-        for some in range(0, programs, P):
-            at = sums + (i.to(tl.int64) * programs + some + part)[:, None] * C + first + number[None, :]
-            masses += tl.load(at, mask=(some + part < programs)[:, None], other=0.0)
-        mass = tl.sum(masses, axis=0)
-        total += tl.sum(mass, axis=0)
-        at = values + (first + number)[:, None] * dim + column[None, :]
-        mean = tl.load(at, mask=(column < dim)[None, :] & (address != 0), other=0.0).to(tl.float32)
-        mixed += tl.sum(mean * mass[:, None], axis=0)
+    part, number, column = tl.arange(0, P), tl.arange(0, C), tl.program_id(1) * D + tl.arange(0, D)
+    # all clusters at once: additions of one turn wait for nothing but their loads, and threads meet once, at the end
+    masses = tl.zeros((P, C), tl.float32)
+    for some in range(0, programs, P):
+        at = sums + (i.to(tl.int64) * programs + some + part)[:, None] * C + number[None, :]
+        masses += tl.load(at, mask=(some + part < programs)[:, None], other=0.0)
+    mass = tl.sum(masses, axis=0)
+    total = tl.sum(mass, axis=0)
+    at = values + number[:, None] * dim + column[None, :]
+    mean = tl.load(at, mask=(column < dim)[None, :] & (address != 0), other=0.0).to(tl.float32)
+    mixed = tl.sum(mean * mass[:, None], axis=0)
     start = tl.load(terms + i * TERMS + 3)
     empty = (total == 0) | (start != start)
     total = tl.where(empty, 1.0, total)
@@ -220,10 +220,10 @@ def estimate(
         CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_POWER=MOST_POWER, SHIFT=SHIFT, LOG2_E=LOG2_E,
         H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
     )  # fmt: skip
-    columns = min(64, triton.next_power_of_2(mass.value_dim))
+    columns = min(JOINED_COLUMNS, triton.next_power_of_2(mass.value_dim))
     _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](
         sums, terms, mass.table, into.out, into.lse,
         members, turn.first_entry, turn.first_member, turn.members, programs, mass.value_dim,
-        WORDS=TABLE_WORDS, TERMS=TERMS, C=clusters, B=min(32, clusters), P=32, D=columns,
-        VALUE=VALUE_TYPES[mass.dtype], num_warps=4,
+        WORDS=TABLE_WORDS, TERMS=TERMS, C=clusters, P=min(JOINED_ROWS, JOINED_MASSES // clusters),
+        D=columns, VALUE=VALUE_TYPES[mass.dtype], num_warps=8,
     )  # fmt: skip

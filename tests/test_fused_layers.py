@@ -157,7 +157,7 @@ def test_longer_forwards_and_other_dtypes_go_the_layers_own_way(llama: Any, monk
 
 
 def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is tried once for a number of rows, and again after its weights moved."""
+    """A layer is tried once for one row and once for several, and again after its weights moved."""
     trials: list[int] = []
     trial = module._trial
 
@@ -167,10 +167,12 @@ def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "_trial", counted)
     assert taken(llama) == taken(llama) == LAYERS and trials == [0, 1]
-    assert taken(llama, 2) == taken(llama) == LAYERS and trials == [0, 1] * 2
+    assert taken(llama, 2) == taken(llama, 3) == taken(llama) == LAYERS and trials == [0, 1] * 2
     layer = llama.model.layers[0]
     _, known = module._tried[layer]
-    assert known == dict.fromkeys((1, 2), module._Trial(True, module._Scoring(layer.self_attn.scaling, None, None)))
+    assert known == dict.fromkeys(
+        (False, True), module._Trial(True, module._Scoring(layer.self_attn.scaling, None, None))
+    )
     weight = layer.mlp.up_proj.weight
     weight.data = weight.data.clone()
     assert taken(llama) == LAYERS and trials == [0, 1, 0, 1, 0]
@@ -182,3 +184,26 @@ def test_an_error_puts_all_back(llama: Any) -> None:
         assert [layer.forward for layer in llama.model.layers] != before
         raise KeyError("an interrupt, say")
     assert [layer.forward for layer in llama.model.layers] == before
+
+
+@pytest.mark.parametrize(("name", "calls"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 4), ("gpt_oss", 2)])
+def test_kernels_are_loaded_without_a_step(name: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a layer of this make launches, once; nothing where Triton does not run."""
+    seen: list[str] = []
+
+    def counted(kernel: str) -> Any:
+        own = getattr(module, kernel)
+
+        def call(*given: Any) -> Any:
+            seen.append(kernel)
+            return own(*given)
+
+        return call
+
+    for kernel in ("project", "gated", "add_product"):
+        monkeypatch.setattr(module, kernel, counted(kernel))
+    module.load_layer_kernels(enabled(name))
+    assert len(seen) == calls
+    monkeypatch.setattr(module, "_runs_kernels", lambda model: False)
+    module.load_layer_kernels(enabled(name))
+    assert len(seen) == calls

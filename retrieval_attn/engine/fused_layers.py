@@ -24,7 +24,7 @@ from retrieval_attn.engine.norms import eps_of, is_rms_norm
 from retrieval_attn.engine.prefill import forwards_itself
 from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights, add_product, fits, gated, project
 from retrieval_attn.model import hooks
-from retrieval_attn.model.layers import decoder_layers, modules_of
+from retrieval_attn.model.layers import decoder_layers, first_decoder_layer, modules_of
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,24 @@ def fused_layers(model: PreTrainedModel, rows: int) -> Iterator[int]:
         yield taken
 
 
+def load_layer_kernels(model: PreTrainedModel) -> None:
+    """Compile and load what a step of one row will launch, by multiplying zeros with a layer's weights."""
+    layer = first_decoder_layer(model)
+    if layer is None or not _runs_kernels(model):
+        return
+    try:
+        parts = _parts(layer, 1)
+    except _Different:
+        return
+    attending, query = parts.attending, parts.attending.query.weight
+    rotation = query.new_zeros(1, attending.head_dim)
+    hidden = query.new_zeros(1, query.shape[1])
+    found, _, _ = project(hidden, attending, (rotation, rotation))
+    add_product(hidden, found.reshape(1, -1), parts.output)
+    if parts.feed is not None and parts.down is not None:
+        add_product(hidden, gated(hidden, parts.feed), parts.down)
+
+
 def _put_back(layer: nn.Module, forward: Any) -> None:
     """Give a layer the forward that it had; None: its class's."""
     if forward is None:
@@ -154,8 +172,10 @@ class _FusedLayer:
         return residual + (fed[0] if isinstance(fed, tuple) else fed)
 
 
-_Known = dict[int, _Trial | str]
-"""What was found, by rows; a text: why the layer keeps its modules."""
+_Known = dict[bool, _Trial | str]
+"""What was found, by whether there are several rows, for which the kernels are others; a text: why the layer keeps its
+modules.
+"""
 _tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Known]] = weakref.WeakKeyDictionary()
 """What trials of layers have found, beside what it depends on: where their weights lie."""
 
@@ -169,12 +189,13 @@ def _fused(layer: nn.Module, index: int, rows: int) -> _FusedLayer:
     if before != weights:
         known = {}
     _tried[layer] = weights, known
-    if rows not in known:
+    several = rows > 1
+    if several not in known:
         try:
-            known[rows] = _trial(layer, index, parts, rows)
+            known[several] = _trial(layer, index, parts, rows)
         except _Different as reason:
-            known[rows] = str(reason)
-    found = known[rows]
+            known[several] = str(reason)
+    found = known[several]
     if isinstance(found, str):
         raise _Different(found)
     return _FusedLayer(layer, index, parts if found.whole else parts.without_feed, found.scoring)
@@ -288,9 +309,7 @@ def _compared(layer: nn.Module, index: int, parts: _Parts, rows: int) -> _Scorin
             scoring = own.scoring
             kernels = _FusedLayer(layer, index, parts, scoring)(hidden, past_key_values=fused, **options)
         scorings.add(scoring)
-        for name, right in own.asked.items():
-            _require_same(name, right, fused.asked[name])
-        _require_same("output", returned, kernels)
+        _require_same({**own.asked, "output": returned}, {**fused.asked, "output": kernels})
     if len(scorings) > 1:
         raise _Different("how it has keys scored changes")
     return scorings.pop()
@@ -308,15 +327,16 @@ def _returned(layer: nn.Module, hidden: Tensor, **options: Any) -> Tensor:
     return returned
 
 
-def _require_same(name: str, right: Tensor, other: Tensor) -> None:
-    alike = right.shape == other.shape and right.dtype == other.dtype
-    if not alike or not _distance(right, other) <= _rounding(right.dtype):
-        raise _Different(f"its {name} differs from that of its kernels")
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """The difference's share of a tensor; it may be no number."""
-    return float((one.double() - other.double()).norm() / one.double().norm())
+def _require_same(own: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Raise _Different, with its name, where a tensor is not what it should be but for rounding."""
+    for name, right in own.items():
+        if others[name].shape != right.shape or others[name].dtype != right.dtype:
+            raise _Different(f"its {name} has another shape or dtype than that of its kernels")
+    pairs = [(right.float(), others[name].float()) for name, right in own.items()]
+    shares = torch.stack([(right - other).norm() / right.norm() for right, other in pairs]).tolist()  # one wait for all
+    for (name, right), share in zip(own.items(), shares, strict=True):
+        if not share <= _rounding(right.dtype):  # it may be no number
+            raise _Different(f"its {name} differs from that of its kernels")
 
 
 def _rounding(dtype: torch.dtype) -> float:

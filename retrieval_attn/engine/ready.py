@@ -28,6 +28,7 @@ from retrieval_attn.compiled.jobs import Compilation, missing, wait_until_compil
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
+from retrieval_attn.engine.fused_layers import load_layer_kernels
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, has_captured, runtime_for, unbind
 from retrieval_attn.engine.preparation import Preparation
@@ -123,6 +124,8 @@ def _preparations(
     yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _sizes(model)[0])
     yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, fmt, *_sizes(model))
     yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
+    if config.graph is not False:
+        yield "kernels of a step", functools.partial(load_layer_kernels, model)
     if config.graph is not False and requested_host_callback() != "host_node":
         yield "the exchange with the host", functools.partial(_load_exchange, device)
 

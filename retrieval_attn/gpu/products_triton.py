@@ -83,7 +83,7 @@ def _products(
     return out_first, out_second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _project_kernel(
     numbers, norm, query, key, value, query_bias, key_bias, value_bias, cosines, sines, out_query, out_key, out_value,
     rows, dim, eps, q_heads, kv_heads, head_dim,
@@ -153,7 +153,7 @@ def _turn_kernel(
     tl.store(at + half, (b * cos_b + a * sin_b).to(query.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     numbers, norm, gate, up, gate_bias, up_bias, out, rows, dim, inner, eps,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -173,7 +173,7 @@ def _gated_kernel(
     tl.store(out + member[:, None] * inner + place[None, :], a.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_kernel(
     residual, numbers, weight, bias, out, rows, dim, width,
     HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,

@@ -1,8 +1,8 @@
 """Products of a few rows with a layer's weights, each in one kernel with what stands before and after it.
 
-A decoder layer of one token is some 20 small kernels around its matrix products; on an H100 they take 70 us of a
-layer's 250. Three kernels hold all of them but attention: `project` (norm, query, key, value, rotary embedding),
-`gated` (norm, gate, up, SiLU) and `add_product` (output or down projection, residual).
+A decoder layer of one token is some 20 small kernels around its matrix products: on an H100 a step of Llama-3-8B takes
+2 ms of 8 longer with them. Three kernels hold all of them but attention: `project` (norm, query, key, value, rotary
+embedding), `gated` (norm, gate, up, SiLU) and `add_product` (output or down projection, residual).
 
 Each has a Triton kernel (`products_triton.py`), which rounds once, at the end, and the same in plain PyTorch, which
 rounds where transformers' modules do.

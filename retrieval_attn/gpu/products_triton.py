@@ -253,7 +253,7 @@ def _normed(hidden: Tensor, norm: Norm) -> Tensor:
 def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, Any]:
     """How a product of numbers (rows, dim) with weights of `width` rows is cut: tiles that divide both sizes.
 
-    pairs: two weights of that size are read side by side. The sizes are those of the fastest of 60 on an H100, with the
+    pairs: two weights of that size are read side by side. The sizes were the fastest of some 50 on an H100, with the
     weights of Llama-3-8B; the smaller tile is for cards whose multiprocessors have less shared memory.
     """
     rows, dim = numbers.shape

@@ -71,8 +71,7 @@ class _Different(Exception):
 def fused_layers(model: PreTrainedModel, rows: int) -> Iterator[int]:
     """Within, forwards of one token for each of `rows` rows run layers in few kernels; gives how many layers do.
 
-    Outside they are as they were. Not for two threads at once. Nothing happens where Triton does not run: plain PyTorch
-    gains nothing.
+    Outside they are as they were. Not for two threads at once. Nothing happens on a CPU, where nothing is gained.
     """
     with ExitStack() as stack:
         taken = 0

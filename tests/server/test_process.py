@@ -99,13 +99,14 @@ def test_logs_and_metrics(served: Served) -> None:
         before = {name: metric(http, name) for name in ("generation_tokens_total", "e2e_request_latency_seconds_count")}
         reply = http.post(CHAT, json=talk(), headers={"x-request-id": "mine-7"})
         usage = reply.json()["usage"]
+        # a request is counted, and then told to the log, behind its reply
+        end = time.monotonic() + 10
+        while not (lines := [line for line in served.log if line.get("request_id") == "mine-7"]):
+            assert time.monotonic() < end
+            time.sleep(0.01)
         assert metric(http, "generation_tokens_total") == before["generation_tokens_total"] + usage["completion_tokens"]
         assert metric(http, "e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 1
         assert metric(http, "engine_up") == 1 and metric(http, "prefix_tokens_hit") > 0
-    end = time.monotonic() + 10
-    while not (lines := [line for line in served.log if line.get("request_id") == "mine-7"]):
-        assert time.monotonic() < end
-        time.sleep(0.01)
     (line,) = lines
     assert line["status"] == 200 and line["completion_tokens"] == usage["completion_tokens"]
     assert 0 < line["first_token_seconds"] <= line["seconds"] and line["key"] == "anybody"

@@ -121,7 +121,7 @@ def test_a_part_that_only_looks_alike_stays_a_module(llama: Any) -> None:
 
 
 def test_what_is_watched_or_held_in_another_way_keeps_its_modules(llama: Any) -> None:
-    """Hooks, a forward of one's own, a subclass of Linear (adapters), a weight that stands for others."""
+    """Hooks, a forward of one's own, a subclass of Linear (adapters)."""
     layers = llama.model.layers
     hook = layers[0].mlp.down_proj.register_forward_hook(lambda *given: None)
     assert taken(llama) == LAYERS - 1
@@ -145,7 +145,7 @@ def test_other_ways_of_attending_keep_their_modules() -> None:
     assert taken(build_model("llama")) == 0
 
 
-def test_longer_forwards_and_other_dtypes_go_the_layers_own_way(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_forwards_go_the_layers_own_way(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = random_ids(1, 5)
     with torch.no_grad():
         expected = llama(ids, past_key_values=ra.RetrievalCache(llama)).logits

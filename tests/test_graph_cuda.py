@@ -20,6 +20,7 @@ import retrieval_attn as ra
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.offload.threads import IDLE_SECONDS
 from tests.graph_cases import CASES, CONFIG, MODELS, NEW, Decoded, broken_search
 from tests.test_graph_decode import Counting
 from tests.tiny_models import tiny_model
@@ -69,13 +70,12 @@ def test_bfloat16_is_as_close_as_rounding() -> None:
 
 
 def test_thousands_of_tokens_in_constant_memory(host_callback: str) -> None:
-    """2,000 replays of one capture; device memory as after the first hundred, and no host thread more: a reading's own
-    end when they have had nothing to do for a while.
-    """
+    """2,000 replays of one capture; host threads and device memory as after the first hundred."""
     model = on_device("llama")
     decoded = Decoded(model, True, new=100)
     steps = Steps(model, decoded.cache, True)
     gc.collect()  # models of earlier tests lie in cycles: what they hold must not be freed between the two looks
+    time.sleep(2 * IDLE_SECONDS)  # a reading's threads end when they have had nothing to do for so long
     seen = []
     with torch.no_grad():
         for token in range(2000):
@@ -85,12 +85,11 @@ def test_thousands_of_tokens_in_constant_memory(host_callback: str) -> None:
             steps.confirm()
             if token in (100, 1999):
                 torch.cuda.synchronize()
-                memory = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-                seen.append((memory, threading.active_count()))
+                seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), threading.active_count()))
     assert steps.launcher is not None
     decoder = steps.launcher.decoder
     steps.close()
-    assert seen[0][0] == seen[1][0] and seen[0][1] >= seen[1][1]
+    assert seen[0] == seen[1]
     assert decoder.captures == 1 and decoder.replays == 2100 and decoder is decoded.decoder
 
 

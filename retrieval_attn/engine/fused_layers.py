@@ -222,7 +222,8 @@ def _trial(layer: nn.Module, index: int, parts: _Parts, rows: int) -> _Trial:
 
 def _parts(layer: Any, rows: int) -> _Parts:
     """What a layer is made of. Raises _Different where it is made of something else."""
-    attention, dim = getattr(layer, "self_attn", None), getattr(getattr(layer, "self_attn", None), "head_dim", None)
+    attention = getattr(layer, "self_attn", None)
+    dim = getattr(attention, "head_dim", None)
     norm, output = _norm(getattr(layer, "input_layernorm", None)), _weights(getattr(attention, "o_proj", None), rows)
     projections = _projections(attention, rows)
     if norm is None or output is None or projections is None or not isinstance(dim, int):

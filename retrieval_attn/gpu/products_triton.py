@@ -21,10 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.norm_triton import rms_norm
-from retrieval_attn.gpu.products import Attending, Gated, Norm, Rotation, Weights
+from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Rotation, Weights
 
-TILE_ROWS = 16
-"""Rows of the tile that a matrix instruction takes."""
 DEEP_TILE_BYTES = 160 * 1024
 """Shared memory from which four stages of 512 columns fit."""
 OVERLAP_FROM = 9, 0
@@ -83,6 +81,16 @@ def _products(
     return out_first, out_second
 
 
+@triton.jit
+def _turned(a, b, cosines, sines, at, half, inside):
+    """Both halves of heads, turned by the cosines and sines at `at` and `half` behind it."""
+    cos_a = tl.load(cosines + at, mask=inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sines + at, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cosines + at + half, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sines + at + half, mask=inside, other=0.0).to(tl.float32)
+    return a * cos_a - b * sin_a, b * cos_b + a * sin_b
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _project_kernel(
     numbers, norm, query, key, value, query_bias, key_bias, value_bias, cosines, sines, out_query, out_key, out_value,
@@ -108,16 +116,10 @@ def _project_kernel(
     if HAS_BIAS:
         a += tl.load(bias + head * head_dim + low).to(tl.float32)[None, :]
         b += tl.load(bias + head * head_dim + high).to(tl.float32)[None, :]
-    inside = (member < rows)[:, None] & (low >= 0)[None, :]
+    inside = (member < rows)[:, None]
     if TURNS and entry < q_heads + kv_heads:
         turn = member[:, None] * head_dim + low[None, :]
-        cos_a = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
-        sin_a = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
-        cos_b = tl.load(cosines + turn + head_dim // 2, mask=inside, other=0.0).to(tl.float32)
-        sin_b = tl.load(sines + turn + head_dim // 2, mask=inside, other=0.0).to(tl.float32)
-        turned = a * cos_a - b * sin_a
-        b = b * cos_b + a * sin_b
-        a = turned
+        a, b = _turned(a, b, cosines, sines, turn, head_dim // 2, inside)
     at = (member[:, None] * heads + head) * head_dim + low[None, :]
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
     tl.store(out + at + head_dim // 2, b.to(out.dtype.element_ty), mask=inside)
@@ -134,11 +136,6 @@ def _turn_kernel(
     half, low = head_dim // 2, tl.arange(0, H)
     inside = low < half
     _begin(OVERLAP)
-    turn = row * head_dim + low
-    cos_a = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cosines + turn + half, mask=inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sines + turn + half, mask=inside, other=0.0).to(tl.float32)
     if head < q_heads:
         at, norm, eps = query + (row * q_heads + head) * head_dim + low, query_norm, query_eps
     else:
@@ -149,8 +146,9 @@ def _turn_kernel(
         scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / head_dim + eps)
         a *= scale * tl.load(norm + low, mask=inside, other=0.0).to(tl.float32)
         b *= scale * tl.load(norm + low + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, (a * cos_a - b * sin_a).to(query.dtype.element_ty), mask=inside)
-    tl.store(at + half, (b * cos_b + a * sin_b).to(query.dtype.element_ty), mask=inside)
+    a, b = _turned(a, b, cosines, sines, row * head_dim + low, half, inside)
+    tl.store(at, a.to(query.dtype.element_ty), mask=inside)
+    tl.store(at + half, b.to(query.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -168,7 +166,7 @@ def _gated_kernel(
         a += tl.load(gate_bias + place).to(tl.float32)[None, :]
     if HAS_UP_BIAS:
         b += tl.load(up_bias + place).to(tl.float32)[None, :]
-    inside = (member < rows)[:, None] & (place < inner)[None, :]
+    inside = (member < rows)[:, None]
     a = a / (1 + tl.exp(-a)) * b
     tl.store(out + member[:, None] * inner + place[None, :], a.to(out.dtype.element_ty), mask=inside)
 
@@ -185,7 +183,7 @@ def _add_kernel(
     a, _ = _products(numbers, numbers, row, row, rows, dim, 0.0, False, False, M, N, K)
     if HAS_BIAS:
         a += tl.load(bias + place).to(tl.float32)[None, :]
-    inside = (member < rows)[:, None] & (place < width)[None, :]
+    inside = (member < rows)[:, None]
     at = member[:, None] * width + place[None, :]
     a += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
@@ -263,7 +261,7 @@ def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, A
     else:
         deep = not pairs and _shared_bytes(numbers.device) >= DEEP_TILE_BYTES
         columns = (512 if deep else 128) * 2 // numbers.element_size()
-        tile = {"M": TILE_ROWS, "N": _largest(width, 16), "K": _largest(dim, columns), "num_warps": 2}
+        tile = {"M": MAX_ROWS, "N": _largest(width, 16), "K": _largest(dim, columns), "num_warps": 2}
         tile["num_stages"] = 4 if deep else 3
     return tile | _overlap(numbers.device)
 
@@ -282,10 +280,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_FROM
-
-
 def _overlap(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin before the kernel ahead has ended."""
-    return {"OVERLAP": True, "launch_pdl": True} if _overlaps(device) else {"OVERLAP": False}
+    """Options of a launch that may begin before the kernel ahead has ended, where the device can."""
+    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_FROM
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}

@@ -41,8 +41,8 @@ CHUNK_STEP = 256
 WIDTH = 100
 
 FULL_KEYS = (
-    'Measured on an H100, Llama-3-8B\'s shape, ms per token beside index "auto": 8.0 and 14.4 at 4K, 8.5 and 10.3 at '
-    "16K, 10.7 and 11.7 at 64K, 13.7 and 12.2 at 128K."
+    'Measured on an H100, Llama-3-8B\'s shape, ms per token beside index "auto": 6.0 and 12.7 at 4K, 6.5 and 8.5 at '
+    "16K, 11.8 and 10.1 at 128K."
 )
 
 

@@ -54,12 +54,12 @@ class Numbers:
         return Norm(self(dim, size=0.3, mean=1.0), 1e-5)
 
 
-def exact(value: Any) -> Any:
-    """The same in float64, of which plain PyTorch rounds nothing that matters here."""
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor, changed, or a tuple with all of its tensors changed, named ones of their own kind."""
     if isinstance(value, Tensor):
-        return value.double().cpu()
+        return change(value)
     if isinstance(value, tuple):
-        parts = [exact(one) for one in value]
+        parts = [changed(one, change) for one in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 
@@ -70,22 +70,12 @@ def require_no_noisier(call: Callable[..., Any], *given: Any) -> None:
     float32 is rounded nowhere but in sums, whose order is another one.
     """
     own = call(*given)
-    on_cpu = [_moved(one) for one in given]
-    modules, right = call(*on_cpu), call(*(exact(one) for one in given))
+    modules, right = call(*changed(given, Tensor.cpu)), call(*changed(given, lambda one: one.double().cpu()))
     for a, b, c in zip(*((one if isinstance(one, tuple) else (one,)) for one in (own, modules, right)), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape == c.shape
         noise = float((b.double() - c).norm() / c.norm())
         bound = SUMS_IN_FLOAT32 if a.dtype == torch.float32 else 2 * noise
         assert float((a.double().cpu() - c).norm() / c.norm()) <= bound
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, tuple):
-        parts = [_moved(one) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -147,7 +147,7 @@ def test_chunks_overlap_and_stay_bounded() -> None:
     """Two chunks where there is enough for two; never more than MOST_QUERIES of a head, one position at least."""
     sizes = [(32, 1, 1), (32, 32, 32), (32, 63, 63), (32, 65, 33), (32, 1024, 128), (8, 1100, 367), (4096, 9, 1)]
     for heads, positions, size in sizes:
-        shape = QuestionShape(torch.device("cpu"), heads, 8, 128, 128, Format.BFLOAT16, CodeShape(8, 8, 100))
+        shape = QuestionShape(torch.device("cpu"), heads, 8, 128, 128, Format.BFLOAT16, CodeShape(12, 100))
         assert shape.chunk(positions) == size
 
 

@@ -137,10 +137,10 @@ class KeyIndex(SearchedInSteps, ABC):
         return DeviceBytes()
 
     @classmethod
-    def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> tuple[int, int, int] | None:
-        """What a captured step searches codes on the device by: numbers of 8 and of 4 bits per key, and keys to name
-        for the best k. None: the kind has no codes there. estimated: all that are named are attended to, and the others
-        are estimated, so that fewer suffice.
+    def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> tuple[int, int] | None:
+        """What a captured step searches codes on the device by: bytes per key, and keys to name for the best k. None:
+        the kind has no codes there. estimated: all that are named are attended to, and the others are estimated, so
+        that fewer suffice.
         """
         return None
 

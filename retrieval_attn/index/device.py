@@ -29,7 +29,7 @@ from retrieval_attn.index.device_task import candidate_search, prepare_candidate
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space, split_bytes
+from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
@@ -38,10 +38,10 @@ from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, Se
 
 MIN_DEFAULT_BYTES = 16
 """Bytes per key that small heads get if nothing is said."""
-SMALLER_CODES = ((6, 4), (5, 8), (4, 12), (3, 16))
+SMALLER_CODES = ((6, 3), (5, 4), (4, 6), (3, 12), (2, 16))
 """Where the usual code does not fit: sixteenths of a byte per number of a key, and keys scored exactly per key wanted,
 which make up for what the code no longer tells. Of the best 100 of 131,072 synthetic keys of head_dim 128 they hold
-.955, .978, .972 and .954 (usual: .962), of a hard head .85, .89, .86 and .81 (.91)."""
+.991, .985, .981, .984 and .953 (usual: .994), of a hard head .97, .96, .93, .92 and .83 (.98)."""
 MAX_CANDIDATES = 2048
 """Keys named per query with those at most: what the GPU picks them from fits one program."""
 CODE_ALIGNED = 16
@@ -182,9 +182,9 @@ class DeviceIndex(RunsIndex):
         return DeviceBytes(options.bytes_for(head_dim))
 
     @classmethod
-    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> tuple[int, int, int]:
+    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> tuple[int, int]:
         rescore = max(1, options.rescore // 2) if estimated else options.rescore
-        return *split_bytes(options.bytes_for(head_dim), head_dim), rescore_count(rescore, k)
+        return options.bytes_for(head_dim), rescore_count(rescore, k)
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
@@ -315,18 +315,38 @@ def _coder(given: Coder | None) -> Coder:
 
 def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | None:
     """The space that a state tells of, None where it does not fit keys of `head_dim` numbers."""
-    wide, narrow = state.get("wide"), state.get("narrow")
-    if not isinstance(wide, int) or not isinstance(narrow, int) or not 0 <= wide <= head_dim - narrow <= head_dim:
+    wide, narrow, thin = (state.get(name, 0) for name in ("wide", "narrow", "thin"))
+    if not isinstance(wide, int) or not isinstance(narrow, int) or not isinstance(thin, int):
         return None
-    rank = wide + narrow
-    shapes = (rank, head_dim), (rank, head_dim), (rank,), (2 + head_dim - rank, head_dim)
-    sides: list[npt.NDArray[np.float32]] = []
-    for name, shape in zip(CodeSpace._fields, shapes, strict=False):
-        array = state.get(name)
-        if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != shape:
-            return None
-        sides.append(array)
-    return CodeSpace(sides[0], sides[1], sides[2], sides[3], wide, narrow)
+    rank = wide + narrow + thin
+    if min(wide, narrow, thin) < 0 or narrow % 2 or thin % 4 or not 0 < rank <= head_dim:
+        return None
+    sides = [state.get(name) for name in CodeSpace._fields[:4]]
+    arrays = [side for side in sides if isinstance(side, np.ndarray) and side.dtype == np.float32]
+    shapes = [array.shape for array in arrays]
+    if shapes == [(rank, head_dim), (rank, head_dim), (rank,), (2 + head_dim - rank, head_dim)]:
+        arrays = _widened(*arrays)  # saved before 2-bit numbers came, when numbers not stored were told apart
+    elif shapes != [(head_dim, head_dim), (head_dim, head_dim), (head_dim,), (2, head_dim)]:
+        return None
+    return CodeSpace(arrays[0], arrays[1], arrays[2], arrays[3], wide, narrow, thin)
+
+
+def _widened(
+    query_side: npt.NDArray[np.float32],
+    key_side: npt.NDArray[np.float32],
+    shift: npt.NDArray[np.float32],
+    estimate: npt.NDArray[np.float32],
+) -> list[npt.NDArray[np.float32]]:
+    """The sides of a space, with a row for every number, of sides with rows for those stored."""
+    rank, dim = query_side.shape
+    variances = np.ones(dim, np.float32)
+    variances[:rank] = estimate[1, :rank]
+    return [
+        np.concatenate([query_side, estimate[2:]]),
+        np.pad(key_side, ((0, dim - rank), (0, 0))),
+        np.pad(shift, (0, dim - rank)),
+        np.stack([estimate[0], variances]),
+    ]
 
 
 class DeviceTail(SearchedInSteps):

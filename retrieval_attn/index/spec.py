@@ -86,7 +86,7 @@ class IndexSpec:
         """Whether a device keeps codes of the keys, for as long as the index lives."""
         return self.device_bytes(head_dim).held > 0
 
-    def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> tuple[int, int, int] | None:
+    def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> tuple[int, int] | None:
         return self.cls.code_shape(self.options, head_dim, k, estimated)
 
     def may_be(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:

@@ -10,7 +10,6 @@ from retrieval_attn.cpu.clusters import LATE_CLUSTERS, MAX_CLUSTERS, clusters_fo
 from retrieval_attn.cpu.samples import columns_for
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, mass_grid
 from retrieval_attn.index.device import SPARE_TOKENS
-from retrieval_attn.index.kernels.key_codes import split_bytes
 
 NUMBER = 4
 """Bytes of a float32."""
@@ -34,12 +33,11 @@ def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: boo
     return tokens + NUMBER * numbers + NUMBER // 2 * halves
 
 
-def device_head_bytes(key_dim: int, value_dim: int, key_bytes: int) -> int:
+def device_head_bytes(key_dim: int, value_dim: int) -> int:
     """Of one head on a device, beside a byte for each key: room for more of these, mean values, and what a query needs
-    to estimate a code's score. key_bytes: of a code.
+    to estimate a code's score.
     """
-    estimate = 2 + key_dim - sum(split_bytes(key_bytes, key_dim))
-    return SPARE_TOKENS + MAX_CLUSTERS * value_dim * MEAN_DTYPE.itemsize + estimate * key_dim * NUMBER
+    return SPARE_TOKENS + MAX_CLUSTERS * value_dim * MEAN_DTYPE.itemsize + 2 * key_dim * NUMBER
 
 
 def mass_bytes(rows: int, kv_heads: int, q_heads: int) -> int:

@@ -203,12 +203,12 @@ def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
     """
     from retrieval_attn.memory.clusters import device_head_bytes, mass_bytes
 
-    shape, held = size.shape, size.codes.held
-    if not held or not size.options.estimates:
+    shape = size.shape
+    if not size.codes.held or not size.options.estimates:
         return 0, 0
     heads = size.batch * shape.full_layers * shape.kv_heads
     rows = size.batch if size.batch == 1 else size.batch - size.batch // 2  # a captured step takes them in halves
-    fixed = heads * device_head_bytes(shape.key_dim, shape.value_dim, held)
+    fixed = heads * device_head_bytes(shape.key_dim, shape.value_dim)
     return heads, fixed + mass_bytes(rows, shape.kv_heads, shape.q_heads)
 
 

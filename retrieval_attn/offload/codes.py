@@ -24,7 +24,7 @@ from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_fo
 from retrieval_attn.gpu.codes.search import name_keys
 from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.key_codes import CodeSpace
+from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
@@ -179,7 +179,7 @@ class _Spaces:
             held[place : place + side.size] = side.reshape(-1)
             place += size
         sides = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow)
+        return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow, space.thin)
 
     def send(self) -> None:
         """By one copy of the current stream; PyTorch keeps the page-locked memory until it is over."""
@@ -308,10 +308,10 @@ def load_coder(device: torch.device, dtype: torch.dtype, spec: IndexSpec, head_d
     shape = spec.code_shape(head_dim, 1)
     if shape is None:
         return
-    num_8bit, num_4bit, _ = shape
-    sides = torch.zeros(num_8bit + num_4bit, head_dim, device=device)
-    space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), sides[:0], num_8bit, num_4bit)
-    codes = torch.zeros(1, num_8bit + num_4bit // 2, dtype=torch.uint8, device=device)
+    split = splits(shape[0], head_dim)[0]
+    sides = torch.zeros(head_dim, head_dim, device=device)
+    space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), sides[:0], *split)
+    codes = torch.zeros(1, shape[0], dtype=torch.uint8, device=device)
     encode(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes)
 
 

@@ -91,7 +91,7 @@ def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int
     bases, variances = estimated(codes.space, rows)
     best = scores.topk(100, dim=1).indices
     if code_search.kernels_for(rows, "codes.search_triton") is not None:
-        search = CodeSearch(1, 32, 1, CodeShape(space.wide, space.narrow, 10), torch.device(device))
+        search = CodeSearch(1, 32, 1, CodeShape(space.key_bytes, 10), torch.device(device))
         search.bind([(codes, 4000)])
         scratch = Scratch(32, size_class(4000), search.shape.room, torch.device(device))
         ids = torch.empty(32, search.shape.room, dtype=torch.int32, device=device)
@@ -114,7 +114,7 @@ def search_of(
     """One entry for each of `sizes` keys."""
     spaces = [made(dim, key_bytes, max(size, 300), seed) for seed, size in enumerate(sizes)]
     codes = [on(device, space, keys) for space, keys in spaces]
-    shape = CodeShape(spaces[0][0].wide, spaces[0][0].narrow, wanted)
+    shape = CodeShape(spaces[0][0].key_bytes, wanted)
     return CodeSearch(len(sizes), group, 1, shape, torch.device(device)), codes
 
 
@@ -242,7 +242,7 @@ def test_equal_scores(device: str) -> None:
     """Keys that are all alike: no more than there is room for, and no endless halving."""
     space, keys = made(16, 16, 400)
     codes = on(device, space, np.repeat(keys[:1], 5000, axis=0))
-    search = CodeSearch(1, 1, 1, CodeShape(space.wide, space.narrow, 10), torch.device(device))
+    search = CodeSearch(1, 1, 1, CodeShape(space.key_bytes, 10), torch.device(device))
     search.bind([(codes, 5000)])
     (found,) = named(search, torch.ones(1, 1, 1, 16, device=device))
     assert 10 <= len(found) <= search.shape.room

@@ -20,7 +20,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, mass_grid
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
 from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
-from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS, FINE
+from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS
 
 TILE = BLOCK_KEYS
 """Keys that a program looks at at a time: scores are written so far behind the last key, and need no mask."""
@@ -31,10 +31,6 @@ MOST_POWER, SHIFT = 15.0, 10.0
 whatever was named, and one that is 2^24 times smaller keeps all of its bits. A key that was not named scores no more
 than those.
 """
-TERMS = 4
-"""Numbers of a query that `_prepare_kernel` leaves."""
-UNSEEN_ROWS = 16
-"""Of what codes do not store, rows that are multiplied at once."""
 LOG2_E = 1.4426950408889634
 JOINED_COLUMNS, JOINED_ROWS, JOINED_MASSES = 32, 128, 8192
 """Columns of a mean value that a program joins, and of how many programs it holds how many masses at a time."""
@@ -47,51 +43,19 @@ def _tanh(x):
     return 1 - 2 / (tl.exp(2 * x) + 1)  # the exponential may overflow to inf, which gives 1
 
 
-@triton.jit(do_not_specialize=["query_b", "q_heads", "members", "first_entry", "first_member", "count"])
-def _prepare_kernel(
-    query, planes, units, factors, least, code_table, terms,
-    query_b, query_h, q_heads, members, first_entry, first_member, count, dim, rank, scale, softcap,
-    CODE_WORDS: tl.constexpr, TERMS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr, MOST_VARIANCE: tl.constexpr,
-):  # fmt: skip
-    """terms[i] of query i: logit = unit * score + base; half the variance of what that lacks; and the logit of the
-    least score that was named, to which exponentials are relative; NaN: there is no estimate.
+@triton.jit
+def _terms(units, bases, variances, factors, least, number, i, scale, softcap, MOST_VARIANCE: tl.constexpr):
+    """Of queries by number, rows i of a turn: logit = unit * score + base; half the variance of what that lacks; and
+    the logit of the least score that was named, to which exponentials are relative; NaN: there is no estimate.
     """
-    i = tl.program_id(0)
-    entry = first_entry + i // count
-    number = entry * members + first_member + i % count
-    words = code_table + entry.to(tl.int64) * CODE_WORDS
-    used = tl.load(words + 2) > 0
-    estimate = tl.load(words + 3).to(tl.pointer_type(tl.float32))
-    column, place = tl.arange(0, D), tl.arange(0, R)
-    inside = (column < dim) & used
-    row = (number // q_heads).to(tl.int64)
-    own = tl.load(query + row * query_b + number % q_heads * query_h + column, mask=inside, other=0.0).to(tl.float32)
-    base = tl.sum(tl.load(estimate + column, mask=inside, other=0.0) * own, axis=0)
-    # what is stored, as the search rounded it
-    unit = tl.load(units + number)
-    stored = (place < rank) & used
-    at = planes + number.to(tl.int64) * 4 * K + tl.where(place >= NUM_8BIT + HALF, 2 * K + place - HALF, place)
-    coarse, fine = tl.load(at, mask=stored, other=0), tl.load(at + K, mask=stored, other=0)
-    projected = (coarse.to(tl.float32) * FINE + fine.to(tl.float32)) * unit
-    noise = tl.load(estimate + dim + place, mask=stored, other=0.0)
-    variance = tl.sum(projected * projected * noise, axis=0)
-    for first in range(0, dim - rank, ROWS):
-        unseen = first + tl.arange(0, ROWS)
-        lines = estimate + (2 + unseen)[:, None] * dim + column[None, :]
-        matrix = tl.load(lines, mask=(unseen < dim - rank)[:, None] & inside[None, :], other=0.0)
-        part = tl.sum(matrix * own[None, :], axis=1)
-        variance += tl.sum(part * part, axis=0)
     # never 0, which times the -inf of a named key would be NaN
-    unit, base = tl.maximum(unit * scale, 1e-30), base * scale
+    unit, base = tl.maximum(tl.load(units + number) * scale, 1e-30), tl.load(bases + number) * scale
     start = tl.load(least + i) * unit + base
     if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
         start = softcap * _tanh(start / softcap)
-    known = tl.abs(start * tl.load(factors + number)) < float("inf")  # a query that is not finite has no factor
-    tl.store(terms + i * TERMS, unit)
-    tl.store(terms + i * TERMS + 1, base)
-    tl.store(terms + i * TERMS + 2, tl.minimum(variance * scale * scale, MOST_VARIANCE) * 0.5)
-    tl.store(terms + i * TERMS + 3, tl.where(known, start, float("nan")))
+    # a query that is not finite has no factor
+    start = tl.where(tl.abs(start * tl.load(factors + number)) < float("inf"), start, float("nan"))
+    return unit, base, tl.minimum(tl.load(variances + number) * scale * scale, MOST_VARIANCE) * 0.5, start
 
 
 @triton.jit
@@ -116,11 +80,13 @@ def _kept(values, keep, FAST: tl.constexpr):
         return tl.where(keep != 0, values, 0.0)
 
 
-@triton.jit(do_not_specialize=["first_entry", "count"])
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _mass_kernel(
-    scores, terms, code_table, table, sums, first_entry, count, max_keys, softcap,
-    CODE_WORDS: tl.constexpr, WORDS: tl.constexpr, TERMS: tl.constexpr, MOST_POWER: tl.constexpr, SHIFT: tl.constexpr,
-    LOG2_E: tl.constexpr, H: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, FAST: tl.constexpr,
+    scores, units, bases, variances, factors, least, code_table, table, sums,
+    members, first_entry, first_member, count, max_keys, scale, softcap,
+    CODE_WORDS: tl.constexpr, WORDS: tl.constexpr, MOST_VARIANCE: tl.constexpr, MOST_POWER: tl.constexpr,
+    SHIFT: tl.constexpr, LOG2_E: tl.constexpr, H: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """sums[i, program] (H * L,): the exponentials of every programs-th N keys of an entry, of G of its `count` queries.
 
@@ -133,9 +99,12 @@ def _mass_kernel(
     clusters = address.to(tl.pointer_type(tl.uint8))
     in_group = member < count
     # a row of scores to read there is for all; behind the last query, one that is not stored
-    here = tl.program_id(0).to(tl.int64) * count + tl.minimum(member, count - 1)
-    unit, base = tl.load(terms + here * TERMS)[:, None], tl.load(terms + here * TERMS + 1)[:, None]
-    lacking, start = tl.load(terms + here * TERMS + 2)[:, None], tl.load(terms + here * TERMS + 3)[:, None]
+    last = tl.minimum(member, count - 1)
+    here, number = tl.program_id(0).to(tl.int64) * count + last, entry * members + first_member + last
+    unit, base, lacking, start = _terms(
+        units, bases, variances, factors, least, number, here, scale, softcap, MOST_VARIANCE
+    )
+    unit, base, lacking, start = unit[:, None], base[:, None], lacking[:, None], start[:, None]
     slope_2, base_2 = unit * LOG2_E, (base + lacking - start) * LOG2_E + SHIFT
     upper, lower = tl.arange(0, H).to(tl.int16), tl.arange(0, L).to(tl.float16)
     rows = scores + here[:, None] * max_keys
@@ -166,8 +135,10 @@ def _mass_kernel(
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "programs"])
 def _join_kernel(
-    sums, terms, table, out, lse, members, first_entry, first_member, count, programs, dim,
-    WORDS: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr,
+    sums, units, bases, variances, factors, least, table, out, lse,
+    members, first_entry, first_member, count, programs, dim, scale, softcap,
+    WORDS: tl.constexpr, MOST_VARIANCE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    VALUE: tl.constexpr,
 ):  # fmt: skip
     """out (D of the columns) and lse of query i: what all programs summed, P of them at a time."""
     i = tl.program_id(0)
@@ -186,7 +157,7 @@ def _join_kernel(
     at = values + number[:, None] * dim + column[None, :]
     mean = tl.load(at, mask=(column < dim)[None, :] & (address != 0), other=0.0).to(tl.float32)
     mixed = tl.sum(mean * mass[:, None], axis=0)
-    start = tl.load(terms + i * TERMS + 3)
+    _, _, _, start = _terms(units, bases, variances, factors, least, query, i, scale, softcap, MOST_VARIANCE)
     empty = (total == 0) | (start != start)
     total = tl.where(empty, 1.0, total)
     tl.store(out + query * dim + column, tl.where(empty, 0.0, mixed / total), mask=column < dim)
@@ -197,33 +168,25 @@ def estimate(
     mass: ClusterMass, search: CodeSearch, query: Tensor, scoring: Scoring, scratch: Scratch, turn: Turn, into: RestPart
 ) -> None:
     """Write the rows of `into` of a turn's queries, out of query (batch, q_heads, 1, head_dim)."""
-    q_heads, dim, shape = query.shape[1], query.shape[3], search.shape
-    members, rank = q_heads // search.kv_heads, shape.num_8bit + shape.num_4bit
+    members = query.shape[1] // search.kv_heads
     group, blocks, programs = mass_grid(turn.entries, turn.members, step=not isinstance(search, QuestionSearch))
     clusters = mass.clusters
     low = 16 if clusters <= FEW_CLUSTERS else 32
     programs = max(1, min(programs, scratch.max_keys // TILE))
-    queries, softcap = turn.entries * turn.members, float(scoring.softcap or 0.0)
-    terms = torch.empty(queries, TERMS, dtype=torch.float32, device=into.out.device)
+    queries = turn.entries * turn.members
     sums = torch.empty(queries, programs, clusters, dtype=torch.float32, device=into.out.device)
-    _prepare_kernel[(queries,)](
-        query, search.planes, search.units, search.factors, scratch.least, search.table, terms,
-        query.stride(0), query.stride(1), q_heads, members, turn.first_entry, turn.first_member, turn.members,
-        dim, rank, float(scoring.scale), softcap,
-        CODE_WORDS=CODE_WORDS, TERMS=TERMS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2,
-        K=search.planes.shape[2], D=triton.next_power_of_2(dim), R=triton.next_power_of_2(rank), ROWS=UNSEEN_ROWS,
-        FINE=FINE, MOST_VARIANCE=MOST_VARIANCE, num_warps=4,
-    )  # fmt: skip
+    known = search.units, search.bases, search.variances, search.factors, scratch.least
+    bent = float(scoring.scale), float(scoring.softcap or 0.0)
     _mass_kernel[(turn.entries, programs, blocks)](
-        scratch.scores, terms, search.table, mass.table, sums,
-        turn.first_entry, turn.members, scratch.max_keys, softcap,
-        CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, TERMS=TERMS, MOST_POWER=MOST_POWER, SHIFT=SHIFT, LOG2_E=LOG2_E,
-        H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
+        scratch.scores, *known, search.table, mass.table, sums,
+        members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, *bent,
+        CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, MOST_VARIANCE=MOST_VARIANCE, MOST_POWER=MOST_POWER, SHIFT=SHIFT,
+        LOG2_E=LOG2_E, H=clusters // low, L=low, N=TILE, G=group, FAST=not INTERPRETED, num_warps=4,
     )  # fmt: skip
     columns = min(JOINED_COLUMNS, triton.next_power_of_2(mass.value_dim))
     _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](
-        sums, terms, mass.table, into.out, into.lse,
-        members, turn.first_entry, turn.first_member, turn.members, programs, mass.value_dim,
-        WORDS=TABLE_WORDS, TERMS=TERMS, C=clusters, P=min(JOINED_ROWS, JOINED_MASSES // clusters),
+        sums, *known, mass.table, into.out, into.lse,
+        members, turn.first_entry, turn.first_member, turn.members, programs, mass.value_dim, *bent,
+        WORDS=TABLE_WORDS, MOST_VARIANCE=MOST_VARIANCE, C=clusters, P=min(JOINED_ROWS, JOINED_MASSES // clusters),
         D=columns, VALUE=VALUE_TYPES[mass.dtype], num_warps=8,
     )  # fmt: skip

@@ -22,7 +22,7 @@ _launching = threading.Lock()
 
 
 class DeviceSpace(NamedTuple):
-    """`CodeSpace` on the device: query_projection and key_projection (rank, head_dim), shift (rank,), estimate."""
+    """`CodeSpace` on the device: query_side, key_side, shift and estimate; how many numbers have 8, 4 and 2 bits."""
 
     query_projection: Tensor
     key_projection: Tensor
@@ -30,6 +30,12 @@ class DeviceSpace(NamedTuple):
     estimate: Tensor
     num_8bit: int
     num_4bit: int
+    num_2bit: int
+
+    @property
+    def rank(self) -> int:
+        """How many numbers are stored."""
+        return self.num_8bit + self.num_4bit + self.num_2bit
 
 
 class DeviceCodes:
@@ -80,7 +86,7 @@ def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
     if kernels is not None:
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         with _launching:  # threads would compile it side by side
-            kernels.encode(keys, space.key_projection, space.shift, space.num_8bit, codes, bad)
+            kernels.encode(keys, space.key_projection, space.shift, space[4:], codes, bad)
         return not bool(bad)
     finite = True
     for some, into in zip(keys.split(ROWS_AT_ONCE), codes.split(ROWS_AT_ONCE), strict=True):
@@ -91,26 +97,26 @@ def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
 
 def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
     """Codes (n, key_bytes) uint8 of keys (n, head_dim) float32."""
-    numbers = torch.floor(keys @ space.key_projection.T - space.shift)
-    half, num_8bit = space.num_4bit // 2, space.num_8bit
-    low, high = ((numbers[:, at : at + half] + 8).clamp(0, 15).to(torch.uint8) for at in (num_8bit, num_8bit + half))
-    eights = numbers[:, :num_8bit].clamp(-128, 127).to(torch.int8).view(torch.uint8)
-    return torch.cat([eights, low | high << 4], dim=1)
+    numbers = torch.floor(keys @ space.key_projection[: space.rank].T - space.shift[: space.rank])
+    eights, fours, twos = numbers.split(list(space[4:]), dim=1)
+    halves = [part.to(torch.uint8) for part in (fours + 8).clamp(0, 15).chunk(2, dim=1)]
+    codes = [eights.clamp(-128, 127).to(torch.int8).view(torch.uint8), halves[0] | halves[1] << 4]
+    if space.num_2bit:
+        parts = [part.to(torch.uint8) for part in (twos + 2).clamp(0, 3).chunk(4, dim=1)]
+        codes.append(parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6)
+    return torch.cat(codes, dim=1)
 
 
 def estimated(space: DeviceSpace, queries: Tensor) -> tuple[Tensor, Tensor]:
     """What makes the scores of queries (m, head_dim) as large as q . k, float32 (m,): the number to add to all that
     `code_scores` has of a query, and the variance of what then lacks.
     """
-    rank = len(space.query_projection)
-    variances = (queries @ space.query_projection.T).square() @ space.estimate[1, :rank]
-    return queries @ space.estimate[0], variances + (queries @ space.estimate[2:].T).square().sum(dim=1)
+    return queries @ space.estimate[0], (queries @ space.query_projection.T).square() @ space.estimate[1]
 
 
 def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
     """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
-    half, num_8bit = space.num_4bit // 2, space.num_8bit
-    sides = (queries @ space.query_projection.T).split([num_8bit, half, half], dim=1)
-    packed = codes[:, num_8bit:]
-    eights, low, high = codes[:, :num_8bit].view(torch.int8).float(), (packed & 15).float(), (packed >> 4).float()
-    return sides[0] @ eights.T + sides[1] @ low.T + sides[2] @ high.T
+    eights, fours, twos = codes.split([space.num_8bit, space.num_4bit // 2, space.num_2bit // 4], dim=1)
+    parts = [(fours >> at) & 15 for at in (0, 4)] + [(twos >> at) & 3 for at in (0, 2, 4, 6)]
+    numbers = torch.cat([eights.view(torch.int8).float(), *(part.float() for part in parts)], dim=1)
+    return queries @ space.query_projection[: space.rank].T @ numbers.T

@@ -19,14 +19,14 @@ MIN_TILE = 16
 """Smallest tile of a matrix instruction, in every direction."""
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "num_8bit", "halves", "quarters"])
 def _encode_kernel(
-    keys, key_projection, shift, codes, bad, count, stride, dim,
-    NUM_8BIT: tl.constexpr, NUM_4BIT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
+    keys, key_projection, shift, codes, bad, count, stride, dim, num_8bit, halves, quarters,
+    BYTES: tl.constexpr, N: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """codes[i] of keys[i]; bad becomes 1 if one is not finite. D: columns that are multiplied at once."""
-    HALF: tl.constexpr = NUM_4BIT // 2
-    BYTES: tl.constexpr = NUM_8BIT + HALF
+    """codes[i] of keys[i]; bad becomes 1 if one is not finite. D: columns that are multiplied at once. halves,
+    quarters: bytes with two and with four numbers.
+    """
     key = tl.program_id(0) * N + tl.arange(0, N)
     inside = key < count
     rows = keys + key.to(tl.int64)[:, None] * stride
@@ -37,19 +37,32 @@ def _encode_kernel(
         # inf - inf and NaN - NaN are NaN
         wrong += tl.sum(tl.where(some - some == 0, 0, 1), axis=1)
     tl.store(bad, 1, mask=tl.sum(wrong, axis=0) > 0)  # no atomic: all who write, write 1
-    out = codes + key.to(tl.int64)[:, None] * BYTES
-    w, h = tl.arange(0, W), tl.arange(0, H)
-    numbers = _numbers(rows, inside, key_projection, shift, w, w < NUM_8BIT, dim, N, D, W)
-    tl.store(out + w[None, :], numbers.to(tl.int8), mask=inside[:, None] & (w < NUM_8BIT)[None, :])
-    if NUM_4BIT > 0:
-        # a byte has a number of the first and one of the second half, not two neighbours: each half is one product,
-        # and nothing moves between threads
-        low = _numbers(rows, inside, key_projection, shift, NUM_8BIT + h, h < HALF, dim, N, D, H)
-        low = tl.minimum(tl.maximum(low + 8, 0.0), 15.0)
-        high = _numbers(rows, inside, key_projection, shift, NUM_8BIT + HALF + h, h < HALF, dim, N, D, H)
-        high = tl.minimum(tl.maximum(high + 8, 0.0), 15.0)
-        packed = (low.to(tl.int32) | (high.to(tl.int32) << 4)).to(tl.int8)
-        tl.store(out + NUM_8BIT + h[None, :], packed, mask=inside[:, None] & (h < HALF)[None, :])
+    # a byte's numbers are of different halves and quarters of a class, not neighbours: each is one product, and
+    # nothing moves between threads
+    byte = tl.arange(0, B)
+    is_wide, is_thin = byte < num_8bit, byte >= num_8bit + halves
+    number = tl.where(is_thin, byte + halves, byte)
+    numbers = _numbers(rows, inside, key_projection, shift, number, byte < BYTES, dim, N, D, B)
+    packed = tl.where(is_wide[None, :], numbers.to(tl.int32) & 255, _unsigned(numbers, is_thin))
+    if halves + quarters > 0:
+        number = tl.where(is_thin, byte + halves + 2 * quarters, byte + halves)
+        numbers = _numbers(rows, inside, key_projection, shift, number, (byte < BYTES) & ~is_wide, dim, N, D, B)
+        packed |= tl.where(is_wide[None, :], 0, _unsigned(numbers, is_thin) << 4)
+    if quarters > 0:
+        number, here = byte + halves + quarters, (byte < BYTES) & is_thin
+        numbers = _numbers(rows, inside, key_projection, shift, number, here, dim, N, D, B)
+        packed |= tl.where(is_thin[None, :], _unsigned(numbers, is_thin) << 2, 0)
+        numbers = _numbers(rows, inside, key_projection, shift, number + 2 * quarters, here, dim, N, D, B)
+        packed |= tl.where(is_thin[None, :], _unsigned(numbers, is_thin) << 6, 0)
+    out = codes + key.to(tl.int64)[:, None] * BYTES + byte[None, :]
+    tl.store(out, packed.to(tl.int8), mask=inside[:, None] & (byte < BYTES)[None, :])
+
+
+@triton.jit
+def _unsigned(numbers, is_thin):
+    """Whole numbers as stored in 2 bits where `is_thin`, else in 4."""
+    half = tl.where(is_thin, 2.0, 8.0)[None, :]
+    return tl.minimum(tl.maximum(numbers + half, 0.0), 2 * half - 1).to(tl.int32)
 
 
 @triton.jit
@@ -74,16 +87,16 @@ def _numbers(
     return tl.minimum(tl.maximum(result, -128.0), 127.0)
 
 
-def encode(keys: Tensor, key_projection: Tensor, shift: Tensor, num_8bit: int, codes: Tensor, bad: Tensor) -> None:
-    """codes (n, key_bytes) of keys (n, head_dim) of a floating dtype, rows contiguous. bad: int32 (1,), see above."""
+def encode(
+    keys: Tensor, key_projection: Tensor, shift: Tensor, split: tuple[int, int, int], codes: Tensor, bad: Tensor
+) -> None:
+    """codes (n, key_bytes) of keys (n, head_dim) of a floating dtype, rows contiguous. split: how many numbers have 8,
+    4 and 2 bits. bad: int32 (1,), see above.
+    """
     count, dim = keys.shape
-    num_4bit = 2 * (codes.shape[1] - num_8bit)
+    key_bytes = codes.shape[1]
     _encode_kernel[(triton.cdiv(count, BLOCK_KEYS),)](
         keys, key_projection, shift, codes.view(torch.int8), bad, count, keys.stride(0), dim,
-        NUM_8BIT=num_8bit, NUM_4BIT=num_4bit, N=BLOCK_KEYS, D=MIN_TILE, W=_tile(num_8bit), H=_tile(num_4bit // 2),
-        num_warps=4,
+        split[0], split[1] // 2, split[2] // 4,
+        BYTES=key_bytes, N=BLOCK_KEYS, D=MIN_TILE, B=max(MIN_TILE, triton.next_power_of_2(key_bytes)), num_warps=4,
     )  # fmt: skip
-
-
-def _tile(number: int) -> int:
-    return max(MIN_TILE, triton.next_power_of_2(number))

@@ -24,9 +24,9 @@ from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
-TABLE_WORDS = 4
+TABLE_WORDS = 5
 """Words of a row of the table: bytes from the table itself to the codes, address of query_projection, how many codes
-count, address of estimate.
+count, address of estimate, and how a key's bytes are split: `wide`, `narrow / 2` and `thin / 4`, 16 bits each.
 
 Not the codes' address: only where a kernel adds a multiple of 16 to a pointer it was given does the compiler know that
 the sum is aligned, and loads 16 bytes at once.
@@ -52,10 +52,9 @@ CodeRange = tuple[DeviceCodes, int]
 
 
 class CodeShape(NamedTuple):
-    """What kernels are compiled for: numbers of 8 and of 4 bits per key, best keys per query."""
+    """What kernels are compiled for: bytes per key, best keys per query."""
 
-    num_8bit: int
-    num_4bit: int
+    key_bytes: int
     k: int
 
     @property
@@ -127,8 +126,9 @@ def size_class(keys: int) -> int:
 class CodeSearch:
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
-    planes (queries, 4, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
-    units (queries,) float32: what a score of 1 counts that kernels left in `Scratch`, see `code_scores`.
+    planes (queries, 8, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
+    units, bases, variances (queries,) float32: unit * score + base is near q . k for a score that kernels left in
+    `Scratch`, and how far off it is (`codes.estimated`).
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
     entries have codes of their own.
     """
@@ -155,18 +155,19 @@ class CodeSearch:
             self._writer: Writer = TableWriter(self.table)
         else:
             self.table, self._writer = tables.take(batch * kv_heads, TABLE_WORDS, device)
-        # zeros where the kernel does not write: padding up to the width of a matrix instruction counts nothing
-        width = max(MIN_WIDTH, _power(shape.num_8bit + shape.num_4bit // 2))
+        width = max(MIN_WIDTH, _power(shape.key_bytes))
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.tiles: QueryTiles | None = None
         if batch > 1:
             widths = (self.block,) if width > WIDE_KEY or self.block == BLOCK else (self.block, BLOCK)
             self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, widths, device, tables)
-        self.planes = torch.zeros(batch * q_heads, 4, width, dtype=torch.int8, device=device)
+        self.planes = torch.zeros(batch * q_heads, 8, width, dtype=torch.int8, device=device)
         # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
         # kernels are compiled for
-        self.factors, self.units = (torch.ones(len(self.planes), device=device) for _ in range(2))
+        self.factors, self.units, self.bases, self.variances = (
+            torch.ones(len(self.planes), device=device) for _ in range(4)
+        )
 
     def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
@@ -175,13 +176,7 @@ class CodeSearch:
         called afterwards, for several of these. Raises BackendError.
         """
         here = self.table.data_ptr()
-        rows = [
-            [0] * TABLE_WORDS
-            if entry is None
-            else [entry[0].codes.data_ptr() - here, entry[0].space.query_projection.data_ptr(), entry[1],
-                  entry[0].space.estimate.data_ptr()]
-            for entry in entries
-        ]  # fmt: skip
+        rows = [[0] * TABLE_WORDS if entry is None else _words(*entry, here) for entry in entries]
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
         self._writer.write(rows, first)
@@ -244,6 +239,15 @@ class CodeSearch:
                 ids[rows[number * group + i], : hits.shape[1]] = hits[i]
 
 
+def _words(codes: DeviceCodes, count: int, here: int) -> list[int]:
+    """A row of the table, which lies `here`."""
+    space = codes.space
+    split = space.num_8bit | space.num_4bit // 2 << 16 | space.num_2bit // 4 << 32
+    return [
+        codes.codes.data_ptr() - here, space.query_projection.data_ptr(), count, space.estimate.data_ptr(), split
+    ]  # fmt: skip
+
+
 def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
@@ -254,7 +258,7 @@ def name_keys(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
     The ids below `stop` whose codes promise most, at least `k` <= stop of them, -1 behind the last; none for a
     query whose scores are not finite.
     """
-    shape = CodeShape(codes.space.num_8bit, codes.space.num_4bit, k)
+    shape = CodeShape(codes.codes.shape[1], k)
     ids = torch.empty((len(queries), shape.room), dtype=torch.int32, device=queries.device)
     search = QuestionSearch(1, len(queries), shape, queries.device)
     search.bind([(codes, stop)])

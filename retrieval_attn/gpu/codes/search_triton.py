@@ -33,63 +33,91 @@ TILE_BYTES = 48 << 10
 """Codes on their way that a program holds at most: what else it shares then fits the 99 KiB of the smallest cards."""
 
 
+@triton.jit
+def _split(words):
+    """Bytes of a key's code with one number, and behind which there are four in each."""
+    split = tl.load(words + 4)
+    wide = split & 65535
+    return wide.to(tl.int32), (wide + ((split >> 16) & 65535)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members"])
 def _project_kernel(
-    query, table, planes, factors, units, query_b, query_h, q_heads, members, dim, rank,
-    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    FINE: tl.constexpr,
+    query, table, planes, factors, units, bases, variances, query_b, query_h, q_heads, members, dim,
+    WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, D: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """query_projection . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
 
-    planes[i] (4, K): planes of what meets bytes or their lower halves, then of what meets their upper halves.
-    factors[i]: 1, or NaN for a query that is not finite. units[i]: what a score of 1 counts.
+    planes[i] (4, 2, K): for byte b of a code, what meets its lowest bits, and what meets those from bit 4, 2 and 6 on;
+    zeros where a byte has no such number. factors[i]: 1, or NaN for a query that is not finite. units[i]: what a score
+    of 1 counts; bases[i] and variances[i]: what is to be added, and how far off scores are then.
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
     words = table + (i // members).to(tl.int64) * WORDS
-    column, number = tl.arange(0, D), tl.arange(0, R)
+    column, number = tl.arange(0, D), tl.arange(0, D)
     used = tl.load(words + 2) > 0
     # an address out of the table: the graph was captured for no cache in particular
     projection = tl.load(words + 1).to(tl.pointer_type(tl.float32))
-    inside = (number < rank)[:, None] & (column < dim)[None, :] & used
+    estimate = tl.load(words + 3).to(tl.pointer_type(tl.float32))
+    wide, narrow_stop = _split(words)
+    narrow, thin = narrow_stop - wide, BYTES - narrow_stop
+    stored = number < wide + 2 * narrow + 4 * thin
+    inside = (number < dim)[:, None] & (column < dim)[None, :] & used
     matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
+    offset = tl.load(estimate + column, mask=(column < dim) & used, other=0.0)
+    noise = tl.load(estimate + dim + number, mask=(number < dim) & used, other=0.0)
+    at = planes + i.to(tl.int64) * 8 * K
+    tl.store(at + tl.arange(0, 8 * K), tl.zeros((8 * K,), tl.int8))
+    tl.debug_barrier()  # what another thread of the program makes of it comes later
     own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
+    own = own.to(tl.float32)
     # one vector fills no tile of a matrix instruction: float32 additions
-    result = tl.sum(matrix * own.to(tl.float32)[None, :], axis=1)
+    result = tl.sum(matrix * own[None, :], axis=1)
     finite = tl.sum(tl.where(result - result == 0, 0, 1), axis=0) == 0
-    largest = tl.max(tl.abs(tl.where(finite, result, 0.0)), axis=0)
+    largest = tl.max(tl.where(stored, tl.abs(tl.where(finite, result, 0.0)), 0.0), axis=0)
     # to name keys it is not undone: scores are only compared with those of the same query
     scaled = tl.where(finite, result, 0.0) * (127.0 / tl.where(largest > 0, largest, 1.0))
     coarse = tl.floor(scaled + 0.5)
     fine = tl.floor((scaled - coarse) * FINE + 0.5)
-    upper = number >= NUM_8BIT + HALF
-    at = planes + i.to(tl.int64) * 4 * K + tl.where(upper, 2 * K + number - HALF, number)
-    tl.store(at, coarse.to(tl.int8), mask=number < rank)
-    tl.store(at + K, fine.to(tl.int8), mask=number < rank)
+    in_narrow, in_thin = number - wide, number - wide - 2 * narrow
+    part = tl.where(in_thin >= 0, in_thin // tl.maximum(thin, 1), tl.where(in_narrow >= narrow, 2, 0))
+    byte = number - tl.where(in_thin >= 0, narrow + part * thin, tl.where(part > 0, narrow, 0))
+    place = tl.where(part == 1, 2, tl.where(part == 2, 1, part))  # bits 0, 4, 2, 6
+    at += place * 2 * K + byte
+    tl.store(at, coarse.to(tl.int8), mask=stored)
+    tl.store(at + K, fine.to(tl.int8), mask=stored)
     tl.store(factors + i, tl.where(finite, 1.0, float("nan")))
     tl.store(units + i, largest / (127.0 * FINE))
+    tl.store(bases + i, tl.sum(offset * own, axis=0))
+    tl.store(variances + i, tl.sum(result * result * noise, axis=0))
 
 
 @triton.jit
-def _halves(codes, keep, FAST: tl.constexpr):
-    """Codes with the bits that `keep` has, and the upper halves of their bytes; four bytes at a time."""
+def _parts(codes, keep, FAST: tl.constexpr):
+    """The bits of codes that `keep` has: of the lowest, and from bit 4, 2 and 6 on; four bytes at a time."""
     # Triton would widen every byte before it shifts; one shift of a word and a mask serve four bytes
     if FAST:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 x;
-            and.b32 $0, $2, $3;
-            shr.b32 x, $2, 4;
-            and.b32 $1, x, 0x0F0F0F0F; }""",
-            "=r,=r,r,r", [codes, keep], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+            and.b32 $0, $4, $5;
+            shr.b32 x, $4, 4;
+            and.b32 x, x, 0x0F0F0F0F;
+            and.b32 $1, x, $5;
+            shr.b32 x, $4, 2;
+            and.b32 $2, x, 0x03030303;
+            shr.b32 x, $4, 6;
+            and.b32 $3, x, 0x03030303; }""",
+            "=r,=r,=r,=r,r,r", [codes, keep], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
-    return codes & keep, (codes >> 4) & 15
+    return codes & keep, (codes >> 4) & 15 & keep, (codes >> 2) & 3, (codes >> 6) & 3
 
 
 @triton.jit
 def _score_keys(
-    codes, length, first, step, planes, factors, query, column_query, row, here, scores, best, max_keys,
-    NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
+    words, codes, length, first, step, planes, factors, query, column_query, row, here, scores, best, max_keys,
+    BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of N codes from `first` on, and so on by `step`, for G queries, and the best of every GROUP of them.
 
@@ -97,11 +125,13 @@ def _score_keys(
     """
     # the two planes of the queries are columns of one product: codes are loaded once, for all of them
     k, column = tl.arange(0, K), tl.arange(0, 2 * G)
-    own = planes + column_query[None, :] * 4 * K + (column // G)[None, :] * K + k[:, None]
-    lower_planes = tl.load(own, mask=(column_query >= 0)[None, :], other=0)
-    upper_planes = tl.load(own + 2 * K, mask=(column_query >= 0)[None, :], other=0)
-    # of 8-bit numbers the upper halves come along, too: they meet planes of zeros
-    keep = tl.where(k < NUM_8BIT, -1, 15).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
+    own = planes + column_query[None, :] * 8 * K + (column // G)[None, :] * K + k[:, None]
+    own_query = (column_query >= 0)[None, :]
+    planes_0, planes_4 = tl.load(own, mask=own_query, other=0), tl.load(own + 2 * K, mask=own_query, other=0)
+    planes_2, planes_6 = tl.load(own + 4 * K, mask=own_query, other=0), tl.load(own + 6 * K, mask=own_query, other=0)
+    # bits that are no number of their own come along, too: they meet planes of zeros
+    wide, narrow_stop = _split(words)
+    keep = tl.where(k < wide, -1, tl.where(k < narrow_stop, 15, 3)).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
     plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, :, None]
     factor = tl.load(factors + query, mask=here, other=1.0)
     # the grid is captured, the length is not: so many programs share whatever keys there are now
@@ -109,10 +139,13 @@ def _score_keys(
         key = start + tl.arange(0, N)
         inside = key < length
         at = codes + key.to(tl.int64)[:, None] * BYTES + k[None, :]
-        lower, upper = _halves(tl.load(at, mask=inside[:, None] & (k < BYTES)[None, :], other=0), keep, FAST)
+        loaded = tl.load(at, mask=inside[:, None] & (k < BYTES)[None, :], other=0)
+        from_0, from_4, from_2, from_6 = _parts(loaded, keep, FAST)
         # bytes go to the matrix units as they are: a multiprocessor converts few. int32 holds K up to 512
-        products = tl.dot(lower, lower_planes, out_dtype=tl.int32)
-        products = tl.dot(upper, upper_planes, products, out_dtype=tl.int32)
+        products = tl.dot(from_0, planes_0, out_dtype=tl.int32)
+        products = tl.dot(from_4, planes_4, products, out_dtype=tl.int32)
+        products = tl.dot(from_2, planes_2, products, out_dtype=tl.int32)
+        products = tl.dot(from_6, planes_6, products, out_dtype=tl.int32)
         total = tl.sum(tl.reshape(products, (N, 2, G)) * plane, axis=1).to(tl.float32) * factor[None, :]
         # what lies behind the last key is written as well: its group's best is then right, and scratch has room
         total = tl.where(inside[:, None], total, -float("inf"))
@@ -125,8 +158,8 @@ def _score_keys(
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _score_kernel(
     planes, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
-    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
+    WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    FINE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of all codes of an entry for `count` of its `members` queries, see `_score_keys`.
 
@@ -142,17 +175,17 @@ def _score_kernel(
     column_query = tl.where(column < count, own + column, -1)
     row = tl.program_id(0).to(tl.int64) * count + member  # scratch has rows for the queries of this turn
     _score_keys(
-        codes, length, program * N, programs * N, planes, factors, own + member, column_query, row, member < count,
-        scores, best, max_keys,
-        NUM_8BIT, BYTES, K, N, G, GROUP, FINE, FAST,
+        words, codes, length, program * N, programs * N, planes, factors, own + member, column_query, row,
+        member < count, scores, best, max_keys,
+        BYTES, K, N, G, GROUP, FINE, FAST,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["members"])
 def _score_tiles_kernel(
     planes, factors, table, tiles, scores, best, members, max_keys,
-    WORDS: tl.constexpr, NUM_8BIT: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    GROUP: tl.constexpr, FINE: tl.constexpr, FAST: tl.constexpr,
+    WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    FINE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of all codes of a tile's entry for the tile's queries, see `_score_keys`; row i of scratch is query i's.
 
@@ -169,9 +202,9 @@ def _score_tiles_kernel(
     length = tl.where(is_used, tl.load(words + 2), 0)
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
     _score_keys(
-        codes, length, part * N, parts * N, planes, factors, query, column_query, query, query >= 0,
+        words, codes, length, part * N, parts * N, planes, factors, query, column_query, query, query >= 0,
         scores, best, max_keys,
-        NUM_8BIT, BYTES, K, N, G, GROUP, FINE, FAST,
+        BYTES, K, N, G, GROUP, FINE, FAST,
     )  # fmt: skip
 
 
@@ -259,13 +292,12 @@ def search(
     batch, q_heads, _, dim = query.shape
     shape, group, width = search.shape, scratch.group, search.planes.shape[2]
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
-    rank, enough = shape.num_8bit + shape.num_4bit, shape.k + shape.k // 16
-    matrix = triton.next_power_of_2(dim) * triton.next_power_of_2(rank)
+    enough, matrix = shape.k + shape.k // 16, triton.next_power_of_2(dim) ** 2
     _project_kernel[(batch * q_heads,)](
-        query, search.table, search.planes, search.factors, search.units,
-        query.stride(0), query.stride(1), q_heads, members, dim, rank,
-        WORDS=TABLE_WORDS, NUM_8BIT=shape.num_8bit, HALF=shape.num_4bit // 2, K=width, D=triton.next_power_of_2(dim),
-        R=triton.next_power_of_2(rank), FINE=FINE, num_warps=min(32, max(8, matrix // 2048)),
+        query, search.table, search.planes, search.factors, search.units, search.bases, search.variances,
+        query.stride(0), query.stride(1), q_heads, members, dim,
+        WORDS=TABLE_WORDS, BYTES=shape.key_bytes, K=width, D=triton.next_power_of_2(dim), FINE=FINE,
+        num_warps=min(32, max(8, matrix // 1024)),
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
         _score(search, scratch, turn, members)
@@ -285,7 +317,7 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
     """Score all codes for the queries of a turn: tile by tile where the turn has all that there are."""
     shape, width = search.shape, search.planes.shape[2]
     options: dict[str, Any] = {
-        "WORDS": TABLE_WORDS, "NUM_8BIT": shape.num_8bit, "BYTES": shape.num_8bit + shape.num_4bit // 2, "K": width,
+        "WORDS": TABLE_WORDS, "BYTES": shape.key_bytes, "K": width,
         "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "FAST": not INTERPRETED, "num_warps": 4,
         "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))),
     }  # fmt: skip

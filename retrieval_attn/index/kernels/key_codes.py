@@ -1,10 +1,9 @@
 """Keys in a few bytes each, row by row, for a device that scans all of them: `device.py` has the index.
 
 q . k - q . mean is approximated by (A q) . (B (k - mean)), A and B as `sketch.learn_projection` has them. The first
-`wide` numbers of B (k - mean) are stored in 8 bits, the next `narrow` in 4, the rest not at all; the steps are folded
-into A. How many of each is fixed by the bytes per key, for a kernel reads all heads alike: measured at 64 bytes for
-head_dim 128, 16 wide and 96 narrow numbers hold .96 to .999 of the best 100 keys among the first 200, 32 and 64 only
-.90 of a hard head's.
+`wide` numbers of B (k - mean) are stored in 8 bits, the next `narrow` in 4, the next `thin` in 2, the rest not at all;
+the steps are folded into A. The bytes per key are given and each head has the split that misses least of them, on keys
+that its steps were not chosen by: the kernels read where its classes begin with its codes.
 
 To order keys a code's score needs no more. As large as q . k it is together with q . offset: of the mean, and of what
 lies between a number and its floor. What is then left is spread about 0, whatever the score: the more, the more a query
@@ -15,6 +14,7 @@ the variance is counted in.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -22,20 +22,23 @@ import numpy.typing as npt
 
 from retrieval_attn.index.sketch.blocks import FITTED_KEYS, best_steps
 
-FEW_WIDE, MORE_WIDE, MORE_FROM = 8, 16, 48
-"""Numbers of 8 bits, of keys of less than MORE_FROM bytes and of others."""
+HALVES = 128, 8, 2
+"""Half the levels of a number in 8, 4 and 2 bits: what the least code lies below zero."""
 
 
 class CodeSpace(NamedTuple):
     """What keys of one head are coded by.
 
-    query_side (rank, head_dim) float32: A with the steps folded in. key_side (rank, head_dim): B over the steps. shift
-    (rank,): key_side . mean. wide + narrow = rank, a key's code being `wide` int8 and `narrow / 2` bytes, of which
-    byte b has number wide + b in its lower half and number wide + narrow / 2 + b in its upper half.
+    query_side (head_dim, head_dim) float32: A with the steps folded in; of numbers that are not stored, A times the
+    deviation of each. key_side: B over the steps, as many rows as numbers are stored or, behind them, zeros. shift: one
+    for each row, key_side . mean. wide + narrow + thin numbers are stored, a key's code being `wide` int8, then
+    `narrow / 2` bytes, of which byte b has number wide + b in its lower half and number wide + narrow / 2 + b in its
+    upper half, then `thin / 4` bytes of four numbers each, laid out the same way from the lowest two bits up.
 
-    estimate (2 + head_dim - rank, head_dim) float32: what makes a score as large as q . k. Row 0: offset; q . k is near
-    `code_scores` + q . offset. Row 1: in `rank` places, the variance of what rounding took from each number. Then A's
-    rows for numbers that are not stored, times the deviation of each. Empty where no query is scored.
+    estimate (2, head_dim) float32: what makes a score as large as q . k. Row 0: offset; q . k is near
+    `code_scores` + q . offset. Row 1: the variance of what rounding took from each number, 1 of those not stored.
+
+    query_side and estimate are empty where no query is scored.
     """
 
     query_side: npt.NDArray[np.float32]
@@ -44,22 +47,45 @@ class CodeSpace(NamedTuple):
     estimate: npt.NDArray[np.float32]
     wide: int
     narrow: int
+    thin: int = 0
+
+    @property
+    def rank(self) -> int:
+        """How many numbers are stored."""
+        return self.wide + self.narrow + self.thin
 
     @property
     def key_bytes(self) -> int:
         """Bytes of one key's code."""
-        return self.wide + self.narrow // 2
+        return self.wide + self.narrow // 2 + self.thin // 4
 
 
-def split_bytes(key_bytes: int, head_dim: int) -> tuple[int, int]:
-    """How many numbers get 8 bits and how many 4, for at most so many bytes per key: (wide, narrow)."""
+Split = tuple[int, int, int]
+"""How many numbers get 8, 4 and 2 bits."""
+
+
+@functools.cache
+def splits(key_bytes: int, head_dim: int) -> tuple[Split, ...]:
+    """All ways to store numbers of a key in exactly so many bytes; as many bytes as numbers, or more: 8 bits each."""
     if key_bytes >= head_dim:
-        return head_dim, 0
-    wide = min(FEW_WIDE if key_bytes < MORE_FROM else MORE_WIDE, key_bytes)
-    narrow = 2 * (key_bytes - wide)
-    if wide + narrow <= head_dim:
-        return wide, narrow
-    return 2 * key_bytes - head_dim, 2 * (head_dim - key_bytes)
+        return ((head_dim, 0, 0),)
+    found = [
+        (wide, 2 * (key_bytes - wide - quarters), 4 * quarters)
+        for wide in range(key_bytes + 1)
+        for quarters in range(key_bytes - wide + 1)
+    ]
+    return tuple(split for split in found if sum(split) <= head_dim)
+
+
+def best_split(errors: npt.NDArray[np.float64], key_bytes: int) -> Split:
+    """The one of `splits` with the least error. errors (4, head_dim): of each number in 8, 4, 2 bits and not stored."""
+    ways = np.array(splits(key_bytes, errors.shape[1]))
+    stops = np.cumsum(np.pad(ways, ((0, 0), (1, 0))), axis=1)
+    sums = np.pad(np.cumsum(errors, axis=1), ((0, 0), (1, 0)))
+    ends = np.concatenate([stops, np.full((len(ways), 1), errors.shape[1])], axis=1)
+    missed = sum(sums[i, ends[:, i + 1]] - sums[i, ends[:, i]] for i in range(4))
+    wide, narrow, thin = ways[int(np.argmin(missed))]
+    return int(wide), int(narrow), int(thin)
 
 
 def learn_space(
@@ -67,46 +93,61 @@ def learn_space(
 ) -> CodeSpace:
     """A space for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`, both (head_dim, head_dim).
 
-    Steps are those of `blocks.SHARES` with the least squared error.
+    Steps are those of `blocks.SHARES` with the least squared error on a sample. The split is the one that misses least
+    of one half of it by steps of the other: queries ask for all numbers alike, as A makes them.
     """
-    wide, narrow = split_bytes(key_bytes, keys.shape[1])
-    rank = wide + narrow
-    query_side, unseen_query, key_side = sides[0][:rank], sides[0][rank:], sides[1][:rank]
+    dim = keys.shape[1]
     mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
-    numbers, unseen = np.split((keys - mean) @ sides[1].T, [rank], axis=1)
+    numbers = (keys - mean) @ sides[1].T
     reach = np.maximum(np.abs(numbers).max(axis=0), np.finfo(np.float32).tiny * 2**16)
     sample = np.ascontiguousarray(numbers[:: max(1, len(numbers) // FITTED_KEYS)])
-    step = np.zeros(rank, np.float32)
-    best_steps(sample, np.zeros(rank, np.float32), reach, wide, step)
-    over = (key_side / step[:, None]).astype(np.float32)
-    scaled = (query_side * step[:, None]).astype(np.float32)
-    estimate = np.zeros((2 + len(unseen_query), keys.shape[1]), np.float32)
-    # a code is the floor of a number: half a step below it on average; and 4-bit numbers are stored 8 higher
-    estimate[0] = mean + np.repeat([0.5, 0.5 - 8], [wide, narrow]) @ scaled.astype(np.float64)
-    reach = np.repeat([128, 8], [wide, narrow])
-    rounded = np.clip(np.floor(sample / step), -reach, reach - 1) + 0.5
-    estimate[1, :rank] = np.square(sample / step - rounded).mean(axis=0)
-    estimate[2:] = unseen_query * np.sqrt(np.square(unseen).mean(axis=0))[:, None]
-    return CodeSpace(scaled, over, over @ mean, estimate, wide, narrow)
+    fitted, judged = np.ascontiguousarray(sample[::2]), sample[1::2] if len(sample) > 1 else sample
+    centre, errors = np.zeros(dim, np.float32), np.empty((4, dim))
+    for i, half in enumerate(HALVES):
+        errors[i] = _missed(judged, best_steps(fitted, centre, reach, np.full(dim, half)), half)
+    errors[3] = np.square(judged).mean(axis=0)
+    split = best_split(errors, key_bytes)
+    rank = sum(split)
+    halves = np.repeat(HALVES, split)
+    step = best_steps(np.ascontiguousarray(sample[:, :rank]), centre, reach, halves)
+    key_side, shift = np.zeros((dim, dim), np.float32), np.zeros(dim, np.float32)
+    key_side[:rank] = sides[1][:rank] / step[:, None]
+    shift[:rank] = key_side[:rank] @ mean
+    deviation = np.sqrt(np.square(numbers[:, rank:]).mean(axis=0))
+    query_side = (sides[0] * np.concatenate([step, deviation])[:, None]).astype(np.float32)
+    estimate = np.ones((2, dim), np.float32)
+    # a code is the floor of a number, half a step below it on average; those of few bits are stored without a sign
+    estimate[0] = mean + (0.5 - np.where(halves < HALVES[0], halves, 0)) @ query_side[:rank].astype(np.float64)
+    estimate[1, :rank] = _missed(sample[:, :rank], step, halves) / np.square(step.astype(np.float64))
+    return CodeSpace(query_side, key_side, shift, estimate, *split)
+
+
+def _missed(
+    numbers: npt.NDArray[np.float32], step: npt.NDArray[np.float32], half: int | npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Mean square of what rounding takes from each of numbers (n, rank)."""
+    codes = numbers / step.astype(np.float64)
+    return np.asarray(np.square((np.clip(np.floor(codes), -half, half - 1) + 0.5 - codes) * step).mean(axis=0))
 
 
 def encode(space: CodeSpace, keys: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Codes (n, key_bytes) of keys (n, head_dim)."""
-    numbers = np.floor(keys @ space.key_side.T - space.shift)
-    half = space.narrow // 2
-    codes = np.empty((len(keys), space.key_bytes), np.uint8)
-    codes[:, : space.wide] = np.clip(numbers[:, : space.wide], -128, 127).astype(np.int8).view(np.uint8)
-    low, high = (np.clip(part + 8, 0, 15).astype(np.uint8) for part in np.split(numbers[:, space.wide :], [half], 1))
-    codes[:, space.wide :] = low | high << 4
-    return codes
+    numbers = np.floor(keys @ space.key_side[: space.rank].T - space.shift[: space.rank])
+    wide, narrow, thin = np.split(numbers, [space.wide, space.wide + space.narrow], axis=1)
+    codes = [np.clip(wide, -128, 127).astype(np.int8).view(np.uint8)]
+    for some, bits in (narrow, 4), (thin, 2):
+        half, parts = 1 << bits - 1, 8 // bits
+        unsigned = np.clip(some + half, 0, 2 * half - 1).astype(np.uint8)
+        at = bits * np.arange(parts, dtype=np.uint8)[:, None]
+        codes.append(np.bitwise_or.reduce(unsigned.reshape(len(keys), parts, some.shape[1] // parts) << at, axis=1))
+    return np.concatenate(codes, axis=1)
 
 
 def code_scores(
     space: CodeSpace, codes: npt.NDArray[np.uint8], queries: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
     """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
-    sides = np.split(queries @ space.query_side.T, [space.wide, space.wide + space.narrow // 2], axis=1)
-    packed = codes[:, space.wide :]
-    parts = codes[:, : space.wide].view(np.int8), packed & 15, packed >> 4
-    scores = [side @ part.astype(np.float32).T for side, part in zip(sides, parts, strict=True)]
-    return np.sum(scores, axis=0, dtype=np.float32)
+    wide, narrow, thin = np.split(codes, [space.wide, space.wide + space.narrow // 2], axis=1)
+    parts = [wide.view(np.int8), *((narrow >> at) & 15 for at in (0, 4)), *((thin >> at) & 3 for at in (0, 2, 4, 6))]
+    numbers = np.concatenate([part.astype(np.float32) for part in parts], axis=1)
+    return queries @ space.query_side[: space.rank].T @ numbers.T

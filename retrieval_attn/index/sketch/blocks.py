@@ -94,9 +94,9 @@ def empty_blocks(sample: npt.NDArray[np.float32], wide: int, capacity: int) -> K
     rank = sample.shape[1]
     mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32) if len(sample) else np.zeros(rank, np.float32)
     reach = np.abs(sample - mean).max(axis=0, initial=0.0).astype(np.float32)
-    step = np.zeros(rank, np.float32)
     few = np.ascontiguousarray(sample[:: max(1, len(sample) // FITTED_KEYS)])
-    best_steps(few, mean, reach, wide, step)
+    halves = np.where(np.arange(rank) < wide, WIDE_LEVELS // 2, NARROW_LEVELS // 2)
+    step = best_steps(few, mean, reach, halves)
     pairs = -(-capacity // PAIR)
     blocks = aligned_empty((2 * pairs, key_bytes(wide, rank - wide) * BLOCK), np.uint8)
     return KeyBlocks(blocks, mean, step, reach, wide)
@@ -136,24 +136,35 @@ def clear_places(keys: KeyBlocks, start: int, stop: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def best_steps(sample, mean, reach, wide, step):
-    """The step of every number that codes the sample with the least squared error; 0 where all are equal."""
+def best_steps(sample, mean, reach, halves):
+    """float32 (rank,): of every number the step, in twice `halves` levels, that codes the sample with the least squared
+    error; 0 where all are equal.
+    """
+    step = np.zeros(sample.shape[1], np.float32)
+    distances = np.empty(len(sample), np.float32)
     for j in range(sample.shape[1]):
-        half = (WIDE_LEVELS if j < wide else NARROW_LEVELS) // 2
+        distances[:] = sample[:, j] - mean[j]
         least = np.inf
         for share in SHARES:
-            size = np.float64(reach[j]) * share / half
+            size = np.float64(reach[j]) * share / halves[j]
             if size <= 0:
                 break
-            error = 0.0
-            for i in range(len(sample)):
-                distance = np.float64(sample[i, j]) - np.float64(mean[j])
-                code = min(max(np.floor(distance / size), -half), half - 1)
-                missed = (code + 0.5) * size - distance
-                error += missed * missed
+            error = _missed(distances, np.float32(size), np.float32(halves[j]))
             if error < least:
                 least = error
                 step[j] = size
+    return step
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def _missed(distances, size, half):
+    """Sum of squares of what rounding takes, in steps: sums of several at once, in any order."""
+    over, error = np.float32(1) / size, np.float32(0)
+    for i in range(len(distances)):
+        number = distances[i] * over
+        missed = min(max(np.floor(number), -half), half - np.float32(1)) + np.float32(0.5) - number
+        error += missed * missed
+    return np.float64(error) * np.float64(size) ** 2
 
 
 @njit(nogil=True, cache=True)

@@ -21,20 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.norm_triton import rms_norm
+from retrieval_attn.gpu.overlap_triton import begin, overlap
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Rotation, Weights
 
 DEEP_TILE_BYTES = 160 * 1024
 """Shared memory from which four stages of 512 columns fit."""
-OVERLAP_FROM = 9, 0
-"""Compute capability from which a kernel can start before the one ahead of it has ended."""
-
-
-@triton.jit
-def _begin(OVERLAP: tl.constexpr):
-    """Let the next kernel's programs start, and wait until the kernels before this one have written all they write."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -111,7 +102,7 @@ def _project_kernel(
     high = low + head_dim // 2
     first = weight + (head * head_dim + low)[:, None].to(tl.int64) * dim
     second = weight + (head * head_dim + high)[:, None].to(tl.int64) * dim
-    _begin(OVERLAP)
+    begin(OVERLAP)
     a, b = _products(numbers, norm, first, second, rows, dim, eps, M == 1, True, M, N, K)
     if HAS_BIAS:
         a += tl.load(bias + head * head_dim + low).to(tl.float32)[None, :]
@@ -135,7 +126,7 @@ def _turn_kernel(
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     half, low = head_dim // 2, tl.arange(0, H)
     inside = low < half
-    _begin(OVERLAP)
+    begin(OVERLAP)
     if head < q_heads:
         at, norm, eps = query + (row * q_heads + head) * head_dim + low, query_norm, query_eps
     else:
@@ -160,7 +151,7 @@ def _gated_kernel(
     """One program per N numbers of silu(gate) * up."""
     member, place = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
     at = place[:, None].to(tl.int64) * dim
-    _begin(OVERLAP)
+    begin(OVERLAP)
     a, b = _products(numbers, norm, gate + at, up + at, rows, dim, eps, M == 1, True, M, N, K)
     if HAS_GATE_BIAS:
         a += tl.load(gate_bias + place).to(tl.float32)[None, :]
@@ -179,7 +170,7 @@ def _add_kernel(
     """One program per N numbers of residual + product."""
     member, place = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
     row = weight + place[:, None].to(tl.int64) * dim
-    _begin(OVERLAP)
+    begin(OVERLAP)
     a, _ = _products(numbers, numbers, row, row, rows, dim, 0.0, False, False, M, N, K)
     if HAS_BIAS:
         a += tl.load(bias + place).to(tl.float32)[None, :]
@@ -210,7 +201,7 @@ def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor
         _turn_kernel[(rows * (heads[0] + heads[1]),)](
             out[0], out[1], query_norm.weight, key_norm.weight, cosines, sines, query_norm.eps, key_norm.eps,
             heads[0], heads[1], head_dim, HAS_QUERY=into.query_norm is not None, HAS_KEY=into.key_norm is not None,
-            H=triton.next_power_of_2(head_dim // 2), num_warps=1, **_overlap(hidden.device),
+            H=triton.next_power_of_2(head_dim // 2), num_warps=1, **overlap(hidden.device),
         )  # fmt: skip
     return out[0], out[1], out[2]
 
@@ -263,7 +254,7 @@ def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, A
         columns = (512 if deep else 128) * 2 // numbers.element_size()
         tile = {"M": MAX_ROWS, "N": _largest(width, 16), "K": _largest(dim, columns), "num_warps": 2}
         tile["num_stages"] = 4 if deep else 3
-    return tile | _overlap(numbers.device)
+    return tile | overlap(numbers.device)
 
 
 def _largest(number: int, most: int) -> int:
@@ -277,10 +268,3 @@ def _shared_bytes(device: torch.device) -> int:
         return 0
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
-
-
-@functools.cache
-def _overlap(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin before the kernel ahead has ended, where the device can."""
-    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_FROM
-    return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}

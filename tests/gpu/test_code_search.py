@@ -96,7 +96,7 @@ def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int
         scratch = Scratch(32, size_class(4000), search.shape.room, torch.device(device))
         ids = torch.empty(32, search.shape.room, dtype=torch.int32, device=device)
         search.run(rows[None, :, None], ids, None, scratch, lambda function, *given: function(*given))
-        left = scratch.scores[:, :4000] * search.units[:, None]
+        left = scratch.scores[:, :4000].float() * search.units[:, None] + (search.bases - bases)[:, None]
         left = torch.where(left > -torch.inf, left, scores)  # those that were named are gone
         torch.testing.assert_close(left, scores, rtol=1e-3, atol=2e-3 * float(scores.abs().max()))
         scores = left

@@ -38,8 +38,9 @@ MIN_CLASS = 4096
 MIN_WIDTH = 32
 """Numbers that a matrix instruction of bytes takes at a time."""
 
-SMALL_BLOCK, BLOCK = 8, 32
-"""Queries of a key-value head that a program scores at a time: of one token, where they are that few, and of many."""
+SMALL_BLOCK, BLOCK = 4, 32
+"""Queries of a key-value head that a program scores at a time: of one token, where they are that few, and of many. The
+two planes of the fewest are as many columns as a matrix instruction has."""
 WIDE_KEY = 192
 """Bytes per key from which on a program has room for the smaller block only."""
 MAX_NUMBERS = 1 << 16
@@ -66,8 +67,8 @@ class CodeShape(NamedTuple):
 class Scratch:
     """What the kernels of one layer leave for the next of them; layers take turns.
 
-    Rows are those of one turn. scores (queries, max_keys) float32, -inf for the keys that were named; least (queries,)
-    float32, of those; best (queries, max_keys / group) float32, of every group; groups (queries, picked) and hits
+    Rows are those of one turn. scores (queries, max_keys) float16, -inf for the keys that were named; least (queries,)
+    float32, of those; best (queries, max_keys / group) float16, of every group; groups (queries, picked) and hits
     (queries, room) int32.
     """
 
@@ -86,9 +87,9 @@ class Scratch:
         while self.group > 1 and self.picked * self.group >= MAX_NUMBERS:
             self.group //= 2
         rows = queries if has_memory else 0
-        self.scores = torch.empty(rows, max_keys, dtype=torch.float32, device=device)
+        self.scores = torch.empty(rows, max_keys, dtype=torch.float16, device=device)
         self.least = torch.empty(queries, dtype=torch.float32, device=device)  # written whatever is bound
-        self.best = torch.empty(rows, max_keys // self.group, dtype=torch.float32, device=device)
+        self.best = torch.empty(rows, max_keys // self.group, dtype=torch.float16, device=device)
         self.groups = torch.empty(rows, self.picked, dtype=torch.int32, device=device)
         self.hits = torch.empty(rows, room, dtype=torch.int32, device=device)
 
@@ -126,7 +127,7 @@ def size_class(keys: int) -> int:
 class CodeSearch:
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
-    planes (queries, 8, width) int8 and factors (queries,) float32: the projected queries, see `search_triton.py`.
+    planes (queries, 8, width) int8, centres and factors (queries,) float32: projected queries, see `search_triton.py`.
     units, bases, variances (queries,) float32: unit * score + base is near q . k for a score that kernels left in
     `Scratch`, and how far off it is (`codes.estimated`).
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
@@ -165,8 +166,8 @@ class CodeSearch:
         self.planes = torch.zeros(batch * q_heads, 8, width, dtype=torch.int8, device=device)
         # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
         # kernels are compiled for
-        self.factors, self.units, self.bases, self.variances = (
-            torch.ones(len(self.planes), device=device) for _ in range(4)
+        self.centres, self.factors, self.units, self.bases, self.variances = (
+            torch.ones(len(self.planes), device=device) for _ in range(5)
         )
 
     def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
@@ -294,7 +295,7 @@ def question_scratch(queries: int, keys: int, room: int, device: torch.device) -
     Fewer where the device has no room for more.
     """
     max_keys = size_class(keys)
-    at_once = min(queries, max(1, QUESTION_SCORES // (4 * max_keys)))
+    at_once = min(queries, max(1, QUESTION_SCORES // (2 * max_keys)))
     while True:
         try:
             return Scratch(at_once, max_keys, room, device)

@@ -1,7 +1,8 @@
 """The Triton kernels behind `search.py`, which says what they compute. Imported only where there is Triton.
 
 Scores are sums of products of bytes, exact in int32, so that the keys named do not depend on the order of additions:
-a replay names the same ones at every run. A query keeps 16 bits by two planes of 8.
+a replay names the same ones at every run. A query keeps 16 bits by two planes of 8. What is left of a score is 11 bits
+of its distance from what codes in the middle of their levels would have: half the bytes to write and to read again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.codes.search import TABLE_WORDS, CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.overlap_triton import begin, overlap
 
 BLOCK_KEYS = 128
 """Keys that a program scores at a time."""
@@ -28,6 +30,8 @@ MAX_ROUNDS = 24
 """Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
 FINE = 254
 """Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
+MOST_SCORE = 32000.0
+"""The largest score that codes could have, as it is stored: float16 has twice as much."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TILE_BYTES = 48 << 10
 """Codes on their way that a program holds at most: what else it shares then fits the 99 KiB of the smallest cards."""
@@ -43,14 +47,16 @@ def _split(words):
 
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members"])
 def _project_kernel(
-    query, table, planes, factors, units, bases, variances, query_b, query_h, q_heads, members, dim,
+    query, table, planes, centres, factors, units, bases, variances, query_b, query_h, q_heads, members, dim,
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, D: tl.constexpr, FINE: tl.constexpr,
+    MOST_SCORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """query_projection . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
 
     planes[i] (4, 2, K): for byte b of a code, what meets its lowest bits, and what meets those from bit 4, 2 and 6 on;
-    zeros where a byte has no such number. factors[i]: 1, or NaN for a query that is not finite. units[i]: what a score
-    of 1 counts; bases[i] and variances[i]: what is to be added, and how far off scores are then.
+    zeros where a byte has no such number. A score is (sum of products - centres[i]) * factors[i]; NaN for a query that
+    is not finite. units[i]: what a score of 1 counts; bases[i] and variances[i]: what is to be added, and how far off
+    scores are then.
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
@@ -67,6 +73,7 @@ def _project_kernel(
     matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
     offset = tl.load(estimate + column, mask=(column < dim) & used, other=0.0)
     noise = tl.load(estimate + dim + number, mask=(number < dim) & used, other=0.0)
+    begin(OVERLAP)  # what is read before depends on no kernel
     at = planes + i.to(tl.int64) * 8 * K
     tl.store(at + tl.arange(0, 8 * K), tl.zeros((8 * K,), tl.int8))
     tl.debug_barrier()  # what another thread of the program makes of it comes later
@@ -87,9 +94,15 @@ def _project_kernel(
     at += place * 2 * K + byte
     tl.store(at, coarse.to(tl.int8), mask=stored)
     tl.store(at + K, fine.to(tl.int8), mask=stored)
-    tl.store(factors + i, tl.where(finite, 1.0, float("nan")))
-    tl.store(units + i, largest / (127.0 * FINE))
-    tl.store(bases + i, tl.sum(offset * own, axis=0))
+    half = tl.where(number < wide, 128.0, tl.where(in_thin < 0, 8.0, 2.0))
+    whole = tl.where(stored, coarse * FINE + fine, 0.0)
+    centre = tl.sum(tl.where(number < wide, 0.0, whole * half), axis=0)
+    factor = MOST_SCORE / tl.maximum(tl.sum(tl.abs(whole) * half, axis=0), 1.0)
+    unit = largest / (127.0 * FINE)
+    tl.store(centres + i, centre)
+    tl.store(factors + i, tl.where(finite, factor, float("nan")))
+    tl.store(units + i, unit / factor)
+    tl.store(bases + i, tl.sum(offset * own, axis=0) + centre * unit)
     tl.store(variances + i, tl.sum(result * result * noise, axis=0))
 
 
@@ -115,25 +128,28 @@ def _parts(codes, keep, FAST: tl.constexpr):
 
 @triton.jit
 def _score_keys(
-    words, codes, length, first, step, planes, factors, query, column_query, row, here, scores, best, max_keys,
+    words, codes, length, first, step, planes, centres, factors, query, column_query, row, here, scores, best, max_keys,
     BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of N codes from `first` on, and so on by `step`, for G queries, and the best of every GROUP of them.
 
-    query, row (G,): their numbers, and rows of scores and best; column_query (2 * G,): query twice; here: which count.
+    query, row (G,): their numbers, and rows of scores and best; column_query (2 * G,): each query
+    twice; here: which count.
     """
-    # the two planes of the queries are columns of one product: codes are loaded once, for all of them
+    # the two planes of a query are neighbouring columns of one product: codes are loaded once, for all of them, and a
+    # thread has both
     k, column = tl.arange(0, K), tl.arange(0, 2 * G)
-    own = planes + column_query[None, :] * 8 * K + (column // G)[None, :] * K + k[:, None]
+    own = planes + column_query[None, :] * 8 * K + (column % 2)[None, :] * K + k[:, None]
     own_query = (column_query >= 0)[None, :]
     planes_0, planes_4 = tl.load(own, mask=own_query, other=0), tl.load(own + 2 * K, mask=own_query, other=0)
     planes_2, planes_6 = tl.load(own + 4 * K, mask=own_query, other=0), tl.load(own + 6 * K, mask=own_query, other=0)
     # bits that are no number of their own come along, too: they meet planes of zeros
     wide, narrow_stop = _split(words)
     keep = tl.where(k < wide, -1, tl.where(k < narrow_stop, 15, 3)).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
-    plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, :, None]
-    factor = tl.load(factors + query, mask=here, other=1.0)
+    plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, None, :]
+    centre = tl.load(centres + query, mask=here, other=0.0)[None, :]
+    factor = tl.load(factors + query, mask=here, other=1.0)[None, :]
     # the grid is captured, the length is not: so many programs share whatever keys there are now
     for start in range(first, length, step):
         key = start + tl.arange(0, N)
@@ -146,9 +162,9 @@ def _score_keys(
         products = tl.dot(from_4, planes_4, products, out_dtype=tl.int32)
         products = tl.dot(from_2, planes_2, products, out_dtype=tl.int32)
         products = tl.dot(from_6, planes_6, products, out_dtype=tl.int32)
-        total = tl.sum(tl.reshape(products, (N, 2, G)) * plane, axis=1).to(tl.float32) * factor[None, :]
+        total = (tl.sum(tl.reshape(products, (N, G, 2)) * plane, axis=2).to(tl.float32) - centre) * factor
         # what lies behind the last key is written as well: its group's best is then right, and scratch has room
-        total = tl.where(inside[:, None], total, -float("inf"))
+        total = tl.where(inside[:, None], total, -float("inf")).to(tl.float16)
         tl.store(scores + row[None, :] * max_keys + key.to(tl.int64)[:, None], total, mask=here[None, :])
         highest = tl.max(tl.reshape(total, (N // GROUP, GROUP, G)), axis=1)
         some = start // GROUP + tl.arange(0, N // GROUP)
@@ -157,9 +173,9 @@ def _score_keys(
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _score_kernel(
-    planes, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
+    planes, centres, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    FINE: tl.constexpr, FAST: tl.constexpr,
+    FINE: tl.constexpr, FAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores of all codes of an entry for `count` of its `members` queries, see `_score_keys`.
 
@@ -171,21 +187,22 @@ def _score_kernel(
     length = tl.load(words + 2)
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
     own = entry.to(tl.int64) * members + first_member
-    member, column = block + tl.arange(0, G), block + tl.arange(0, 2 * G) % G
+    member, column = block + tl.arange(0, G), block + tl.arange(0, 2 * G) // 2
     column_query = tl.where(column < count, own + column, -1)
     row = tl.program_id(0).to(tl.int64) * count + member  # scratch has rows for the queries of this turn
+    begin(OVERLAP)
     _score_keys(
-        words, codes, length, program * N, programs * N, planes, factors, own + member, column_query, row,
-        member < count, scores, best, max_keys,
+        words, codes, length, program * N, programs * N, planes, centres, factors, own + member, column_query,
+        row, member < count, scores, best, max_keys,
         BYTES, K, N, G, GROUP, FINE, FAST,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["members"])
 def _score_tiles_kernel(
-    planes, factors, table, tiles, scores, best, members, max_keys,
+    planes, centres, factors, table, tiles, scores, best, members, max_keys,
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    FINE: tl.constexpr, FAST: tl.constexpr,
+    FINE: tl.constexpr, FAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores of all codes of a tile's entry for the tile's queries, see `_score_keys`; row i of scratch is query i's.
 
@@ -195,14 +212,15 @@ def _score_tiles_kernel(
     parts = tl.num_programs(0) // count
     tile, part = tl.program_id(0) % count, tl.program_id(0) // count
     own = tiles + (1 + tile) * G
-    query, column_query = tl.load(own + tl.arange(0, G)), tl.load(own + tl.arange(0, 2 * G) % G)
+    query, column_query = tl.load(own + tl.arange(0, G)), tl.load(own + tl.arange(0, 2 * G) // 2)
     entry = tl.load(own) // members  # no tiles: -1 // members, which is not used
     is_used = (part < parts) & (tl.load(own) >= 0)
     words = table + tl.where(is_used, entry, 0) * WORDS
     length = tl.where(is_used, tl.load(words + 2), 0)
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
+    begin(OVERLAP)
     _score_keys(
-        words, codes, length, part * N, parts * N, planes, factors, query, column_query, query, query >= 0,
+        words, codes, length, part * N, parts * N, planes, centres, factors, query, column_query, query, query >= 0,
         scores, best, max_keys,
         BYTES, K, N, G, GROUP, FINE, FAST,
     )  # fmt: skip
@@ -235,7 +253,7 @@ def _pick_kernel(
     table, scores, least, best, groups, hits, places, ids, k, enough_groups, enough, room,
     members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
-    HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr,
+    HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The groups whose best scores are among the `k` best, and of their keys those whose scores are.
 
@@ -249,8 +267,9 @@ def _pick_kernel(
     if HAS_PLACES:
         row = tl.load(places + row).to(tl.int64)
 
+    begin(OVERLAP)
     number = tl.arange(0, GROUPS)
-    values = tl.load(best + at * (max_keys // GROUP) + number, mask=number < length, other=-float("inf"))
+    values = tl.load(best + at * (max_keys // GROUP) + number, mask=number < length, other=-float("inf")).to(tl.float32)
     inside = (number < length) & (values > -float("inf"))
     chosen = inside & (values >= _threshold(values, inside, k, enough_groups, ROUNDS))
     # places by a running sum, not by an atomic counter: the order is the same at every run
@@ -263,7 +282,7 @@ def _pick_kernel(
     inside = number // GROUP < picked
     group = tl.load(groups + at * PICKED + number // GROUP, mask=inside, other=0)
     key = group * GROUP + number % GROUP
-    values = tl.load(scores + at * max_keys + key, mask=inside, other=-float("inf"))
+    values = tl.load(scores + at * max_keys + key, mask=inside, other=-float("inf")).to(tl.float32)
     inside = inside & (values > -float("inf"))
     threshold = _threshold(values, inside, k, enough, ROUNDS)
     tl.store(least + at, threshold)
@@ -294,10 +313,11 @@ def search(
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
     enough, matrix = shape.k + shape.k // 16, triton.next_power_of_2(dim) ** 2
     _project_kernel[(batch * q_heads,)](
-        query, search.table, search.planes, search.factors, search.units, search.bases, search.variances,
+        query, search.table, search.planes,
+        search.centres, search.factors, search.units, search.bases, search.variances,
         query.stride(0), query.stride(1), q_heads, members, dim,
         WORDS=TABLE_WORDS, BYTES=shape.key_bytes, K=width, D=triton.next_power_of_2(dim), FINE=FINE,
-        num_warps=min(32, max(8, matrix // 1024)),
+        MOST_SCORE=MOST_SCORE, num_warps=min(32, max(8, matrix // 2048)), **overlap(query.device),
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
         _score(search, scratch, turn, members)
@@ -307,7 +327,7 @@ def search(
             shape.room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
             WORDS=TABLE_WORDS, GROUP=group, GROUPS=scratch.max_keys // group, PICKED=scratch.picked,
             ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
-            num_warps=_warps(max(scratch.max_keys // group, scratch.picked * group)),
+            num_warps=_warps(max(scratch.max_keys // group, scratch.picked * group)), **overlap(query.device),
         )  # fmt: skip
         if after is not None:
             after(scratch, turn)
@@ -319,9 +339,9 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
     options: dict[str, Any] = {
         "WORDS": TABLE_WORDS, "BYTES": shape.key_bytes, "K": width,
         "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "FAST": not INTERPRETED, "num_warps": 4,
-        "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))),
+        "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))), **overlap(search.planes.device),
     }  # fmt: skip
-    queries = search.planes, search.factors, search.table
+    queries = search.planes, search.centres, search.factors, search.table
     if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):
         for tiles in search.tiles.tables:
             most = len(tiles) - 1

@@ -1,0 +1,129 @@
+"""Codes of 8, 4 and 2 bits: which numbers get how many, what they tell of scores, and spaces saved before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.kernels import key_codes
+from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, learn_space, splits
+from retrieval_attn.index.sketch.index import learn_projection
+
+
+def head(dim: int, key_bytes: int, falls: float = 0.2, count: int = 3000) -> tuple[CodeSpace, np.ndarray[Any, Any]]:
+    """A space for keys whose numbers' deviations fall from 3 to `falls`, and these."""
+    rng = np.random.default_rng(dim + key_bytes)
+    keys = (rng.standard_normal((count, dim)) * np.geomspace(3, falls, dim) + 1).astype(np.float32)
+    queries = rng.standard_normal((500, dim)).astype(np.float32)
+    return learn_space(learn_projection(queries, keys, dim), keys, key_bytes), keys
+
+
+@pytest.mark.parametrize("dim,key_bytes", [(128, 64), (128, 48), (64, 32), (80, 24), (16, 8), (12, 5), (8, 8), (8, 20)])
+def test_splits_take_the_bytes_that_there_are(dim: int, key_bytes: int) -> None:
+    ways = splits(key_bytes, dim)
+    assert len(set(ways)) == len(ways) > 0
+    for wide, narrow, thin in ways:
+        assert min(wide, narrow, thin) >= 0 and wide + narrow + thin <= dim
+        assert wide + narrow / 2 + thin / 4 == min(key_bytes, dim)
+
+
+def test_the_best_split_misses_least() -> None:
+    """Against all of them, each summed up number by number."""
+    rng = np.random.default_rng(0)
+    for trial in range(20):
+        variances = np.sort(rng.exponential(size=24))[::-1] ** (1 + trial % 3)
+        errors = np.array([1e-4, 0.0115, 0.119, 1])[:, None] * variances
+
+        def missed(split: tuple[int, int, int], errors: np.ndarray[Any, Any] = errors) -> float:
+            classes = np.repeat(range(4), [*split, 24 - sum(split)])
+            return float(sum(errors[kind, number] for number, kind in enumerate(classes)))
+
+        found = best_split(errors, 9)
+        assert found in splits(9, 24) and missed(found) <= min(map(missed, splits(9, 24))) * (1 + 1e-9)
+
+
+def test_heads_are_split_by_how_their_numbers_fall() -> None:
+    """Few numbers that matter get many bits; where all do alike, all are stored in few."""
+    steep, flat = head(64, 16, falls=1e-3)[0], head(64, 16, falls=2.5)[0]
+    assert steep.wide > flat.wide and steep.rank < flat.rank and flat.thin > steep.thin
+
+
+@pytest.mark.parametrize("dim,key_bytes", [(128, 64), (128, 32), (64, 32), (80, 24), (16, 8), (64, 64)])
+def test_scores_are_those_of_the_numbers_that_were_stored(dim: int, key_bytes: int) -> None:
+    space, keys = head(dim, key_bytes)
+    codes = encode(space, keys)
+    assert codes.shape == (len(keys), min(key_bytes, dim)) and space.key_bytes == codes.shape[1]
+    assert space.thin or key_bytes >= dim // 2 or dim == 16  # what this is a test of
+    numbers = np.floor(keys @ space.key_side.T - space.shift)
+    for number in range(space.rank):
+        if number < space.wide:
+            least, most, add = -128, 127, 0
+        elif number < space.wide + space.narrow:
+            least, most, add = -8, 7, 8
+        else:
+            least, most, add = -2, 1, 2
+        numbers[:, number] = np.clip(numbers[:, number], least, most) + add
+    queries = np.random.default_rng(1).standard_normal((5, dim)).astype(np.float32)
+    expected = (queries @ space.query_side[: space.rank].T) @ numbers[:, : space.rank].T
+    np.testing.assert_allclose(code_scores(space, codes, queries), expected, rtol=1e-4, atol=1e-3)
+    exact = queries @ keys.T
+    off = code_scores(space, codes, queries) + queries @ space.estimate[0][:, None] - exact
+    variance = np.square(queries @ space.query_side.T) @ space.estimate[1]
+    # as large as q . k, and off by as much as is said
+    assert np.abs(off.mean(axis=1)).max() < 0.1 * exact.std()
+    np.testing.assert_allclose(off.var(axis=1), variance, rtol=0.25)
+
+
+def test_more_bytes_and_thin_numbers_miss_less() -> None:
+    """2 bits are what 24 of 64 bytes need: without them more is missed."""
+    rng = np.random.default_rng(3)
+    keys = (rng.standard_normal((4000, 64)) * np.geomspace(3, 0.5, 64)).astype(np.float32)
+    queries = rng.standard_normal((500, 64)).astype(np.float32)
+    sides = learn_projection(queries, keys, 64)
+    missed = []
+    for key_bytes in (8, 16, 24, 32, 64):
+        space = learn_space(sides, keys, key_bytes)
+        missed.append(float((np.square(queries @ space.query_side.T) @ space.estimate[1]).mean()))
+    assert missed == sorted(missed, reverse=True) and missed[-1] < 0.01 * missed[0]
+    assert learn_space(sides, keys, 16).thin
+
+
+def old_state(index: DeviceIndex) -> dict[str, Any]:
+    """What was saved of an index before 2-bit numbers came, where it has none."""
+    state = index.state()
+    rank = index.space.rank
+    assert not state.pop("thin")
+    unseen = np.asarray(state["query_side"])[rank:]
+    state["query_side"], state["key_side"] = (np.asarray(state[name])[:rank] for name in ("query_side", "key_side"))
+    state["shift"] = np.asarray(state["shift"])[:rank]
+    variances = np.zeros_like(np.asarray(state["estimate"])[1])
+    variances[:rank] = np.asarray(state["estimate"])[1, :rank]
+    state["estimate"] = np.concatenate([np.asarray(state["estimate"])[:1], variances[None], unseen])
+    return state
+
+
+def test_a_space_that_was_saved_before_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    keys = (rng.standard_normal((2000, 32)) * np.geomspace(3, 0.3, 32)).astype(np.float32)
+    monkeypatch.setattr(key_codes, "best_split", lambda errors, key_bytes: (4, 20, 0))
+    index = DeviceIndex.build(keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=14)
+    restored = DeviceIndex.from_state(keys, Format.FLOAT32, old_state(index))
+    for own, other in zip(restored.space[:4], index.space[:4], strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert restored.space[4:] == index.space[4:] == (4, 20, 0)
+    asked = rng.standard_normal((4, 32)).astype(np.float32)
+    np.testing.assert_array_equal(restored.search(asked, 10).ids, index.search(asked, 10).ids)
+
+
+@pytest.mark.parametrize("name,value", [("thin", 6), ("narrow", 3), ("wide", -1), ("thin", 400), ("shift", None)])
+def test_a_state_that_does_not_fit_is_refused(name: str, value: Any) -> None:
+    rng = np.random.default_rng(6)
+    keys = rng.standard_normal((500, 32)).astype(np.float32)
+    index = DeviceIndex.build(keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=16)
+    with pytest.raises(InputDataError):
+        DeviceIndex.from_state(keys, Format.FLOAT32, {**index.state(), name: value})

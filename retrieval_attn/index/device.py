@@ -29,7 +29,7 @@ from retrieval_attn.index.device_task import candidate_search, prepare_candidate
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_space
+from retrieval_attn.index.kernels.key_codes import SIGN, CodeSpace, code_scores, encode, learn_space
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
@@ -249,6 +249,8 @@ class DeviceIndex(RunsIndex):
             raise InputDataError(
                 f"the state is not one of codes of {len(keys)} keys of {fmt.dim_of(keys)}; build the index again"
             )
+        if "thin" not in state:  # saved when the numbers in upper halves of bytes had no sign either
+            rows = np.concatenate([rows[:, : space.wide], rows[:, space.wide :] ^ SIGN], axis=1)
         return cls(KeyRuns(keys, fmt), _coder(coder).restored(space, fmt, rows), space, rescore)
 
     def rescore_count(self, k: int) -> int:
@@ -325,7 +327,7 @@ def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | Non
     arrays = [side for side in sides if isinstance(side, np.ndarray) and side.dtype == np.float32]
     shapes = [array.shape for array in arrays]
     if shapes == [(rank, head_dim), (rank, head_dim), (rank,), (2 + head_dim - rank, head_dim)]:
-        arrays = _widened(*arrays)  # saved before 2-bit numbers came, when numbers not stored were told apart
+        arrays = _widened(arrays[0], arrays[1], arrays[2], arrays[3], narrow // 2)  # saved before 2-bit numbers came
     elif shapes != [(head_dim, head_dim), (head_dim, head_dim), (head_dim,), (2, head_dim)]:
         return None
     return CodeSpace(arrays[0], arrays[1], arrays[2], arrays[3], wide, narrow, thin)
@@ -336,8 +338,11 @@ def _widened(
     key_side: npt.NDArray[np.float32],
     shift: npt.NDArray[np.float32],
     estimate: npt.NDArray[np.float32],
+    signed: int,
 ) -> list[npt.NDArray[np.float32]]:
-    """The sides of a space, with a row for every number, of sides with rows for those stored."""
+    """The sides of a space, with a row for every number, of sides with rows for those stored; the last `signed` of
+    these counted from their least level, too.
+    """
     rank, dim = query_side.shape
     variances = np.ones(dim, np.float32)
     variances[:rank] = estimate[1, :rank]
@@ -345,7 +350,7 @@ def _widened(
         np.concatenate([query_side, estimate[2:]]),
         np.pad(key_side, ((0, dim - rank), (0, 0))),
         np.pad(shift, (0, dim - rank)),
-        np.stack([estimate[0], variances]),
+        np.stack([estimate[0] + 8 * query_side[rank - signed :].sum(axis=0), variances]),
     ]
 
 

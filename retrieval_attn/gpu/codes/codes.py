@@ -18,6 +18,8 @@ ROWS_AT_ONCE = 1 << 15
 """Keys that PyTorch codes, or scans, at once: their float32 numbers must not show beside a layer's keys."""
 ALIGNED = 16
 """Bytes that a kernel loads at once: codes of a head begin on a multiple, and capacities are multiples."""
+SIGN = 128
+"""A byte's highest bit, see `key_codes.SIGN`."""
 _launching = threading.Lock()
 
 
@@ -100,10 +102,10 @@ def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
     numbers = torch.floor(keys @ space.key_projection[: space.rank].T - space.shift[: space.rank])
     eights, fours, twos = numbers.split(list(space[4:]), dim=1)
     halves = [part.to(torch.uint8) for part in (fours + 8).clamp(0, 15).chunk(2, dim=1)]
-    codes = [eights.clamp(-128, 127).to(torch.int8).view(torch.uint8), halves[0] | halves[1] << 4]
+    codes = [eights.clamp(-128, 127).to(torch.int8).view(torch.uint8), (halves[0] | halves[1] << 4) ^ SIGN]
     if space.num_2bit:
         parts = [part.to(torch.uint8) for part in (twos + 2).clamp(0, 3).chunk(4, dim=1)]
-        codes.append(parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6)
+        codes.append((parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6) ^ SIGN)
     return torch.cat(codes, dim=1)
 
 
@@ -117,6 +119,7 @@ def estimated(space: DeviceSpace, queries: Tensor) -> tuple[Tensor, Tensor]:
 def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
     """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
     eights, fours, twos = codes.split([space.num_8bit, space.num_4bit // 2, space.num_2bit // 4], dim=1)
-    parts = [(fours >> at) & 15 for at in (0, 4)] + [(twos >> at) & 3 for at in (0, 2, 4, 6)]
-    numbers = torch.cat([eights.view(torch.int8).float(), *(part.float() for part in parts)], dim=1)
+    parts = [eights.view(torch.int8), fours & 15, fours.view(torch.int8) >> 4]
+    parts += [*((twos >> at) & 3 for at in (0, 2, 4)), twos.view(torch.int8) >> 6]
+    numbers = torch.cat([part.float() for part in parts], dim=1)
     return queries @ space.query_projection[: space.rank].T @ numbers.T

@@ -54,6 +54,7 @@ def _encode_kernel(
         packed |= tl.where(is_thin[None, :], _unsigned(numbers, is_thin) << 2, 0)
         numbers = _numbers(rows, inside, key_projection, shift, number + 2 * quarters, here, dim, N, D, B)
         packed |= tl.where(is_thin[None, :], _unsigned(numbers, is_thin) << 6, 0)
+    packed ^= tl.where(is_wide, 0, 128)[None, :]  # the number in the highest bits has a sign
     out = codes + key.to(tl.int64)[:, None] * BYTES + byte[None, :]
     tl.store(out, packed.to(tl.int8), mask=inside[:, None] & (byte < BYTES)[None, :])
 

@@ -9,7 +9,6 @@ of its distance from what codes in the middle of their levels would have: half t
 # (kernels get their types from Triton)
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,6 @@ FINE = 254
 """Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
 MOST_SCORE = 32000.0
 """The largest score that codes could have, as it is stored: float16 has twice as much."""
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TILE_BYTES = 48 << 10
 """Codes on their way that a program holds at most: what else it shares then fits the 99 KiB of the smallest cards."""
 
@@ -53,51 +51,60 @@ def _project_kernel(
 ):  # fmt: skip
     """query_projection . query i as whole numbers: two planes of 8 bits, of which the second counts 1 / FINE.
 
-    planes[i] (4, 2, K): for byte b of a code, what meets its lowest bits, and what meets those from bit 4, 2 and 6 on;
-    zeros where a byte has no such number. A score is (sum of products - centres[i]) * factors[i]; NaN for a query that
-    is not finite. units[i]: what a score of 1 counts; bases[i] and variances[i]: what is to be added, and how far off
-    scores are then.
+    planes[i] (4, 2, K): what meets byte b of a code, and what meets its lowest 6, 4 and 2 bits. Numbers are not taken
+    out of a byte: 64 d + 16 c + 4 b + a, d with a sign, is a byte as it is, and so are its lowest bits, so that a query
+    asks for these with what is left of its own numbers. A score is (sum of products - centres[i]) * factors[i]; NaN for
+    a query that is not finite. units[i]: what a score of 1 counts; bases[i] and variances[i]: what is to be added, and
+    how far off scores are then.
     """
     i = tl.program_id(0)
     row, head = i // q_heads, i % q_heads
     words = table + (i // members).to(tl.int64) * WORDS
-    column, number = tl.arange(0, D), tl.arange(0, D)
+    column, number, byte = tl.arange(0, D), tl.arange(0, D), tl.arange(0, K)
     used = tl.load(words + 2) > 0
     # an address out of the table: the graph was captured for no cache in particular
     projection = tl.load(words + 1).to(tl.pointer_type(tl.float32))
     estimate = tl.load(words + 3).to(tl.pointer_type(tl.float32))
-    wide, narrow_stop = _split(words)
-    narrow, thin = narrow_stop - wide, BYTES - narrow_stop
-    stored = number < wide + 2 * narrow + 4 * thin
+    split = tl.load(words + 4)
+    wide, narrow = (split & 65535).to(tl.int32), ((split >> 16) & 65535).to(tl.int32)
+    thin = BYTES - wide - narrow
     inside = (number < dim)[:, None] & (column < dim)[None, :] & used
     matrix = tl.load(projection + number[:, None] * dim + column[None, :], mask=inside, other=0.0)
     offset = tl.load(estimate + column, mask=(column < dim) & used, other=0.0)
     noise = tl.load(estimate + dim + number, mask=(number < dim) & used, other=0.0)
     begin(OVERLAP)  # what is read before depends on no kernel
-    at = planes + i.to(tl.int64) * 8 * K
-    tl.store(at + tl.arange(0, 8 * K), tl.zeros((8 * K,), tl.int8))
-    tl.debug_barrier()  # what another thread of the program makes of it comes later
     own = tl.load(query + row.to(tl.int64) * query_b + head * query_h + column, mask=column < dim, other=0.0)
     own = own.to(tl.float32)
     # one vector fills no tile of a matrix instruction: float32 additions
     result = tl.sum(matrix * own[None, :], axis=1)
     finite = tl.sum(tl.where(result - result == 0, 0, 1), axis=0) == 0
-    largest = tl.max(tl.where(stored, tl.abs(tl.where(finite, result, 0.0)), 0.0), axis=0)
+    result = tl.where(finite, result, 0.0)
+    # the numbers of each byte, from the lowest bits up; of one number it is the last
+    is_thin = (byte >= wide + narrow) & (byte < BYTES)
+    is_narrow = (byte >= wide) & (byte < wide + narrow)
+    lower = tl.where(is_thin, byte + narrow, byte)
+    upper = tl.where(is_thin, byte + narrow + 3 * thin, tl.where(is_narrow, byte + narrow, byte))
+    a, d = _numbers_at(result, lower, is_narrow | is_thin, D), _numbers_at(result, upper, byte < BYTES, D)
+    b = _numbers_at(result, byte + narrow + thin, is_thin, D)
+    c = _numbers_at(result, byte + narrow + 2 * thin, is_thin, D)
+    d_share = d * tl.where(is_thin, 1.0 / 64, tl.where(is_narrow, 1.0 / 16, 1.0))
+    six = tl.where(is_thin, c / 16 - d_share, 0.0)
+    four = tl.where(is_thin, b / 4 - c / 16, tl.where(is_narrow, a - d_share, 0.0))
+    two = tl.where(is_thin, a - b / 4, 0.0)
+    largest = tl.maximum(_largest(d_share), tl.maximum(_largest(six), tl.maximum(_largest(four), _largest(two))))
     # to name keys it is not undone: scores are only compared with those of the same query
-    scaled = tl.where(finite, result, 0.0) * (127.0 / tl.where(largest > 0, largest, 1.0))
-    coarse = tl.floor(scaled + 0.5)
-    fine = tl.floor((scaled - coarse) * FINE + 0.5)
-    in_narrow, in_thin = number - wide, number - wide - 2 * narrow
-    part = tl.where(in_thin >= 0, in_thin // tl.maximum(thin, 1), tl.where(in_narrow >= narrow, 2, 0))
-    byte = number - tl.where(in_thin >= 0, narrow + part * thin, tl.where(part > 0, narrow, 0))
-    place = tl.where(part == 1, 2, tl.where(part == 2, 1, part))  # bits 0, 4, 2, 6
-    at += place * 2 * K + byte
-    tl.store(at, coarse.to(tl.int8), mask=stored)
-    tl.store(at + K, fine.to(tl.int8), mask=stored)
-    half = tl.where(number < wide, 128.0, tl.where(in_thin < 0, 8.0, 2.0))
-    whole = tl.where(stored, coarse * FINE + fine, 0.0)
-    centre = tl.sum(tl.where(number < wide, 0.0, whole * half), axis=0)
-    factor = MOST_SCORE / tl.maximum(tl.sum(tl.abs(whole) * half, axis=0), 1.0)
+    scale = 127.0 / tl.where(largest > 0, largest, 1.0)
+    at = planes + i.to(tl.int64) * 8 * K + byte
+    # of a code with all numbers in the middle of their levels, bytes and their lowest bits
+    centre = tl.sum(
+        _store_planes(at, d_share * scale, K, FINE) * tl.where(is_thin, 42, tl.where(is_narrow, 8, 0)), axis=0
+    )
+    centre += tl.sum(_store_planes(at + 2 * K, six * scale, K, FINE) * 42, axis=0)
+    centre += tl.sum(_store_planes(at + 4 * K, four * scale, K, FINE) * tl.where(is_thin, 10, 8), axis=0)
+    centre += tl.sum(_store_planes(at + 6 * K, two * scale, K, FINE) * 2, axis=0)
+    half = tl.where(is_thin, 2.0, 8.0)
+    most = tl.sum(tl.abs(d) * tl.where(byte < wide, 128.0, half) + (tl.abs(a) + tl.abs(b) + tl.abs(c)) * half, axis=0)
+    factor = MOST_SCORE / tl.maximum(most * scale * FINE, 1.0)
     unit = largest / (127.0 * FINE)
     tl.store(centres + i, centre)
     tl.store(factors + i, tl.where(finite, factor, float("nan")))
@@ -107,30 +114,30 @@ def _project_kernel(
 
 
 @triton.jit
-def _parts(codes, keep, FAST: tl.constexpr):
-    """The bits of codes that `keep` has: of the lowest, and from bit 4, 2 and 6 on; four bytes at a time."""
-    # Triton would widen every byte before it shifts; one shift of a word and a mask serve four bytes
-    if FAST:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 x;
-            and.b32 $0, $4, $5;
-            shr.b32 x, $4, 4;
-            and.b32 x, x, 0x0F0F0F0F;
-            and.b32 $1, x, $5;
-            shr.b32 x, $4, 2;
-            and.b32 $2, x, 0x03030303;
-            shr.b32 x, $4, 6;
-            and.b32 $3, x, 0x03030303; }""",
-            "=r,=r,=r,=r,r,r", [codes, keep], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    return codes & keep, (codes >> 4) & 15 & keep, (codes >> 2) & 3, (codes >> 6) & 3
+def _numbers_at(numbers, index, here, D: tl.constexpr):
+    """numbers[index], (K,), 0 where not `here`."""
+    return tl.where(here, tl.gather(numbers, tl.minimum(index, D - 1), 0), 0.0)
+
+
+@triton.jit
+def _largest(numbers):
+    return tl.max(tl.abs(numbers), axis=0)
+
+
+@triton.jit
+def _store_planes(at, scaled, K: tl.constexpr, FINE: tl.constexpr):
+    """Write numbers of up to 127 as two planes (2, K), and return them in steps of the second."""
+    coarse = tl.floor(scaled + 0.5)
+    fine = tl.floor((scaled - coarse) * FINE + 0.5)
+    tl.store(at, coarse.to(tl.int8))
+    tl.store(at + K, fine.to(tl.int8))
+    return coarse * FINE + fine
 
 
 @triton.jit
 def _score_keys(
-    words, codes, length, first, step, planes, centres, factors, query, column_query, row, here, scores, best, max_keys,
+    codes, length, first, step, planes, centres, factors, query, column_query, row, here, scores, best, max_keys,
     BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of N codes from `first` on, and so on by `step`, for G queries, and the best of every GROUP of them.
 
@@ -142,11 +149,11 @@ def _score_keys(
     k, column = tl.arange(0, K), tl.arange(0, 2 * G)
     own = planes + column_query[None, :] * 8 * K + (column % 2)[None, :] * K + k[:, None]
     own_query = (column_query >= 0)[None, :]
-    planes_0, planes_4 = tl.load(own, mask=own_query, other=0), tl.load(own + 2 * K, mask=own_query, other=0)
-    planes_2, planes_6 = tl.load(own + 4 * K, mask=own_query, other=0), tl.load(own + 6 * K, mask=own_query, other=0)
-    # bits that are no number of their own come along, too: they meet planes of zeros
-    wide, narrow_stop = _split(words)
-    keep = tl.where(k < wide, -1, tl.where(k < narrow_stop, 15, 3)).to(tl.int8)[None, :] + tl.zeros((N, K), tl.int8)
+    all_planes, six_planes = tl.load(own, mask=own_query, other=0), tl.load(own + 2 * K, mask=own_query, other=0)
+    four_planes, two_planes = (
+        tl.load(own + 4 * K, mask=own_query, other=0),
+        tl.load(own + 6 * K, mask=own_query, other=0),
+    )
     plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, None, :]
     centre = tl.load(centres + query, mask=here, other=0.0)[None, :]
     factor = tl.load(factors + query, mask=here, other=1.0)[None, :]
@@ -155,13 +162,13 @@ def _score_keys(
         key = start + tl.arange(0, N)
         inside = key < length
         at = codes + key.to(tl.int64)[:, None] * BYTES + k[None, :]
-        loaded = tl.load(at, mask=inside[:, None] & (k < BYTES)[None, :], other=0)
-        from_0, from_4, from_2, from_6 = _parts(loaded, keep, FAST)
-        # bytes go to the matrix units as they are: a multiprocessor converts few. int32 holds K up to 512
-        products = tl.dot(from_0, planes_0, out_dtype=tl.int32)
-        products = tl.dot(from_4, planes_4, products, out_dtype=tl.int32)
-        products = tl.dot(from_2, planes_2, products, out_dtype=tl.int32)
-        products = tl.dot(from_6, planes_6, products, out_dtype=tl.int32)
+        code = tl.load(at, mask=inside[:, None] & (k < BYTES)[None, :], other=0)
+        # bytes go to the matrix units as they are, or by one operation on four of them; those are for whole bytes only,
+        # and more than masks would send them through shared memory once more. int32 holds K up to 256
+        products = tl.dot(code, all_planes, out_dtype=tl.int32)
+        products = tl.dot(code & 63, six_planes, products, out_dtype=tl.int32)
+        products = tl.dot(code & 15, four_planes, products, out_dtype=tl.int32)
+        products = tl.dot(code & 3, two_planes, products, out_dtype=tl.int32)
         total = (tl.sum(tl.reshape(products, (N, G, 2)) * plane, axis=2).to(tl.float32) - centre) * factor
         # what lies behind the last key is written as well: its group's best is then right, and scratch has room
         total = tl.where(inside[:, None], total, -float("inf")).to(tl.float16)
@@ -175,7 +182,7 @@ def _score_keys(
 def _score_kernel(
     planes, centres, factors, table, scores, best, members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    FINE: tl.constexpr, FAST: tl.constexpr, OVERLAP: tl.constexpr,
+    FINE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores of all codes of an entry for `count` of its `members` queries, see `_score_keys`.
 
@@ -192,9 +199,9 @@ def _score_kernel(
     row = tl.program_id(0).to(tl.int64) * count + member  # scratch has rows for the queries of this turn
     begin(OVERLAP)
     _score_keys(
-        words, codes, length, program * N, programs * N, planes, centres, factors, own + member, column_query,
+        codes, length, program * N, programs * N, planes, centres, factors, own + member, column_query,
         row, member < count, scores, best, max_keys,
-        BYTES, K, N, G, GROUP, FINE, FAST,
+        BYTES, K, N, G, GROUP, FINE,
     )  # fmt: skip
 
 
@@ -202,7 +209,7 @@ def _score_kernel(
 def _score_tiles_kernel(
     planes, centres, factors, table, tiles, scores, best, members, max_keys,
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    FINE: tl.constexpr, FAST: tl.constexpr, OVERLAP: tl.constexpr,
+    FINE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores of all codes of a tile's entry for the tile's queries, see `_score_keys`; row i of scratch is query i's.
 
@@ -220,9 +227,9 @@ def _score_tiles_kernel(
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(words), 16)
     begin(OVERLAP)
     _score_keys(
-        words, codes, length, part * N, parts * N, planes, centres, factors, query, column_query, query, query >= 0,
+        codes, length, part * N, parts * N, planes, centres, factors, query, column_query, query, query >= 0,
         scores, best, max_keys,
-        BYTES, K, N, G, GROUP, FINE, FAST,
+        BYTES, K, N, G, GROUP, FINE,
     )  # fmt: skip
 
 
@@ -338,7 +345,7 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
     shape, width = search.shape, search.planes.shape[2]
     options: dict[str, Any] = {
         "WORDS": TABLE_WORDS, "BYTES": shape.key_bytes, "K": width,
-        "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "FAST": not INTERPRETED, "num_warps": 4,
+        "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "num_warps": 4,
         "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))), **overlap(search.planes.device),
     }  # fmt: skip
     queries = search.planes, search.centres, search.factors, search.table

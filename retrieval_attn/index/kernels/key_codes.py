@@ -26,6 +26,10 @@ HALVES = 128, 8, 2
 """Half the levels of a number in 8, 4 and 2 bits: what the least code lies below zero."""
 
 
+SIGN = np.uint8(128)
+"""A byte's highest bit: what makes a number that counts from its least level one with a sign."""
+
+
 class CodeSpace(NamedTuple):
     """What keys of one head are coded by.
 
@@ -33,7 +37,8 @@ class CodeSpace(NamedTuple):
     deviation of each. key_side: B over the steps, as many rows as numbers are stored or, behind them, zeros. shift: one
     for each row, key_side . mean. wide + narrow + thin numbers are stored, a key's code being `wide` int8, then
     `narrow / 2` bytes, of which byte b has number wide + b in its lower half and number wide + narrow / 2 + b in its
-    upper half, then `thin / 4` bytes of four numbers each, laid out the same way from the lowest two bits up.
+    upper half, then `thin / 4` bytes of four numbers each, laid out the same way from the lowest two bits up. The
+    number in a byte's highest bits has a sign, as the byte then has; others count from their least level.
 
     estimate (2, head_dim) float32: what makes a score as large as q . k. Row 0: offset; q . k is near
     `code_scores` + q . offset. Row 1: the variance of what rounding took from each number, 1 of those not stored.
@@ -116,8 +121,9 @@ def learn_space(
     deviation = np.sqrt(np.square(numbers[:, rank:]).mean(axis=0))
     query_side = (sides[0] * np.concatenate([step, deviation])[:, None]).astype(np.float32)
     estimate = np.ones((2, dim), np.float32)
-    # a code is the floor of a number, half a step below it on average; those of few bits are stored without a sign
-    estimate[0] = mean + (0.5 - np.where(halves < HALVES[0], halves, 0)) @ query_side[:rank].astype(np.float64)
+    # a code is the floor of a number, half a step below it on average; most of few bits are stored without a sign
+    below = np.repeat([0, 8, 0, 2, 0], [split[0], split[1] // 2, split[1] // 2, split[2] // 4 * 3, split[2] // 4])
+    estimate[0] = mean + (0.5 - below) @ query_side[:rank].astype(np.float64)
     estimate[1, :rank] = _missed(sample[:, :rank], step, halves) / np.square(step.astype(np.float64))
     return CodeSpace(query_side, key_side, shift, estimate, *split)
 
@@ -139,7 +145,8 @@ def encode(space: CodeSpace, keys: npt.NDArray[np.float32]) -> npt.NDArray[np.ui
         half, parts = 1 << bits - 1, 8 // bits
         unsigned = np.clip(some + half, 0, 2 * half - 1).astype(np.uint8)
         at = bits * np.arange(parts, dtype=np.uint8)[:, None]
-        codes.append(np.bitwise_or.reduce(unsigned.reshape(len(keys), parts, some.shape[1] // parts) << at, axis=1))
+        packed = np.bitwise_or.reduce(unsigned.reshape(len(keys), parts, some.shape[1] // parts) << at, axis=1)
+        codes.append(packed ^ SIGN)
     return np.concatenate(codes, axis=1)
 
 
@@ -148,6 +155,7 @@ def code_scores(
 ) -> npt.NDArray[np.float32]:
     """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
     wide, narrow, thin = np.split(codes, [space.wide, space.wide + space.narrow // 2], axis=1)
-    parts = [wide.view(np.int8), *((narrow >> at) & 15 for at in (0, 4)), *((thin >> at) & 3 for at in (0, 2, 4, 6))]
+    parts = [wide.view(np.int8), narrow & 15, narrow.view(np.int8) >> 4]
+    parts += [*((thin >> at) & 3 for at in (0, 2, 4)), thin.view(np.int8) >> 6]
     numbers = np.concatenate([part.astype(np.float32) for part in parts], axis=1)
     return queries @ space.query_side[: space.rank].T @ numbers.T

@@ -86,7 +86,9 @@ def _code_rows(keys, length, sides, shift, wide, half, rows):
             for j in range(first, min(first + TILE_QUERIES, rank)):
                 low, high, add = np.float32(-128), np.float32(127), np.float32(0)
                 if j >= wide:
-                    low, high, add = np.float32(-8), np.float32(7), np.float32(8)
+                    low, high = np.float32(-8), np.float32(7)
+                    if j < wide + half:
+                        add = np.float32(8)  # in the upper half of a byte numbers have a sign
                 line = scores[j - first]
                 for i in range(size):
                     number = np.floor(line[i] - shift[j])
@@ -99,7 +101,7 @@ def _code_rows(keys, length, sides, shift, wide, half, rows):
             for j in range(wide):
                 row[j] = tile[j, i]
             for j in range(half):
-                row[wide + j] = tile[wide + j, i] | (tile[wide + half + j, i] << 4)
+                row[wide + j] = tile[wide + j, i] | (tile[wide + half + j, i] & 15) << 4
     return bad
 
 
@@ -149,17 +151,15 @@ def _place(words, order, blocks, wide_words, skipped, mean, step, means):
             row = words[order[place]]
             lane = place - start
             for word in range(own):
-                value = row[skipped + word]
-                if word < wide_words:
-                    value = value ^ np.uint32(0x80808080)  # blocks count from the least code
-                blocks[leaf, word * BLOCK + lane] = value
+                # blocks count from the least code, where a byte of a row has a sign
+                blocks[leaf, word * BLOCK + lane] = row[skipped + word] ^ np.uint32(0x80808080)
             for j in range(numbers):
                 if j < wide:
-                    sums[j] += (row[skipped + j // 4] >> np.uint32(8 * (j % 4))) & np.uint32(255) ^ np.uint32(128)
+                    word, shift, levels = j // 4, 8 * (j % 4), np.uint32(255)
                 else:
                     at = j - wide
-                    shift = 8 * (at % 4) + 4 * (at % 8 // 4)
-                    sums[j] += (row[skipped + wide_words + at // 8] >> np.uint32(shift)) & np.uint32(15)
+                    word, shift, levels = wide_words + at // 8, 8 * (at % 4) + 4 * (at % 8 // 4), np.uint32(15)
+                sums[j] += (row[skipped + word] ^ np.uint32(0x80808080)) >> np.uint32(shift) & levels
         for j in range(numbers):
             middle = np.float32(127.5) if j < wide else np.float32(7.5)
             means[leaf, j] = mean[j] + step[j] * (np.float32(sums[j]) / np.float32(stop - start) - middle)

@@ -326,10 +326,11 @@ def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | Non
     sides = [state.get(name) for name in CodeSpace._fields[:4]]
     arrays = [side for side in sides if isinstance(side, np.ndarray) and side.dtype == np.float32]
     shapes = [array.shape for array in arrays]
-    if shapes == [(rank, head_dim), (rank, head_dim), (rank,), (2 + head_dim - rank, head_dim)]:
-        arrays = _widened(arrays[0], arrays[1], arrays[2], arrays[3], narrow // 2)  # saved before 2-bit numbers came
-    elif shapes != [(head_dim, head_dim), (head_dim, head_dim), (head_dim,), (2, head_dim)]:
+    rows, more = (head_dim, 0) if "thin" in state else (rank, head_dim - rank)  # without: saved before there were any
+    if shapes != [(rows, head_dim), (rows, head_dim), (rows,), (2 + more, head_dim)]:
         return None
+    if "thin" not in state:
+        arrays = _widened(arrays[0], arrays[1], arrays[2], arrays[3], narrow // 2)
     return CodeSpace(arrays[0], arrays[1], arrays[2], arrays[3], wide, narrow, thin)
 
 

@@ -115,16 +115,22 @@ def old_state(index: DeviceIndex) -> dict[str, Any]:
     return state
 
 
-def test_a_space_that_was_saved_before_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key_bytes,split", [(14, (4, 20, 0)), (18, (4, 28, 0))])
+def test_a_space_that_was_saved_before_is_read_as_it_was(
+    key_bytes: int, split: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some numbers are not stored, and where all are."""
     rng = np.random.default_rng(5)
     keys = (rng.standard_normal((2000, 32)) * np.geomspace(3, 0.3, 32)).astype(np.float32)
-    monkeypatch.setattr(key_codes, "best_split", lambda errors, key_bytes: (4, 20, 0))
-    index = DeviceIndex.build(keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=14)
+    monkeypatch.setattr(key_codes, "best_split", lambda errors, key_bytes: split)
+    index = DeviceIndex.build(
+        keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=key_bytes
+    )
     restored = DeviceIndex.from_state(keys, Format.FLOAT32, old_state(index))
     for own, other in zip(restored.space[:4], index.space[:4], strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-5)
     np.testing.assert_array_equal(restored.codes.rows(), index.codes.rows())
-    assert restored.space[4:] == index.space[4:] == (4, 20, 0)
+    assert restored.space[4:] == index.space[4:] == split
     asked = rng.standard_normal((4, 32)).astype(np.float32)
     np.testing.assert_array_equal(restored.search(asked, 10).ids, index.search(asked, 10).ids)
 

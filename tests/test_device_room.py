@@ -33,9 +33,9 @@ def test_codes_go_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
     ("tokens", "free_gib", "options"),
     [
         (262144, 8.2, {}),
-        (393216, 8.2, {"key_bytes": 48, "rescore": 4}),
-        (524288, 8.2, {"key_bytes": 32, "rescore": 12}),
-        (524288, 7.5, {"key_bytes": 24, "rescore": 16}),
+        (393216, 8.2, {"key_bytes": 48, "rescore": 3}),
+        (524288, 8.2, {"key_bytes": 32, "rescore": 6}),
+        (524288, 7.5, {"key_bytes": 24, "rescore": 12}),
         (1048576, 8.2, None),
     ],
 )

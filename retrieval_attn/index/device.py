@@ -197,12 +197,15 @@ class DeviceIndex(RunsIndex):
         queries, _ = check_training(training.queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
-        identity = np.eye(dim, dtype=np.float32)
+        # head_dim queries more, which ask for all numbers alike: what few queries did not ask for may be asked for
+        energy = np.square(rows, dtype=np.float64).sum(axis=1).mean() if len(rows) else 1.0
+        length = np.float32(min(np.sqrt(energy), np.finfo(np.float32).max))
+        rows = np.concatenate([rows, np.eye(dim, dtype=np.float32) * length])
         sample = to_float32(keys[:: max(1, len(keys) // LEARNED_KEYS)], fmt)
         if not np.isfinite(sample).all():
             raise NotFiniteError(NOT_FINITE)
-        known = sample if len(sample) else identity
-        sides = learn_projection(rows if len(rows) else identity, known, dim)
+        known = sample if len(sample) else np.eye(dim, dtype=np.float32)
+        sides = learn_projection(rows, known, dim)
         space = learn_space(sides, known, options.bytes_for(dim))
         codes = _coder(training.coder)(space, fmt, len(keys))
         codes.add(keys)

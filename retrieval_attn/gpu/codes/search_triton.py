@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.search import TABLE_WORDS, CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import SMALL_BLOCK, TABLE_WORDS, CodeSearch, Scratch, Turn
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
 BLOCK_KEYS = 128
@@ -25,6 +25,9 @@ PROGRAMS = 1056
 """Programs that score keys, of all heads together: eight for each multiprocessor of an H100."""
 WIDE_TILE, WIDE_WARPS = 32, 8
 """Queries of a tile from which on a program has more warps: four would hold 194 registers a thread."""
+NARROW_TILE, MOST_REGISTERS = 64, 64
+"""Bytes of a code up to which a program of few queries needs no more than so many registers a thread: eight programs then
+fit a multiprocessor of an H100. It would take 70 otherwise, seven fit, and the last of 1,056 come alone (33.6 us, 30.0)."""
 MAX_ROUNDS = 24
 """Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
 FINE = 254
@@ -343,10 +346,12 @@ def search(
 def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> None:
     """Score all codes for the queries of a turn: tile by tile where the turn has all that there are."""
     shape, width = search.shape, search.planes.shape[2]
+    most_registers = {"maxnreg": MOST_REGISTERS} if search.block == SMALL_BLOCK and width <= NARROW_TILE else {}
     options: dict[str, Any] = {
         "WORDS": TABLE_WORDS, "BYTES": shape.key_bytes, "K": width,
         "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "num_warps": 4,
         "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))), **overlap(search.planes.device),
+        **most_registers,
     }  # fmt: skip
     queries = search.planes, search.centres, search.factors, search.table
     if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):

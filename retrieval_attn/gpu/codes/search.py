@@ -41,6 +41,8 @@ MIN_WIDTH = 32
 SMALL_BLOCK, BLOCK = 4, 32
 """Queries of a key-value head that a program scores at a time: of one token, where they are that few, and of many. The
 two planes of the fewest are as many columns as a matrix instruction has."""
+PAIR_BLOCK = 8
+"""The same, where two rows over one text have few each."""
 WIDE_KEY = 192
 """Bytes per key from which on a program has room for the smaller block only."""
 MAX_NUMBERS = 1 << 16
@@ -161,8 +163,8 @@ class CodeSearch:
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.tiles: QueryTiles | None = None
         if batch > 1:
-            widths = (self.block,) if width > WIDE_KEY or self.block == BLOCK else (self.block, BLOCK)
-            self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, widths, device, tables)
+            widths = {self.block} if width > WIDE_KEY else {self.block, max(self.block, PAIR_BLOCK), BLOCK}
+            self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, tuple(sorted(widths)), device, tables)
         self.planes = torch.zeros(batch * q_heads, 8, width, dtype=torch.int8, device=device)
         # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
         # kernels are compiled for

@@ -26,8 +26,8 @@ PROGRAMS = 1056
 WIDE_TILE, WIDE_WARPS = 32, 8
 """Queries of a tile from which on a program has more warps: four would hold 194 registers a thread."""
 NARROW_TILE, MOST_REGISTERS = 64, 64
-"""Bytes of a code up to which a program of few queries needs no more than so many registers a thread: eight programs then
-fit a multiprocessor of an H100. It would take 70 otherwise, seven fit, and the last of 1,056 come alone (33.6 us, 30.0)."""
+"""Bytes of a code up to which a program of few queries needs no more than so many registers a thread: eight programs
+then fit a multiprocessor of an H100. With 70 seven fit, and the last of 1,056 come alone (33.6 us in place of 30.0)."""
 MAX_ROUNDS = 24
 """Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
 FINE = 254

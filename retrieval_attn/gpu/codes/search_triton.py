@@ -38,14 +38,6 @@ TILE_BYTES = 48 << 10
 """Codes on their way that a program holds at most: what else it shares then fits the 99 KiB of the smallest cards."""
 
 
-@triton.jit
-def _split(words):
-    """Bytes of a key's code with one number, and behind which there are four in each."""
-    split = tl.load(words + 4)
-    wide = split & 65535
-    return wide.to(tl.int32), (wide + ((split >> 16) & 65535)).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members"])
 def _project_kernel(
     query, table, planes, centres, factors, units, bases, variances, query_b, query_h, q_heads, members, dim,
@@ -144,8 +136,8 @@ def _score_keys(
 ):  # fmt: skip
     """Scores of N codes from `first` on, and so on by `step`, for G queries, and the best of every GROUP of them.
 
-    query, row (G,): their numbers, and rows of scores and best; column_query (2 * G,): each query
-    twice; here: which count.
+    query, row (G,): their numbers, and rows of scores and best; column_query (2 * G,): each query twice;
+    here: which count.
     """
     # the two planes of a query are neighbouring columns of one product: codes are loaded once, for all of them, and a
     # thread has both

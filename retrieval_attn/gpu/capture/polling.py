@@ -133,7 +133,9 @@ def load_flags(device: torch.device, mapped: bool = False) -> Any:
     if mapped:
         lines = page_locked(DEVICE_LINE, torch.int32)
         flag_triton.wait(lines, words, host)
-        flag_triton.fetch(page_locked(DEVICE_LINE), torch.zeros(DEVICE_LINE, device=device))
+        answers, room = page_locked(DEVICE_LINE), torch.zeros(DEVICE_LINE, device=device)
+        for count in DEVICE_LINE, DEVICE_LINE - 1:  # Triton compiles for multiples of 16, and for other numbers
+            flag_triton.fetch(answers[:count], room[:count])
         torch.cuda.synchronize(device)  # before this memory may be taken again
     return flag_triton
 

@@ -94,21 +94,6 @@ def _one_hot(number, own, FAST: tl.constexpr):
         return tl.where(number == own, 1.0, 0.0)
 
 
-@triton.jit
-def _power_of_2(power, FAST: tl.constexpr):
-    """2^power as float16, of two at once; as float32 where not FAST."""
-    # 11 bits of a power: a weight is off by .3 % at most, this way and that
-    if FAST:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 x;
-            cvt.rn.f16x2.f32 x, $2, $1;
-            ex2.approx.f16x2 $0, x; }""",
-            "=r,r,r", [power], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.exp2(power)  # the interpreter multiplies no float16
-
-
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _mass_kernel(
     scores, units, bases, variances, factors, least, code_table, table, sums,
@@ -150,7 +135,9 @@ def _mass_kernel(
             power = tl.where(score > -float("inf"), (logit - start) * LOG2_E + SHIFT, score)
         else:
             power = score * slope_2 + base_2
-        weight = _power_of_2(tl.minimum(power, MOST_POWER), FAST)
+        weight = tl.exp2(tl.minimum(power, MOST_POWER))
+        if FAST:  # the interpreter multiplies no float16
+            weight = weight.to(tl.float16)
         if H > 1:
             keep = _one_hot(upper[:, None], own_upper[None, :], FAST)
             weight = tl.reshape(weight[None] * keep[:, None, :], (H * G, N))

@@ -82,8 +82,8 @@ def test_scores_are_those_of_the_numbers_that_were_stored(dim: int, key_bytes: i
     np.testing.assert_allclose(off.var(axis=1), variance, rtol=0.25)
 
 
-def test_more_bytes_and_thin_numbers_miss_less() -> None:
-    """2 bits are what 24 of 64 bytes need: without them more is missed."""
+def test_more_bytes_miss_less() -> None:
+    """Few bytes have numbers of 2 bits."""
     rng = np.random.default_rng(3)
     keys = (rng.standard_normal((4000, 64)) * np.geomspace(3, 0.5, 64)).astype(np.float32)
     queries = rng.standard_normal((500, 64)).astype(np.float32)

@@ -24,7 +24,9 @@ _launching = threading.Lock()
 
 
 class DeviceSpace(NamedTuple):
-    """`CodeSpace` on the device: query_side, key_side, shift and estimate; how many numbers have 8, 4 and 2 bits."""
+    """`CodeSpace` on the device: query_side (query_projection), key_side (key_projection), shift and estimate; how many
+    numbers have 8, 4 and 2 bits.
+    """
 
     query_projection: Tensor
     key_projection: Tensor

@@ -338,29 +338,35 @@ def search(
 def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> None:
     """Score all codes for the queries of a turn: tile by tile where the turn has all that there are."""
     shape, width = search.shape, search.planes.shape[2]
-    most_registers = {"maxnreg": MOST_REGISTERS} if search.block == SMALL_BLOCK and width <= NARROW_TILE else {}
     options: dict[str, Any] = {
         "WORDS": TABLE_WORDS, "BYTES": shape.key_bytes, "K": width,
         "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "num_warps": 4,
         "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))), **overlap(search.planes.device),
-        **most_registers,
     }  # fmt: skip
     queries = search.planes, search.centres, search.factors, search.table
     if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):
         for tiles in search.tiles.tables:
             most = len(tiles) - 1
             programs = max(most, min(PROGRAMS, most * scratch.max_keys // BLOCK_KEYS))
+            at_once = tiles.shape[1]
+            options["num_warps"] = WIDE_WARPS if at_once >= WIDE_TILE else 4
             _score_tiles_kernel[(programs,)](
-                *queries, tiles, scratch.scores, scratch.best, members, scratch.max_keys, G=tiles.shape[1],
-                **{**options, "num_warps": WIDE_WARPS if tiles.shape[1] >= WIDE_TILE else 4},
+                *queries, tiles, scratch.scores, scratch.best, members, scratch.max_keys, G=at_once,
+                **options, **_registers(at_once, width),
             )  # fmt: skip
         return
     blocks = triton.cdiv(turn.members, search.block)
     programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
     _score_kernel[(turn.entries, programs, blocks)](
         *queries, scratch.scores, scratch.best,
-        members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, G=search.block, **options,
+        members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, G=search.block,
+        **options, **_registers(search.block, width),
     )  # fmt: skip
+
+
+def _registers(queries: int, width: int) -> dict[str, int]:
+    """A limit for a program that scores so many queries at a time, of codes of `width` columns; none for many."""
+    return {"maxnreg": MOST_REGISTERS} if queries <= SMALL_BLOCK and width <= NARROW_TILE else {}
 
 
 def _warps(numbers: int) -> int:

@@ -40,7 +40,7 @@ def test_a_hook_that_is_removed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert replayed(rows, rows.pairs, 1) == [0]
     looks: list[object] = []
     look = KnownModel.look
-    monkeypatch.setattr(KnownModel, "look", lambda known: looks.append(known) or look(known))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(KnownModel, "look", lambda known, model: looks.append(known) or look(known, model))  # type: ignore[func-returns-value]
     assert replayed(rows, rows.pairs, RETRY + 2) == [0] * (RETRY + 2)
     assert 0 < len(looks) <= 2 * len(rows.pairs)  # compared, and noted anew
     hook.remove()

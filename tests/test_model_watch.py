@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+import retrieval_attn as ra
 from retrieval_attn.engine.graph import watch
 from retrieval_attn.engine.graph.watch import ModelWatch
+from retrieval_attn.errors import CaptureError
+from tests.graph_cases import CONFIG, Decoded
 from tests.test_bucket import Rows
 from tests.tiny_models import build_model
 
@@ -78,3 +84,33 @@ def test_rows_that_join_look_closely_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(seen) == 2 and rows.runner.replays == 6
     kept.remove()
     rows.check_books()
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    """What was looked at stays alive for as long as the model."""
+    model = ra.enable(build_model("llama31"), CONFIG)
+    look = watch.look_at(model)
+    assert watch.look_at(model) is look and watch.look_at(copy.deepcopy(model)) is not look
+    weight, alive = weakref.ref(first_layer(model).mlp.up_proj.weight), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and weight() is None
+
+
+@pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
+def test_answers_look_closely_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is bound to a graph finds the model as it was; a hook that came since is seen."""
+    seen: list[Any] = []
+    close = watch.model_signature
+
+    def looked(model: Any) -> tuple[Any, ...]:
+        seen.append(model)
+        return close(model)
+
+    monkeypatch.setattr(watch, "model_signature", looked)
+    model = ra.enable(build_model("llama31"), CONFIG)
+    assert [Decoded(model, True, new=3).steps.replays for _ in range(3)] == [3, 3, 3] and len(seen) == 1
+    first_layer(model).mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="forward hook"):
+        Decoded(model, True, new=3)
+    assert len(seen) == 2

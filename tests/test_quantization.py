@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import retrieval_attn as ra
 from retrieval_attn.config import QUANTIZATIONS
-from retrieval_attn.engine.graph.support import refusal
+from retrieval_attn.engine.graph.support import cache_refusal, model_refusal
 from retrieval_attn.memory.weights import quantized_bytes
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.quantization import FORMATS, held_bytes, loading_config, missing_package
@@ -218,9 +218,9 @@ def test_layers_that_look_for_outliers_are_not_captured() -> None:
     cache = ra.RetrievalCache(model, CONFIG)
     with torch.no_grad():
         model(input_ids=random_ids(1, 40), past_key_values=cache)
-    assert refusal(model, cache) is None
+    assert cache_refusal(cache) is None and model_refusal(model) is None
     model.model.layers[0].extra = Linear8bitLt()
-    assert "looks for outliers" in str(refusal(model, cache))
+    assert "looks for outliers" in str(model_refusal(model))
 
 
 @pytest.mark.cuda

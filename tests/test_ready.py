@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_captured_does_not_stop_the_read(
     loaded: Loaded, emulated_graphs: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first answer says why, as before."""
-    monkeypatch.setattr(registry, "refusal", lambda model, cache: "of the weather")
+    monkeypatch.setattr(registry, "cache_refusal", lambda cache: "of the weather")
     context = ra.Context(*loaded, CONFIG).read(TEXT, progress=False)
     assert not caplog.records
     context.ask("What is the sky?", max_new_tokens=3)

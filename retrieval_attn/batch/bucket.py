@@ -34,12 +34,13 @@ from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.decode import note_eager
-from retrieval_attn.engine.graph.decoder import attending, cache_signature
+from retrieval_attn.engine.graph.decoder import attending
 from retrieval_attn.engine.graph.memory import ordinary_tensors
 from retrieval_attn.engine.graph.registry import runtime_for
+from retrieval_attn.engine.graph.signature import cache_signature
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.engine.graph.support import cache_refusal
-from retrieval_attn.engine.graph.watch import KnownModel
+from retrieval_attn.engine.graph.watch import look_at
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import unwrapped
@@ -72,7 +73,6 @@ class BucketRunner:
     def __init__(self, model: PreTrainedModel, rows: int, clock: StepClock | None = None) -> None:
         """rows: most rows of a graph. clock: of steps. Nothing is captured, no memory taken, before the first step."""
         self._model, self._most = unwrapped(model), 1 << max(0, rows - 1).bit_length()
-        self._known = KnownModel(self._model)
         self._runtime: Runtime | None = None
         self._group: BucketGroup | None = None
         self._key: tuple[Any, ...] = ()
@@ -213,7 +213,7 @@ class BucketRunner:
         if self._runtime is None:
             return "" if cache.config.graph == "auto" else f"the model runs on {input_device(self._model)}"
         cache.require_room(1)
-        model = self._known.look()
+        model = look_at(self._model)
         reason = cache_refusal(cache) or model.reason
         if reason is not None:
             return reason
@@ -275,7 +275,7 @@ class BucketRunner:
     def _situation(self) -> tuple[Any, ...]:
         """What may change about who is refused: hooks, weights and adapters of the model, and who is in the graphs."""
         rows = 0 if self._group is None else len(self._group.rows)
-        return *self._known.look(), self._key, self._group is None, rows > 0 or self._joined, rows < self._most
+        return *look_at(self._model), self._key, self._group is None, rows > 0 or self._joined, rows < self._most
 
     def _end(self, reason: str, caches: Sequence[RetrievalCache]) -> None:
         """No graph any more. Raises CaptureError where one was demanded."""

@@ -17,9 +17,10 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
-from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state, signature
+from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state
 from retrieval_attn.engine.graph.host import HostRow, code_shape, held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
+from retrieval_attn.engine.graph.signature import signature
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
 from retrieval_attn.errors import CaptureError

@@ -13,19 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.engine.graph.host import HostResources, code_shape
+from retrieval_attn.engine.graph.host import HostResources
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
-from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, SlotPlace, window_of
+from retrieval_attn.engine.graph.signature import signature
+from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, SlotPlace
 from retrieval_attn.engine.graph.states import StateMemory, StepStates
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.model.adapters import adapter_state
-from retrieval_attn.model.quantization import plain_tensors
 
 
 class StepKind(NamedTuple):
@@ -115,38 +112,3 @@ def attending(cache: RetrievalCache) -> list[tuple[int, Any]]:
 def keeping_state(cache: RetrievalCache) -> list[tuple[int, StateLayer]]:
     """The layers that keep a state instead, each with its number."""
     return [(number, layer) for number, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]
-
-
-def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
-    """What a decoder's buffers and graphs depend on: shapes, where the weights lie, and the pool of threads.
-
-    Raises CaptureError for a cache without tokens.
-    """
-    return id(runtime), id(default_pool()), *model_signature(model), cache_signature(cache)
-
-
-def model_signature(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What of it lies with the model."""
-    weights = hash(tuple(tensor.data_ptr() for tensor in plain_tensors(model.parameters())))
-    hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
-    return weights, hooks, adapter_state(model)
-
-
-def cache_signature(cache: RetrievalCache) -> tuple[Any, ...]:
-    """What of it lies with the cache. Raises CaptureError for a cache without tokens."""
-    layers: list[tuple[Any, ...]] = []
-    cached: list[Any] = list(cache.layers)
-    for layer in cached:
-        if isinstance(layer, StateLayer):
-            states = ((key, state.shape, state.dtype, state.device) for key, state in layer.states())
-            layers.append((type(layer), *states))
-            continue
-        key, value = window_of(layer).buffers
-        slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
-        fmt = codes = None
-        if isinstance(layer, RetrievalLayer):
-            fmt = None if layer.held is None else layer.held.fmt
-            codes = code_shape(layer, key.shape[3])
-        sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
-        layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
-    return tuple(layers)

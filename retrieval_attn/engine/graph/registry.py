@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.engine.graph.binding import Binding, expected_kind
-from retrieval_attn.engine.graph.decoder import GraphDecoder, signature
+from retrieval_attn.engine.graph.decoder import GraphDecoder
 from retrieval_attn.engine.graph.emulation import emulated_runtime
 from retrieval_attn.engine.graph.launch import Launcher
-from retrieval_attn.engine.graph.support import refusal
+from retrieval_attn.engine.graph.signature import signature
+from retrieval_attn.engine.graph.support import cache_refusal
+from retrieval_attn.engine.graph.watch import look_at
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.cuda import cuda_runtime
 from retrieval_attn.gpu.capture.exchange import requested_host_callback
@@ -64,7 +66,7 @@ def bind(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> Lau
 
     Raises CaptureError with the reason where the step cannot be recorded.
     """
-    reason = refusal(model, cache)
+    reason = cache_refusal(cache) or look_at(model).reason
     if reason is None and cache.batch.exact is not None:
         reason = "the cache begins with tokens in pages, which steps of rows attend to"
     if reason is not None:

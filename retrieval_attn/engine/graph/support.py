@@ -18,13 +18,8 @@ from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 from retrieval_attn.model.rotation import rope_types
 
 
-def refusal(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
-    """Why this model's step cannot be recorded with this cache, as far as can be told without trying; or None."""
-    return cache_refusal(cache) or model_refusal(model)
-
-
 def cache_refusal(cache: RetrievalCache) -> str | None:
-    """What of it lies with the cache."""
+    """Why no step can be recorded with this cache, as far as can be told without trying; or None."""
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
             if layer.record_past:
@@ -46,7 +41,7 @@ def cache_refusal(cache: RetrievalCache) -> str | None:
 
 
 def model_refusal(model: PreTrainedModel) -> str | None:
-    """What of it lies with the model, whatever the cache."""
+    """Why no step of this model can be recorded, whatever the cache; or None."""
     places = devices(model)
     if len(places) > 1:
         return f"the model's layers run on {', '.join(map(str, places))}"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrieval_attn.engine.graph.decoder import model_signature
-from retrieval_attn.engine.graph.support import model_refusal
+from retrieval_attn.engine.graph.support import hooks_of, model_refusal
 from retrieval_attn.model.adapters import adapter_state
 from retrieval_attn.model.quantization import plain_tensors
 
 _TABLES = "_modules", "_forward_hooks", "_forward_pre_hooks"
+_KNOWN = "_retrieval_attn_known"
 
 
 class ModelWatch:
@@ -64,16 +64,35 @@ class Look(NamedTuple):
 
 
 class KnownModel:
-    """A model that is looked at often, and closely only where it changed."""
+    """A model that is looked at often, and closely only where it changed. It lies in the model, and dies with it: hooks
+    that are looked at may know the model. A copy of the model is looked at anew.
+    """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._watch: ModelWatch | None = None
         self._look = Look(None, ())
 
-    def look(self) -> Look:
+    def look(self, model: PreTrainedModel) -> Look:
         """As it is now."""
         if self._watch is None or not self._watch.unchanged():
-            self._watch = ModelWatch(self._model)
-            self._look = Look(model_refusal(self._model), model_signature(self._model))
+            self._watch = ModelWatch(model)
+            self._look = Look(model_refusal(model), model_signature(model))
         return self._look
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KnownModel, ()
+
+
+def look_at(model: PreTrainedModel) -> Look:
+    """The model as it is now. The first look takes some milliseconds, later ones a fraction of one."""
+    known = model.__dict__.get(_KNOWN)
+    if known is None:
+        known = model.__dict__[_KNOWN] = KnownModel()
+    return known.look(model)
+
+
+def model_signature(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What of it lies with the model."""
+    weights = hash(tuple(tensor.data_ptr() for tensor in plain_tensors(model.parameters())))
+    hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
+    return weights, hooks, adapter_state(model)

@@ -108,9 +108,13 @@ class Decoded:
 
     def difference(self, other: Decoded) -> float:
         """Largest difference of logits; the tokens must be the same."""
+        return float(self.differences(other).max())
+
+    def differences(self, other: Decoded) -> Tensor:
+        """Largest difference of logits in each step; the tokens must be the same."""
         mine, others = torch.stack(self.logits), torch.stack(other.logits)
         assert torch.equal(mine.argmax(-1), others.argmax(-1))
-        return float((mine - others).abs().max())
+        return (mine - others).abs().flatten(1).amax(dim=1)
 
 
 def broken_search(model: Any, graph: GraphMode) -> None:

@@ -449,15 +449,21 @@ def test_chosen_keys_on_a_gpu(whole_float32: None) -> None:
 def test_captured_steps_equal_eager_ones_on_a_gpu(
     group: int, dim: int, index: str, batch: int, whole_float32: None
 ) -> None:
-    """One microbatch or two; blocks leave the window meanwhile."""
+    """One microbatch or two; blocks leave the window meanwhile.
+
+    A key at the edge of what codes name is attended to or estimated by the last bit of a query: captured steps tip over
+    no more than eager ones do whose queries are multiplied by 1 - 2^-22. A second recording gives the same bits.
+    """
     config = CONFIG.replace(**INDEXES[index], retrieve=4, tail=True)
-    model = ra.enable(model_of("llama", group, dim).cuda(), config)
+    model, nudged = (ra.enable(model_of("llama", group, dim).cuda(), config) for _ in range(2))
+    with torch.no_grad():
+        for layer in nudged.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1 - 2.0**-22)
     options: dict[str, Any] = {"config": config, "prompt": 300, "new": 20, "batch": batch}
-    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
-    apart = (torch.stack(graphed.logits) - torch.stack(eager.logits)).abs().flatten(1).amax(dim=1)
-    # a key at the edge of what codes name is attended to or estimated by the last bit of its score: once in 500 steps
-    assert graphed.difference(eager) <= 2e-3 and int((apart > 1e-5).sum()) <= 1
-    assert graphed.steps.replays == 20
+    eager, graphed, again = (Decoded(model, graph, **options) for graph in (False, True, True))
+    apart, tips = (other.differences(eager) for other in (graphed, Decoded(nudged, False, **options)))
+    assert int((apart > 1e-5).sum()) <= max(1, int((tips > 1e-5).sum())) and apart.max() <= max(2e-3, 2 * tips.max())
+    assert again.difference(graphed) == 0 and graphed.steps.replays == 20
 
 
 @pytest.mark.cuda

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
@@ -24,7 +24,14 @@ from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import Weights, plan
 from retrieval_attn.memory.units import parse_bytes, show_bytes
-from retrieval_attn.model.loading import choose_device, launched_processes, load, load_model, loaded_dtype
+from retrieval_attn.model.loading import (
+    checkpoint_config,
+    choose_device,
+    launched_processes,
+    load,
+    load_model,
+    loaded_dtype,
+)
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.store import ContextStore
@@ -64,11 +71,11 @@ class LLM:
         beyond what is free on the device, is refused before anything is loaded.
         device_map: layers on several GPUs, as transformers takes it ("auto"). tensor_parallel: heads shared by the
         processes of a torchrun, one GPU each. With either, gpu_memory holds for each GPU; weights that a device_map
-        keeps on "cpu" or "disk" are not planned for. Further keywords (threads, window, ...) are fields of Config, but
-        for tensor_parallel=True.
+        keeps on "cpu" or "disk" are not planned for. yarn: a factor, so many times the checkpoint's positions by YaRN,
+        for longer texts (Qwen3-8B has 40,960). Further keywords (threads, window, ...) are fields of Config.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
-        tensor_parallel = bool(overrides.pop("tensor_parallel", False))
+        tensor_parallel, yarn = bool(overrides.pop("tensor_parallel", False)), overrides.pop("yarn", None)
         self.config = resolve(config, overrides)
         check_threads(self.config.threads)
         self.device = choose_device(device)
@@ -76,10 +83,12 @@ class LLM:
             say_if_threads_spin()
         if tensor_parallel and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        model_config = load(AutoConfig, name_or_path)
+        model_config = checkpoint_config(name_or_path, yarn)
         limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
         if max_context is not None and limit is not None and max_context > limit:
-            raise ContextLengthError(f"max_context={max_context} is beyond the model's {limit} positions; lower it.")
+            raise ContextLengthError(
+                f"max_context={max_context} is beyond the model's {limit} positions; lower it, or stretch them by yarn."
+            )
         self.max_context: int = max_context or limit or DEFAULT_CONTEXT
         weights: Weights = {"dtype": chosen_dtype(quantization, dtype, self.device), "quantization": quantization}
         self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
@@ -92,6 +101,7 @@ class LLM:
                 device_map=device_map,
                 tensor_parallel=tensor_parallel,
                 quantization=quantization,
+                yarn=yarn,
             )
         self.device = input_device(self.model)
         enable(self.model, self.config)

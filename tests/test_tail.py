@@ -462,7 +462,8 @@ def test_captured_steps_equal_eager_ones_on_a_gpu(
     options: dict[str, Any] = {"config": config, "prompt": 300, "new": 20, "batch": batch}
     eager, graphed, again = (Decoded(model, graph, **options) for graph in (False, True, True))
     apart, tips = (other.differences(eager) for other in (graphed, Decoded(nudged, False, **options)))
-    assert int((apart > 1e-5).sum()) <= max(1, int((tips > 1e-5).sum())) and apart.max() <= max(2e-3, 2 * tips.max())
+    assert int((apart > 1e-5).sum()) <= max(1, int((tips > 1e-5).sum()))
+    assert float(apart.max()) <= max(2e-3, 2 * float(tips.max()))
     assert again.difference(graphed) == 0 and graphed.steps.replays == 20
 
 

@@ -89,8 +89,8 @@ class RetrievalCache(LayeredCache):
         if self.max_positions is not None and cached + new_tokens > self.max_positions:
             raise ContextLengthError(
                 f"{cached} cached and {new_tokens} new tokens are more than the model's {self.max_positions} "
-                "positions (config.max_position_embeddings). Shorten the context, or load the model with a config "
-                "whose rope scaling and max_position_embeddings cover it."
+                "positions (config.max_position_embeddings). Shorten the context, or load the model with more of them: "
+                "LLM(..., yarn=FACTOR), --yarn FACTOR, or a config whose rope scaling covers it."
             )
 
     # -- rows and lengths, for all layers together ---------------------------------------------------

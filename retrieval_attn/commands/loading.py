@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,19 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = F
         default="none",
         help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
     )
+    add_yarn(parser.add_argument)
     parser.add_argument(
         "--gpu-memory", metavar="SIZE", help="most to take of the GPU, such as 24GiB (default: no limit)"
+    )
+
+
+def add_yarn(add: Callable[..., Any]) -> None:
+    """More positions than a checkpoint has. add: `add_argument` of a parser."""
+    add(
+        "--yarn",
+        type=float,
+        metavar="FACTOR",
+        help="so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
     )
 
 
@@ -82,8 +94,9 @@ def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool =
         device=args.device,
         dtype=args.dtype,
         quantization=None if args.quantization == "none" else args.quantization,
+        yarn=args.yarn,
         gpu_memory=args.gpu_memory,
-        max_context=_needed(name, most),
+        max_context=_needed(name, most, args.yarn),
         config=config,
     )
     what = "the bundled test model; --model names another" if args.model == "bundled" else name
@@ -118,13 +131,11 @@ def _retrieve(text: str) -> Retrieve | Any:
     return text
 
 
-def _needed(model: str, most: int) -> int:
+def _needed(model: str, most: int, yarn: float | None = None) -> int:
     """Tokens to plan memory for: no text has more of them than bytes, and no model more than its positions."""
-    from transformers import AutoConfig
+    from retrieval_attn.model.loading import checkpoint_config
 
-    from retrieval_attn.model.loading import load
-
-    config = load(AutoConfig, model).get_text_config(decoder=True)
+    config = checkpoint_config(model, yarn).get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     template = 1024
     return most + template if positions is None else min(most + template, positions)

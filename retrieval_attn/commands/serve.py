@@ -148,6 +148,7 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         "device": args.device,
         "dtype": args.dtype,
         "quantization": None if args.quantization == "none" else args.quantization,
+        "yarn": args.yarn,
         "gpu_memory": args.gpu_memory,
         "max_context": None if args.max_context is None else parse_tokens(args.max_context, "--max-context"),
     }

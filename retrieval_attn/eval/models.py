@@ -17,30 +17,32 @@ def model_path(name: str) -> str:
     return str(BUNDLED_MODEL) if name == "bundled" else name
 
 
-def load_model(name: str, device: str, dtype: str) -> Any:
+def load_model(name: str, device: str, dtype: str, yarn: float | None = None) -> Any:
     """A causal language model in evaluation mode with PyTorch's SDPA attention.
 
     Under torchrun the processes share its heads (transformers' tensor parallel), each on its own GPU.
     device: "auto", "cpu", "cuda" or "cuda:N".  dtype: "auto" is float32 on the CPU and the stored dtype elsewhere.
+    yarn: so many times its positions.
     Raises InputDataError if it cannot be loaded, ConfigError for a device that is not there.
     """
     from retrieval_attn.model import loading
 
     spread = loading.launched_processes() > 1
-    return loading.load_model(name, device=device, dtype=dtype, tensor_parallel=spread, attn_implementation="sdpa")
+    options: dict[str, Any] = {"tensor_parallel": spread, "yarn": yarn, "attn_implementation": "sdpa"}
+    return loading.load_model(name, device=device, dtype=dtype, **options)
 
 
-def load_description(name: str) -> tuple[Any, Any]:
+def load_description(name: str, yarn: float | None = None) -> tuple[Any, Any]:
     """Config and tokenizer of a model, without its weights.  Raises InputDataError."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from retrieval_attn.model.loading import load
+    from retrieval_attn.model.loading import checkpoint_config, load
 
     looks_local = name.startswith((".", "/", "~")) or Path(name).exists() or name.count("/") > 1
     path = Path(name).expanduser()
     if looks_local and not (path / "config.json").is_file():
         raise InputDataError(f"model {name}: needed a folder with a config.json, found none; check the path")
-    return load(AutoConfig, path), load(AutoTokenizer, path)
+    return checkpoint_config(path, yarn), load(AutoTokenizer, path)
 
 
 def model_digest(name: str) -> str | None:

@@ -23,6 +23,7 @@ from retrieval_attn.model.quantization import (
     require_package,
     weight_format,
 )
+from retrieval_attn.model.yarn import with_yarn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,6 +78,13 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
     return found
 
 
+def checkpoint_config(name_or_path: str | Path, yarn: float | None = None) -> Any:
+    """A model's config; with yarn times the positions. Raises InputDataError as `load`, ConfigError as `with_yarn`."""
+    from transformers import AutoConfig
+
+    return with_yarn(load(AutoConfig, name_or_path), yarn)
+
+
 def load_model(
     name_or_path: str | Path,
     *,
@@ -85,6 +93,7 @@ def load_model(
     device_map: str | Mapping[str, Any] | None = None,
     tensor_parallel: bool = False,
     quantization: str | None = None,
+    yarn: float | None = None,
     **options: Any,
 ) -> Any:
     """A causal language model, of text or of text and images, in evaluation mode: on one device, or over several.
@@ -92,13 +101,14 @@ def load_model(
     device, dtype: see `choose_device` and `choose_dtype`. device_map: whole layers on several devices, as transformers
     takes it ("auto", "balanced", or a device for each module; needs accelerate). tensor_parallel: the heads shared by
     the processes of a torchrun, each on the GPU of its LOCAL_RANK. quantization: of the linear layers' weights, a name
-    of `model.quantization.FORMATS`; None: as the checkpoint has them. options: more for from_pretrained.
+    of `model.quantization.FORMATS`; None: as the checkpoint has them. yarn: see `yarn.with_yarn`. options: more for
+    from_pretrained.
     Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun, a package that
     is not installed).
     """
-    from transformers import AutoConfig
-
-    model_config = load(AutoConfig, name_or_path)
+    model_config = checkpoint_config(name_or_path, yarn)
+    if yarn is not None:
+        options["config"] = model_config
     alone = device_map is None and not tensor_parallel
     place = choose_device(device if alone else "auto")
     chosen = choose_dtype(chosen_dtype(quantization, dtype, place), place)

@@ -11,7 +11,7 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 __all__ = ["model_config", "require_host_room"]
 
 
-def model_config(model: str, shape: str | None, layers: int | None = None) -> Any:
+def model_config(model: str, shape: str | None, layers: int | None = None, yarn: float | None = None) -> Any:
     """Configuration of a named model, or of random weights of a shape with so many layers (None: all of them). Loads no
     weights. Raises InputDataError or ConfigError, for layers without a shape, too.
     """
@@ -23,7 +23,7 @@ def model_config(model: str, shape: str | None, layers: int | None = None) -> An
         return random_config(shape, layers=layers)
     from retrieval_attn.eval.models import load_description, model_path
 
-    return load_description(model_path(model))[0]
+    return load_description(model_path(model), yarn)[0]
 
 
 def require_host_room(

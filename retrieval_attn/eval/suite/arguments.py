@@ -56,6 +56,13 @@ def add_arguments(
         choices=["auto", "float32", "bfloat16", "float16"],
         help="weights and cache; auto: float32 on the CPU, as stored elsewhere",
     )
+    add_flag(
+        model,
+        "--yarn",
+        type=float,
+        metavar="FACTOR",
+        help="so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
+    )
     add_flag(model, "--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     add_flag(
         model,
@@ -158,6 +165,7 @@ class Options:
     model: str
     device: str
     dtype: str
+    yarn: float | None
     threads: int | None
     chat_template: str
     tasks: tuple[str, ...]
@@ -193,6 +201,7 @@ class Options:
             model=model_path(args.model or "bundled"),
             device=args.device,
             dtype=args.dtype,
+            yarn=args.yarn,
             threads=args.threads,
             chat_template=args.chat_template,
             tasks=suite.tasks() if args.tasks == "all" else parse_choices("--tasks", args.tasks, suite.tasks()),
@@ -227,7 +236,7 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
     from retrieval_attn.eval.prompts import frame
     from retrieval_attn.eval.suite.runner import Selection, SuiteRun
 
-    model_config, tokenizer = load_description(options.model)
+    model_config, tokenizer = load_description(options.model, options.yarn)
     selection = Selection(options.tasks, options.lengths, options.n, options.seed, options.limit, options.shard)
     room = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     form = frame(suite, tokenizer, options.chat_template)
@@ -273,7 +282,7 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
     if options.threads:
         torch.set_num_threads(options.threads)
     disable_progress_bar()  # one bar, over the samples, is enough
-    model = models.load_model(options.model, options.device, options.dtype)
+    model = models.load_model(options.model, options.device, options.dtype, options.yarn)
     methods = build_methods(options.methods, model, test.form.tokenizer, options.method_options, options.threads)
     notes = list(getattr(test.suite, "notes", ()))
     start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype), "notes": notes}
@@ -296,7 +305,9 @@ def _settings(test: Any, options: Options, model_config: Any) -> dict[str, Any]:
     from retrieval_attn.eval.models import model_digest
     from retrieval_attn.model.loading import choose_device
 
+    stretched = {} if options.yarn is None else {"yarn": options.yarn}  # folders from before know no such setting
     return {
+        **stretched,
         "suite": test.suite.name,
         "rows": test.suite.fingerprint(),
         "seed": options.seed,

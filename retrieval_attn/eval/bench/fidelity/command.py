@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
+    add("--yarn", type=float, metavar="FACTOR", help="so many times the model's positions, by YaRN (default: its own)")
     add("--lengths", metavar="N,N", help=f"tokens that are read; k and m count 1024s (default: {USUAL['lengths']})")
     add(
         "--texts",
@@ -112,12 +113,13 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     name = model_path(args.model)
-    model = load_model(name, str(choose_device(args.device)), args.dtype)
+    model = load_model(name, str(choose_device(args.device)), args.dtype, args.yarn)
     tokenizer = AutoTokenizer.from_pretrained(name)
     report: dict[str, Any] = {
         "what": "fidelity",
         "finished": False,
         "model": args.model,
+        "yarn": args.yarn,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
         "threads": args.threads or torch.get_num_threads(),

@@ -60,7 +60,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     config = Config(sink=args.sink, window=args.window, host_dtype=args.host_dtype, threads=args.threads or None)
     specs = parse(args.methods, POLICIES)
     lengths = lengths_of(args.lengths)
-    limit = model_config(args.model, None).get_text_config(decoder=True).max_position_embeddings
+    limit = model_config(args.model, None, yarn=args.yarn).get_text_config(decoder=True).max_position_embeddings
     lengths = with_room(lengths, limit, args.tokens)
     least = args.sink + args.window
     if lengths[0] <= least:

@@ -4,7 +4,8 @@ A decoder layer of one token is some 20 small kernels around its matrix products
 2 ms of 8 longer with them. Three kernels hold all of them but attention: `project` (norm, query, key, value, rotary
 embedding), `gated` (norm, gate, up, SiLU) and `add_product` (output or down projection, residual).
 
-Each has a Triton kernel (`products_triton.py`), which rounds once, at the end, and the same in plain PyTorch, which
+Weights are plain, or of 4 bits (`packed.py`). Each product has a Triton kernel for either kind (`products_triton.py`,
+`packed_triton.py`), which rounds once, at the end, and the same in plain PyTorch, which
 rounds where transformers' modules do.
 """
 
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.gpu.norm import rms_norm
+from retrieval_attn.gpu.packed import PackedWeights
 
 MAX_ROWS = 16
 """Rows of one call: those of one tile of a matrix instruction."""
@@ -28,6 +30,49 @@ class Weights(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is multiplied, and of the product."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.weight.device
+
+    @property
+    def kernels(self) -> str:
+        """The module of `gpu` that multiplies them."""
+        return "products_triton"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the sizes are whole tiles."""
+        weight, bias = self
+        whole = weight.shape[0] % 8 == 0 and weight.shape[1] % 16 == 0 and weight.stride() == (weight.shape[1], 1)
+        alike = weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and (
+            bias is None or bias.dtype == weight.dtype
+        )
+        return whole and alike
+
+    @property
+    def matrix(self) -> Tensor:
+        """All weights, (out, in)."""
+        return self.weight
+
+    def split(self, sizes: list[int]) -> list[Weights]:
+        """Those of so many rows each, that lie where they lie."""
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        return [Weights(weight, bias) for weight, bias in zip(self.weight.split(sizes), biases, strict=True)]
+
+
+AnyWeights = Weights | PackedWeights
 
 
 class Norm(NamedTuple):
@@ -41,54 +86,64 @@ class Attending(NamedTuple):
     """What stands before attention.
 
     query (q_heads * head_dim, in), key and value (kv_heads * head_dim, in). query_norm, key_norm: of each head's
-    numbers, before they are turned (Qwen3); None: there is none.
+    numbers, before they are turned (Qwen3); None: there is none. The three weights are alike, see `alike`.
     """
 
     norm: Norm
-    query: Weights
-    key: Weights
-    value: Weights
+    query: AnyWeights
+    key: AnyWeights
+    value: AnyWeights
     head_dim: int
     query_norm: Norm | None = None
     key_norm: Norm | None = None
 
 
 class Gated(NamedTuple):
-    """The first half of a gated feed-forward layer: silu(gate(x)) * up(x) of the normed x. Both (inner, in)."""
+    """The first half of a gated feed-forward layer: silu(gate(x)) * up(x) of the normed x. Both (inner, in), alike."""
 
     norm: Norm
-    gate: Weights
-    up: Weights
+    gate: AnyWeights
+    up: AnyWeights
 
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each (rows, head_dim): of a rotary embedding that turns number j with number j + head_dim / 2."""
 
 
-def fits(weights: Weights, rows: int) -> bool:
+def fits(weights: AnyWeights, rows: int) -> bool:
     """Whether `rows` rows can be multiplied: the sizes are whole tiles."""
-    weight, bias = weights
-    whole = weight.shape[0] % 8 == 0 and weight.shape[1] % 16 == 0 and weight.stride() == (weight.shape[1], 1)
-    alike = weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and (
-        bias is None or bias.dtype == weight.dtype
-    )
-    return whole and alike and rows <= MAX_ROWS
+    return weights.is_whole and rows <= MAX_ROWS
+
+
+def alike(*weights: AnyWeights) -> bool:
+    """Whether one kernel can multiply with all of these: they are of one kind and as long in memory."""
+    return len({_kind(one) for one in weights}) == 1
+
+
+def _kind(weights: AnyWeights) -> tuple[object, ...]:
+    kind = weights.kernels, weights.dtype, weights.device, weights.shape[1]
+    if isinstance(weights, PackedWeights):
+        return *kind, weights.strips, weights.group
+    return kind
 
 
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """Query (rows, q_heads, head_dim), key and value (rows, kv_heads, head_dim) of hidden (rows, in), after RoPE."""
-    kernels = kernels_for(hidden, "products_triton")
+    kernels = kernels_for(hidden, into.query.kernels)
     if kernels is not None:
         found: tuple[Tensor, Tensor, Tensor] = kernels.project(hidden, into, rotation)
         return found
     normal = rms_norm(hidden, *into.norm)
     query, key, value = (
-        functional.linear(normal, *one).view(len(hidden), -1, into.head_dim)
-        for one in (into.query, into.key, into.value)
+        _product(normal, one).view(len(hidden), -1, into.head_dim) for one in (into.query, into.key, into.value)
     )
     query = query if into.query_norm is None else rms_norm(query, *into.query_norm)
     key = key if into.key_norm is None else rms_norm(key, *into.key_norm)
     return _turned(query, rotation), _turned(key, rotation), value
+
+
+def _product(numbers: Tensor, weights: AnyWeights) -> Tensor:
+    return functional.linear(numbers, weights.matrix.to(numbers.dtype), weights.bias)
 
 
 def _turned(heads: Tensor, rotation: Rotation) -> Tensor:
@@ -99,18 +154,18 @@ def _turned(heads: Tensor, rotation: Rotation) -> Tensor:
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:
     """silu(gate(x)) * up(x), (rows, inner), of the normed x of hidden (rows, in)."""
-    kernels = kernels_for(hidden, "products_triton")
+    kernels = kernels_for(hidden, into.gate.kernels)
     if kernels is not None:
         found: Tensor = kernels.gated(hidden, into)
         return found
     normal = rms_norm(hidden, *into.norm)
-    return functional.silu(functional.linear(normal, *into.gate)) * functional.linear(normal, *into.up)
+    return functional.silu(_product(normal, into.gate)) * _product(normal, into.up)
 
 
-def add_product(residual: Tensor, numbers: Tensor, weights: Weights) -> Tensor:
+def add_product(residual: Tensor, numbers: Tensor, weights: AnyWeights) -> Tensor:
     """residual (rows, out) + numbers (rows, in) times the weights (out, in), a new tensor."""
-    kernels = kernels_for(numbers, "products_triton")
+    kernels = kernels_for(numbers, weights.kernels)
     if kernels is not None:
         found: Tensor = kernels.add_product(residual, numbers, weights)
         return found
-    return residual + functional.linear(numbers, *weights)
+    return residual + _product(numbers, weights)

@@ -73,7 +73,7 @@ def _products(
 
 
 @triton.jit
-def _turned(a, b, cosines, sines, at, half, inside):
+def turned(a, b, cosines, sines, at, half, inside):
     """Both halves of heads, turned by the cosines and sines at `at` and `half` behind it."""
     cos_a = tl.load(cosines + at, mask=inside, other=0.0).to(tl.float32)
     sin_a = tl.load(sines + at, mask=inside, other=0.0).to(tl.float32)
@@ -110,7 +110,7 @@ def _project_kernel(
     inside = (member < rows)[:, None]
     if TURNS and entry < q_heads + kv_heads:
         turn = member[:, None] * head_dim + low[None, :]
-        a, b = _turned(a, b, cosines, sines, turn, head_dim // 2, inside)
+        a, b = turned(a, b, cosines, sines, turn, head_dim // 2, inside)
     at = (member[:, None] * heads + head) * head_dim + low[None, :]
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
     tl.store(out + at + head_dim // 2, b.to(out.dtype.element_ty), mask=inside)
@@ -137,7 +137,7 @@ def _turn_kernel(
         scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / head_dim + eps)
         a *= scale * tl.load(norm + low, mask=inside, other=0.0).to(tl.float32)
         b *= scale * tl.load(norm + low + half, mask=inside, other=0.0).to(tl.float32)
-    a, b = _turned(a, b, cosines, sines, row * head_dim + low, half, inside)
+    a, b = turned(a, b, cosines, sines, row * head_dim + low, half, inside)
     tl.store(at, a.to(query.dtype.element_ty), mask=inside)
     tl.store(at + half, b.to(query.dtype.element_ty), mask=inside)
 
@@ -182,41 +182,52 @@ def _add_kernel(
 
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """See `products.project`."""
-    hidden = _normed(hidden, into.norm)
+    hidden = normed(hidden, into.norm)
     cosines, sines = (one.contiguous() for one in rotation)
     (rows, dim), head_dim = hidden.shape, into.head_dim
-    weights = into.query, into.key, into.value
-    heads = [len(one.weight) // head_dim for one in weights]
+    weights: tuple[Any, ...] = into.query, into.key, into.value
+    heads = [one.shape[0] // head_dim for one in weights]
     out = [hidden.new_empty(rows, count, head_dim) for count in heads]
     biases = [one.bias for one in weights]
-    normed = into.query_norm is not None or into.key_norm is not None
     options = _options(hidden, head_dim // 2, pairs=True)
     _project_kernel[(sum(heads) * (head_dim // 2 // options["N"]),)](
         hidden, into.norm.weight, *(one.weight for one in weights), *(hidden if one is None else one for one in biases),
         cosines, sines, *out, rows, dim, into.norm.eps, heads[0], heads[1], head_dim,
-        HAS_BIAS=biases[0] is not None, TURNS=not normed, **options,
+        HAS_BIAS=biases[0] is not None, TURNS=not has_head_norms(into), **options,
     )  # fmt: skip
-    if normed:
-        query_norm, key_norm = (one or Norm(hidden, 0.0) for one in (into.query_norm, into.key_norm))
-        _turn_kernel[(rows * (heads[0] + heads[1]),)](
-            out[0], out[1], query_norm.weight, key_norm.weight, cosines, sines, query_norm.eps, key_norm.eps,
-            heads[0], heads[1], head_dim, HAS_QUERY=into.query_norm is not None, HAS_KEY=into.key_norm is not None,
-            H=triton.next_power_of_2(head_dim // 2), num_warps=1, **overlap(hidden.device),
-        )  # fmt: skip
+    if has_head_norms(into):
+        turn_heads(out[0], out[1], into, (cosines, sines))
     return out[0], out[1], out[2]
+
+
+def has_head_norms(into: Attending) -> bool:
+    """Whether heads are normed between their product and their turn."""
+    return into.query_norm is not None or into.key_norm is not None
+
+
+def turn_heads(query: Tensor, key: Tensor, into: Attending, rotation: Rotation) -> None:
+    """Norm and turn query (rows, q_heads, head_dim) and key (rows, kv_heads, head_dim), in place."""
+    query_norm, key_norm = (one or Norm(query, 0.0) for one in (into.query_norm, into.key_norm))
+    (rows, q_heads, head_dim), kv_heads = query.shape, key.shape[1]
+    _turn_kernel[(rows * (q_heads + kv_heads),)](
+        query, key, query_norm.weight, key_norm.weight, *rotation, query_norm.eps, key_norm.eps, q_heads, kv_heads,
+        head_dim, HAS_QUERY=into.query_norm is not None, HAS_KEY=into.key_norm is not None,
+        H=triton.next_power_of_2(head_dim // 2), num_warps=1, **overlap(query.device),
+    )  # fmt: skip
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:
     """See `products.gated`."""
-    hidden = _normed(hidden, into.norm)
-    (rows, dim), inner = hidden.shape, len(into.gate.weight)
+    hidden = normed(hidden, into.norm)
+    gate: Any = into.gate
+    up: Any = into.up
+    (rows, dim), inner = hidden.shape, gate.shape[0]
     out = hidden.new_empty(rows, inner)
     options = _options(hidden, inner, pairs=True)
-    gate_bias, up_bias = into.gate.bias, into.up.bias
     _gated_kernel[(inner // options["N"],)](
-        hidden, into.norm.weight, into.gate.weight, into.up.weight, hidden if gate_bias is None else gate_bias,
-        hidden if up_bias is None else up_bias, out, rows, dim, inner, into.norm.eps,
-        HAS_GATE_BIAS=gate_bias is not None, HAS_UP_BIAS=up_bias is not None, **options,
+        hidden, into.norm.weight, gate.weight, up.weight, hidden if gate.bias is None else gate.bias,
+        hidden if up.bias is None else up.bias, out, rows, dim, inner, into.norm.eps,
+        HAS_GATE_BIAS=gate.bias is not None, HAS_UP_BIAS=up.bias is not None, **options,
     )  # fmt: skip
     return out
 
@@ -234,7 +245,7 @@ def add_product(residual: Tensor, numbers: Tensor, weights: Weights) -> Tensor:
     return out
 
 
-def _normed(hidden: Tensor, norm: Norm) -> Tensor:
+def normed(hidden: Tensor, norm: Norm) -> Tensor:
     """One row is normed by the kernel that multiplies it."""
     return hidden.contiguous() if len(hidden) == 1 else rms_norm(hidden, *norm)
 
@@ -247,17 +258,17 @@ def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, A
     """
     rows, dim = numbers.shape
     if rows == 1:
-        tile = {"M": 1, "N": _largest(width, 4 if pairs else 2), "K": _largest(dim, 512 if pairs else 1024)}
+        tile = {"M": 1, "N": largest(width, 4 if pairs else 2), "K": largest(dim, 512 if pairs else 1024)}
         tile["num_warps"] = 2 if pairs else 4
     else:
         deep = not pairs and _shared_bytes(numbers.device) >= DEEP_TILE_BYTES
         columns = (512 if deep else 128) * 2 // numbers.element_size()
-        tile = {"M": MAX_ROWS, "N": _largest(width, 16), "K": _largest(dim, columns), "num_warps": 2}
+        tile = {"M": MAX_ROWS, "N": largest(width, 16), "K": largest(dim, columns), "num_warps": 2}
         tile["num_stages"] = 4 if deep else 3
     return tile | overlap(numbers.device)
 
 
-def _largest(number: int, most: int) -> int:
+def largest(number: int, most: int) -> int:
     """The largest power of two that divides a number, up to `most`."""
     return min(number & -number, most)
 

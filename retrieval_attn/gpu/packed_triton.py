@@ -1,0 +1,294 @@
+"""The Triton kernels behind `products.py` for weights of 4 bits, as `packed.py` describes them.
+
+A word holds eight weights of one row. Its lower half and its upper half are moved right by 0, 4, 8 and 12 bits and get
+a bfloat16's exponent of 128 instead of a conversion: 128 + q is exact there. Torch packs words in the order in which a
+matrix instruction takes a matrix from a warp's registers, so nothing changes places between threads. A group's sums go
+through scale and zero point behind the instructions, in float32:
+
+    sum (scale * (q - 8) + zero) x = scale * sum (128 + q) x + (zero - 136 * scale) * sum x
+
+Each warp of a program walks along a part of the columns of its own, and their sums are added at the end. One row
+fills all columns of a tile with the same numbers, for that needs no mask. As in `products_triton.py`, its norm's scale
+stands behind the product; its weights are multiplied on the way, and rounded to bfloat16 once.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.overlap_triton import begin, overlap
+from retrieval_attn.gpu.packed import STRIP, PackedWeights
+from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Rotation
+from retrieval_attn.gpu.products_triton import has_head_norms, largest, normed, turn_heads, turned
+
+MAGIC = 0x43004300
+"""Two numbers of bfloat16, 128 each: their last four bits are free. An argument of kernels, because an instruction has
+room for one constant, which is the mask of the bits.
+"""
+
+
+@triton.jit
+def _unpacked(words, magic, T: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
+    """128 + q, bfloat16 (P * W, 8 * T, 128 // P), of words (T, W * 128): of T tiles of rows, W strips of P groups.
+
+    Columns of a group are in the order of `_place`.
+    """
+    low = (words & 0x000F000F) | magic
+    second = ((words >> 4) & 0x000F000F) | magic
+    third = ((words >> 8) & 0x000F000F) | magic
+    last = ((words >> 12) & 0x000F000F) | magic
+    pairs = tl.join(tl.join(low, second), tl.join(third, last))
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+    # tile, strip, row, pair of four, group, word, which eight (2 bits), number of a pair
+    bits = tl.reshape(halves, (T, W, 8, 4, P, 4 // P, 2, 2, 2))
+    bits = tl.permute(bits, (4, 1, 0, 2, 5, 7, 3, 6, 8))
+    return tl.reshape(bits, (P * W, 8 * T, 128 // P))
+
+
+@triton.jit
+def _place(W: tl.constexpr, P: tl.constexpr):
+    """Columns (P * W, 128 // P) of a tile of W strips, as `_in_order` wants them: what a thread needs is one span."""
+    group, at = tl.arange(0, P * W), tl.arange(0, 128 // P)
+    within = at % 2 + at // 2 % 2 * 16 + at // 4 % 2 * 8 + at // 8 % (4 // P) * 32 + at // (32 // P) * 2
+    return (group % W * 128 + group // W * (128 // P))[:, None] + within[None, :]
+
+
+@triton.jit
+def _in_order(x, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
+    """x (P * W, M, 128 // P) from `_place` as the right side of a product with `_unpacked`, (P * W, 128 // P, M)."""
+    x = tl.reshape(x, (P * W, M, 4, 4 // P, 2, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 3, 5, 2, 4, 6, 1)), (P * W, 128 // P, M))
+
+
+@triton.jit
+def _products(
+    words, scales, numbers, norm, magic, rows, dim, ahead, eps,
+    GROUP: tl.constexpr, ONE: tl.constexpr, HAS_NORM: tl.constexpr, WHOLE: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products (8 * T, M), float32, of T tiles of rows with rows of numbers.
+
+    words (T, 1), scales (1, 8 * T): pointers to the first word of a tile and to a row's first scale, whose next one
+    lies `ahead` words behind it. ONE: of one row, normed on the way with HAS_NORM, M times the same; else of `rows` of
+    M. WHOLE: strips of a turn divide dim.
+    """
+    P: tl.constexpr = max(1, 128 // GROUP)
+    column, place, group, member = tl.arange(0, W * 128), _place(W, P), tl.arange(0, P * W), tl.arange(0, M)
+    total = tl.zeros((P * W, 8 * T, M), tl.float32)
+    half = tl.full((P * W, 8 * T, 64 // P), 1.0, numbers.dtype.element_ty)
+    ones = tl.reshape(tl.join(half, half), (P * W, 8 * T, 128 // P))  # joined, as the weights are: in the same order
+    squares = tl.zeros((W * 128,), tl.float32)
+    for start in tl.range(0, dim, W * 128, num_stages=STAGES):
+        weights = _unpacked(tl.load(words + start + column[None, :]), magic, T, W, P).to(numbers.dtype.element_ty)
+        if ONE:
+            inside = None if WHOLE else start + place < dim
+            x = tl.load(numbers + start + place, mask=inside, other=None if WHOLE else 0.0)
+            if HAS_NORM:
+                factor = tl.load(norm + start + place, mask=inside, other=None if WHOLE else 0.0)
+                x = (x.to(tl.float32) * factor.to(tl.float32)).to(numbers.dtype.element_ty)
+                inside = None if WHOLE else start + column < dim
+                own = tl.load(numbers + start + column, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
+                squares += own * own
+            x = tl.broadcast_to(x[:, None, :], (P * W, M, 128 // P))
+        else:
+            inside = (member < rows)[None, :, None]
+            if not WHOLE:
+                inside = inside & (start + place < dim)[:, None, :]
+            x = tl.load(numbers + member[None, :, None] * dim + (start + place)[:, None, :], mask=inside, other=0.0)
+        x = _in_order(x, M, W, P)
+        both = tl.load(scales + ((start + group % W * 128 + group // W * GROUP) // GROUP * ahead)[:, None])
+        scale, zero = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+        total += tl.dot(weights, x, input_precision="ieee") * scale[:, :, None]
+        total += tl.dot(ones, x, input_precision="ieee") * (zero - 136 * scale)[:, :, None]
+    out = tl.sum(total, axis=0)
+    if HAS_NORM:
+        out *= tl.rsqrt(tl.sum(squares, axis=0) / dim + eps)
+    return out
+
+
+@triton.jit
+def _halves(numbers, T: tl.constexpr, M: tl.constexpr):
+    """The products (4 * T, M) of the first half of T tiles and those of the second."""
+    return tl.split(tl.permute(tl.reshape(numbers, (2, 4 * T, M)), (1, 2, 0)))
+
+
+@triton.jit(do_not_specialize=["rows", "magic"])
+def _project_kernel(
+    numbers, norm, query, key, value, query_scales, key_scales, value_scales, query_bias, key_bias, value_bias,
+    cosines, sines, out_query, out_key, out_value,
+    magic, rows, dim, long, query_ahead, key_ahead, value_ahead, eps, q_heads, kv_heads, head_dim,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, TURNS: tl.constexpr,
+    OVERLAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program per T / 2 tiles of the first half of a head and those of the second that they are turned with."""
+    cuts = head_dim // (8 * T)
+    entry, place = tl.program_id(0) // cuts, tl.program_id(0) % cuts * (4 * T)
+    if entry < q_heads:
+        head, heads, words, scales, ahead, bias, out = (
+            entry, q_heads, query, query_scales, query_ahead, query_bias, out_query,
+        )  # fmt: skip
+    elif entry < q_heads + kv_heads:
+        head, heads, words, scales, ahead, bias, out = (
+            entry - q_heads, kv_heads, key, key_scales, key_ahead, key_bias, out_key,
+        )  # fmt: skip
+    else:
+        head, heads, words, scales, ahead, bias, out = (
+            entry - q_heads - kv_heads, kv_heads, value, value_scales, value_ahead, value_bias, out_value,
+        )  # fmt: skip
+    tile, row = tl.arange(0, T), tl.arange(0, 8 * T)
+    first = head * head_dim + place
+    tile = first // 8 + tile % (T // 2) + tile // (T // 2) * (head_dim // 16)
+    row = first + row % (4 * T) + row // (4 * T) * (head_dim // 2)
+    begin(OVERLAP)
+    both = _products(
+        words + tile[:, None].to(tl.int64) * long, scales + row[None, :], numbers, norm, magic, rows, dim, ahead, eps,
+        GROUP, ONE, ONE, WHOLE, M, T, W, STAGES,
+    )  # fmt: skip
+    a, b = _halves(both, T, M)
+    member, low = tl.arange(0, M), place + tl.arange(0, 4 * T)
+    if HAS_BIAS:
+        a += tl.load(bias + head * head_dim + low).to(tl.float32)[:, None]
+        b += tl.load(bias + head * head_dim + low + head_dim // 2).to(tl.float32)[:, None]
+    inside = (member < rows)[None, :]
+    if TURNS and entry < q_heads + kv_heads:
+        at = member[None, :] * head_dim + low[:, None]
+        a, b = turned(a, b, cosines, sines, at, head_dim // 2, inside)
+    at = (member[None, :] * heads + head) * head_dim + low[:, None]
+    tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at + head_dim // 2, b.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "magic"])
+def _gated_kernel(
+    numbers, norm, gate, up, gate_scales, up_scales, gate_bias, up_bias, out,
+    magic, rows, dim, long, ahead, inner, eps,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program per T / 2 tiles of silu(gate) * up."""
+    tile, row = tl.arange(0, T), tl.arange(0, 8 * T)
+    at = (tl.program_id(0) * (T // 2) + tile % (T // 2))[:, None].to(tl.int64) * long
+    words = tl.where((tile < T // 2)[:, None], gate + at, up + at)
+    place = tl.program_id(0) * (4 * T) + row % (4 * T)
+    scales = tl.where(row < 4 * T, gate_scales + place, up_scales + place)[None, :]
+    begin(OVERLAP)
+    both = _products(
+        words, scales, numbers, norm, magic, rows, dim, ahead, eps, GROUP, ONE, ONE, WHOLE, M, T, W, STAGES
+    )
+    a, b = _halves(both, T, M)
+    member, place = tl.arange(0, M), tl.program_id(0) * (4 * T) + tl.arange(0, 4 * T)
+    if HAS_GATE_BIAS:
+        a += tl.load(gate_bias + place).to(tl.float32)[:, None]
+    if HAS_UP_BIAS:
+        b += tl.load(up_bias + place).to(tl.float32)[:, None]
+    a = a / (1 + tl.exp(-a)) * b
+    tl.store(out + member[None, :] * inner + place[:, None], a.to(out.dtype.element_ty), mask=(member < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "magic"])
+def _add_kernel(
+    residual, numbers, words, scales, bias, out, magic, rows, dim, long, ahead, width,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program per T tiles of residual + product."""
+    tile = tl.program_id(0) * T + tl.arange(0, T)
+    place, member = tl.program_id(0) * (8 * T) + tl.arange(0, 8 * T), tl.arange(0, M)
+    begin(OVERLAP)
+    a = _products(
+        words + tile[:, None].to(tl.int64) * long, scales + place[None, :], numbers, numbers, magic, rows, dim, ahead,
+        0.0, GROUP, ONE, False, WHOLE, M, T, W, STAGES,
+    )  # fmt: skip
+    if HAS_BIAS:
+        a += tl.load(bias + place).to(tl.float32)[:, None]
+    inside = (member < rows)[None, :]
+    at = member[None, :] * width + place[:, None]
+    a += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
+
+
+def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    """See `products.project`."""
+    hidden = normed(hidden, into.norm)
+    cosines, sines = (one.contiguous() for one in rotation)
+    (rows, dim), head_dim = hidden.shape, into.head_dim
+    weights: tuple[Any, ...] = into.query, into.key, into.value
+    heads = [one.shape[0] // head_dim for one in weights]
+    out = [hidden.new_empty(rows, count, head_dim) for count in heads]
+    biases = [one.bias for one in weights]
+    options = _options(hidden, weights[0], head_dim, pairs=True)
+    _project_kernel[(sum(heads) * (head_dim // 8 // options["T"]),)](
+        hidden, into.norm.weight, *(one.words for one in weights), *(one.scales.view(torch.int32) for one in weights),
+        *(hidden if one is None else one for one in biases), cosines, sines, *out,
+        MAGIC, rows, dim, weights[0].strips * STRIP, *(one.scales.stride(0) // 2 for one in weights), into.norm.eps,
+        heads[0], heads[1], head_dim, HAS_BIAS=biases[0] is not None, TURNS=not has_head_norms(into), **options,
+    )  # fmt: skip
+    if has_head_norms(into):
+        turn_heads(out[0], out[1], into, (cosines, sines))
+    return out[0], out[1], out[2]
+
+
+def gated(hidden: Tensor, into: Gated) -> Tensor:
+    """See `products.gated`."""
+    hidden = normed(hidden, into.norm)
+    gate: Any = into.gate
+    up: Any = into.up
+    (rows, dim), inner, ahead = hidden.shape, gate.shape[0], gate.scales.stride(0)
+    assert up.scales.stride(0) == ahead, f"scales lie {ahead} and {up.scales.stride(0)} apart"
+    out = hidden.new_empty(rows, inner)
+    options = _options(hidden, gate, 2 * inner, pairs=True)
+    _gated_kernel[(inner // 4 // options["T"],)](
+        hidden, into.norm.weight, gate.words, up.words, gate.scales.view(torch.int32), up.scales.view(torch.int32),
+        hidden if gate.bias is None else gate.bias, hidden if up.bias is None else up.bias, out,
+        MAGIC, rows, dim, gate.strips * STRIP, ahead // 2, inner, into.norm.eps,
+        HAS_GATE_BIAS=gate.bias is not None, HAS_UP_BIAS=up.bias is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def add_product(residual: Tensor, numbers: Tensor, weights: PackedWeights) -> Tensor:
+    """See `products.add_product`."""
+    residual, numbers = residual.contiguous(), numbers.contiguous()
+    (rows, dim), width = numbers.shape, weights.shape[0]
+    out = numbers.new_empty(rows, width)
+    options = _options(numbers, weights, width)
+    _add_kernel[(width // 8 // options["T"],)](
+        residual, numbers, weights.words, weights.scales.view(torch.int32),
+        numbers if weights.bias is None else weights.bias, out,
+        MAGIC, rows, dim, weights.strips * STRIP, weights.scales.stride(0) // 2, width,
+        HAS_BIAS=weights.bias is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+class Cut(NamedTuple):
+    """How a product is cut, at most: tiles of rows and strips (warps) of a program, turns that are loaded ahead."""
+
+    tiles: int
+    strips: int
+    stages: int
+
+
+ONE_ROW, ONE_ROW_PAIRS, ROWS = Cut(2, 8, 3), Cut(4, 4, 3), Cut(2, 4, 3)
+
+
+def _options(numbers: Tensor, weights: PackedWeights, width: int, *, pairs: bool = False) -> dict[str, Any]:
+    """How a product of numbers (rows, dim) with weights is cut: tiles and strips that divide both sizes.
+
+    width: rows of weights of which a program takes some. pairs: half of these are another matrix's, or stand behind.
+    """
+    rows, dim = numbers.shape
+    cut = ROWS if rows > 1 else ONE_ROW_PAIRS if pairs else ONE_ROW
+    tiles, strips = largest(width // 8, cut.tiles), largest(weights.strips, cut.strips)
+    return {
+        "GROUP": weights.group, "ONE": rows == 1, "WHOLE": dim % (strips * STRIP) == 0,
+        "M": MAX_ROWS if rows > 8 else 8, "T": tiles, "W": strips, "STAGES": cut.stages, "num_warps": strips,
+    } | overlap(numbers.device)  # fmt: skip

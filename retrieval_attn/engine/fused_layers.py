@@ -1,10 +1,11 @@
 """A model's decoder layers in few kernels each, while a step of one token is recorded.
 
-A layer is taken by what it is made of: an RMS norm, plain linear query, key, value and output projections and a rotary
-embedding; behind them, where it has it, a second norm and a SiLU-gated feed-forward part. Whether that is all that it
-does is not read from its class but tried: the layer and its kernels are given the same numbers, and what they ask
-attention and what they return has to be the same, but for rounding. What differs, is watched by a hook, was replaced or
-holds its weights in another way (adapters, quantised linears, parts of several ranks) keeps the model's own modules.
+A layer is taken by what it is made of: an RMS norm, linear query, key, value and output projections and a rotary
+embedding; behind them, where it has it, a second norm and a SiLU-gated feed-forward part. Weights are plain, or 4 bits
+of torchao's in the layout of torch's own kernel. Whether that is all that it does is not read from its class but tried:
+the layer and its kernels are given the same numbers, and what they ask attention and what they return has to be the
+same, but for rounding. What differs, is watched by a hook, was replaced or holds its weights in another way (adapters,
+other quantised linears, parts of several ranks) keeps its own modules.
 """
 
 from __future__ import annotations
@@ -22,9 +23,22 @@ from transformers import PreTrainedModel
 from retrieval_attn.engine.graph.support import hooks_of
 from retrieval_attn.engine.norms import eps_of, is_rms_norm
 from retrieval_attn.engine.prefill import forwards_itself
-from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights, add_product, fits, gated, project
+from retrieval_attn.gpu.products import (
+    AnyWeights,
+    Attending,
+    Gated,
+    Norm,
+    Weights,
+    add_product,
+    alike,
+    fits,
+    gated,
+    project,
+)
 from retrieval_attn.model import hooks
 from retrieval_attn.model.layers import decoder_layers, first_decoder_layer, modules_of
+from retrieval_attn.model.packed import packed_weights
+from retrieval_attn.model.quantization import plain_tensors
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +50,9 @@ class _Parts(NamedTuple):
     """What of a layer runs in kernels. feed, down: None: its second norm and `mlp` stay modules."""
 
     attending: Attending
-    output: Weights
+    output: AnyWeights
     feed: Gated | None
-    down: Weights | None
+    down: AnyWeights | None
 
     @property
     def without_feed(self) -> _Parts:
@@ -102,9 +116,9 @@ def load_layer_kernels(model: PreTrainedModel) -> None:
         parts = _parts(layer, 1)
     except _Different:
         return
-    attending, query = parts.attending, parts.attending.query.weight
-    rotation = query.new_zeros(1, attending.head_dim)
-    hidden = query.new_zeros(1, query.shape[1])
+    attending, query = parts.attending, parts.attending.query
+    rotation = torch.zeros(1, attending.head_dim, dtype=query.dtype, device=query.device)
+    hidden = torch.zeros(1, query.shape[1], dtype=query.dtype, device=query.device)
     found, _, _ = project(hidden, attending, (rotation, rotation))
     add_product(hidden, found.reshape(1, -1), parts.output)
     if parts.feed is not None and parts.down is not None:
@@ -143,7 +157,7 @@ class _FusedLayer:
         return (
             tokens == 1
             and fits(attending.query, rows)
-            and hidden_states.dtype == attending.query.weight.dtype
+            and hidden_states.dtype == attending.query.dtype
             and isinstance(rotation, tuple)
             and all(isinstance(one, Tensor) and one.shape[1:] == (1, attending.head_dim) for one in rotation)
         )
@@ -183,7 +197,7 @@ def _fused(layer: nn.Module, index: int, rows: int) -> _FusedLayer:
     """The layer's kernels. Raises _Different where it keeps its modules."""
     _require_unwatched(layer)
     parts = _parts(layer, rows)
-    weights = tuple((weight.data_ptr(), weight.shape, weight.dtype) for weight in layer.parameters())
+    weights = tuple((weight.data_ptr(), weight.shape, weight.dtype) for weight in plain_tensors(layer.parameters()))
     before, known = _tried.get(layer, (weights, _Known()))
     if before != weights:
         known = {}
@@ -227,15 +241,15 @@ def _parts(layer: Any, rows: int) -> _Parts:
     norm, output = _norm(getattr(layer, "input_layernorm", None)), _weights(getattr(attention, "o_proj", None), rows)
     projections = _projections(attention, rows)
     if norm is None or output is None or projections is None or not isinstance(dim, int):
-        raise _Different("it is not made of a norm and plain projections")
-    if dim % 16 or any(len(one.weight) % dim for one in projections):
+        raise _Different("it is not made of a norm and projections of one known kind")
+    if dim % 16 or any(one.shape[0] % dim for one in projections):
         raise _Different("its heads are no whole tiles")
     norms = tuple(_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
     feed, down = _feed(layer, rows)
     return _Parts(Attending(norm, *projections, dim, *norms), output, feed, down)
 
 
-def _projections(attention: Any, rows: int) -> tuple[Weights, Weights, Weights] | None:
+def _projections(attention: Any, rows: int) -> tuple[AnyWeights, AnyWeights, AnyWeights] | None:
     """Query, key and value, of three modules or of one (Phi-3)."""
     merged = _weights(getattr(attention, "qkv_proj", None), rows)
     if merged is None:
@@ -244,38 +258,41 @@ def _projections(attention: Any, rows: int) -> tuple[Weights, Weights, Weights] 
         if query is None or key is None or value is None:
             return None
         biased = {one.bias is None for one in (query, key, value)}
-        return (query, key, value) if len(biased) == 1 and key.weight.shape == value.weight.shape else None
+        same = len(biased) == 1 and key.shape == value.shape and alike(query, key, value)
+        return (query, key, value) if same else None
     config = attention.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = [count * attention.head_dim for count in (heads, kv_heads, kv_heads)]
-    return None if sum(sizes) != len(merged.weight) else tuple(_split(merged, sizes))  # type: ignore[return-value]
+    if sum(sizes) != merged.shape[0]:
+        return None
+    query, key, value = merged.split(sizes)
+    return query, key, value
 
 
-def _feed(layer: Any, rows: int) -> tuple[Gated, Weights] | tuple[None, None]:
+def _feed(layer: Any, rows: int) -> tuple[Gated, AnyWeights] | tuple[None, None]:
     """The parts of a gated feed-forward module, of two projections or of one that holds both (Phi-3)."""
     mlp, norm = getattr(layer, "mlp", None), _norm(getattr(layer, "post_attention_layernorm", None))
     down = _weights(getattr(mlp, "down_proj", None), rows)
     merged = _weights(getattr(mlp, "gate_up_proj", None), rows)
+    gate: AnyWeights | None
+    up: AnyWeights | None
     if merged is None:
         gate, up = (_weights(getattr(mlp, name, None), rows) for name in ("gate_proj", "up_proj"))
     else:
-        gate, up = _split(merged, [len(merged.weight) // 2] * 2)
-    if norm is None or gate is None or up is None or down is None or gate.weight.shape != up.weight.shape:
+        gate, up = merged.split([merged.shape[0] // 2] * 2)
+    if norm is None or gate is None or up is None or down is None:
         return None, None
-    return Gated(norm, gate, up), down
+    return (Gated(norm, gate, up), down) if gate.shape == up.shape and alike(gate, up) else (None, None)
 
 
-def _split(merged: Weights, sizes: list[int]) -> list[Weights]:
-    biases = [None] * len(sizes) if merged.bias is None else merged.bias.split(sizes)
-    return [Weights(weight, bias) for weight, bias in zip(merged.weight.split(sizes), biases, strict=True)]
-
-
-def _weights(module: Any, rows: int) -> Weights | None:
-    """Those of a plain linear module that can be multiplied; None: it is something else."""
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+def _weights(module: Any, rows: int) -> AnyWeights | None:
+    """Those of a linear module that can be multiplied; None: it is something else, or holds them in another way."""
+    if type(module) is not nn.Linear:
         return None
-    weights = Weights(module.weight.detach(), None if module.bias is None else module.bias.detach())
-    return weights if fits(weights, rows) else None
+    weights: AnyWeights | None = packed_weights(module)
+    if weights is None and type(module.weight) is nn.Parameter:
+        weights = Weights(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    return weights if weights is not None and fits(weights, rows) else None
 
 
 def _norm(module: Any) -> Norm | None:
@@ -287,22 +304,22 @@ def _norm(module: Any) -> Norm | None:
 
 def _compared(layer: nn.Module, index: int, parts: _Parts, rows: int) -> _Scoring:
     """How the layer has keys scored, if its kernels ask attention the same and return the same. Raises _Different."""
-    weight, head_dim = parts.attending.query.weight, parts.attending.head_dim
-    generator = torch.Generator(weight.device).manual_seed(index)
+    query, head_dim = parts.attending.query, parts.attending.head_dim
+    generator = torch.Generator(query.device).manual_seed(index)
 
     def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=weight.device).to(weight.dtype)
+        return torch.randn(*shape, generator=generator, device=query.device).to(query.dtype)
 
     options: dict[str, Any] = {
         "attention_mask": hooks.MaskSpec(q_offset=0, q_length=1),
-        "position_ids": torch.zeros(rows, 1, dtype=torch.long, device=weight.device),
+        "position_ids": torch.zeros(rows, 1, dtype=torch.long, device=query.device),
         "use_cache": True,
     }
     scorings = set()
     for size in TRIED_SIZES:
-        hidden = numbers(rows, 1, weight.shape[1]) * size
+        hidden = numbers(rows, 1, query.shape[1]) * size
         options["position_embeddings"] = numbers(rows, 1, head_dim), numbers(rows, 1, head_dim)
-        answer = numbers(rows, len(weight) // head_dim, 1, head_dim)
+        answer = numbers(rows, query.shape[0] // head_dim, 1, head_dim)
         own, fused = _Probe(answer), _Probe(answer)
         with torch.no_grad():
             returned = _returned(layer, hidden, past_key_values=own, **options)
@@ -342,7 +359,8 @@ def _require_same(own: dict[str, Tensor], others: dict[str, Tensor]) -> None:
 def _rounding(dtype: torch.dtype) -> float:
     """What two ways of rounding may differ by: each number of both is off by up to half of its last place, some twice.
 
-    float32: what sums of some thousand terms in another order differ by.
+    float32: what sums of some thousand terms in another order differ by. Weights of 4 bits are no reason to allow more:
+    a module rounds each of them to bfloat16, and kernels do not, which is .001 of a product.
     """
     return max(4 * torch.finfo(dtype).eps, 1e-5)
 

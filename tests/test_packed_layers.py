@@ -1,0 +1,149 @@
+"""Decoder layers with weights of 4 bits: taken by kernels where they are torchao's, and kept as modules where not.
+
+The kernels' stand-ins are plain PyTorch here, and so is torch's own product; `tests/gpu/test_packed_weights.py` has the
+kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import retrieval_attn as ra
+from retrieval_attn.engine import fused_layers as module
+from retrieval_attn.engine.fused_layers import fused_layers
+from retrieval_attn.gpu import packed
+from retrieval_attn.model.packed import packed_weights
+from tests.graph_cases import enabled
+from tests.packed_weights import multiplied, quantise
+from tests.tiny_models import LAYERS, random_ids
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_runs_kernels", lambda model: True)
+    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm", multiplied)
+
+
+def quantised(name: str) -> Any:
+    """A tiny model that retrieves, bfloat16, the linear modules of its layers in 4 bits."""
+    model = enabled(name).to(torch.bfloat16)
+    for one in model.model.layers.modules():
+        if isinstance(one, nn.Linear):
+            quantise(one)
+    return model
+
+
+@pytest.fixture
+def llama() -> Any:
+    return quantised("llama")
+
+
+def taken(model: Any, rows: int = 1) -> int:
+    """Layers of a model that run in kernels."""
+    with fused_layers(model, rows) as count:
+        return count
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3"])
+def test_layers_are_taken_and_answer_alike(name: str, rows: int) -> None:
+    """Biases (Qwen2), norms of heads (Qwen3), merged projections (Phi-3)."""
+    model = quantised(name)
+    ids = random_ids(rows, 5)
+    assert taken(model, 17) == 0
+    caches = [ra.RetrievalCache(model) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+        expected = model(ids[:, :1], past_key_values=caches[0]).logits
+        with fused_layers(model, rows) as count:
+            own = model(ids[:, :1], past_key_values=caches[1]).logits
+    assert count == LAYERS
+    assert float((own - expected).norm() / expected.norm()) < 0.02
+    parts = module._parts(model.model.layers[0], rows)
+    assert parts.feed is not None and parts.attending.query.kernels == parts.feed.up.kernels == "packed_triton"
+
+
+def test_another_order_of_numbers_is_seen(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels that took the upper half of words first: every layer keeps its modules."""
+    unpacked = packed.unpacked
+    project = module.project
+
+    def swapped(*given: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(packed, "unpacked", lambda words: unpacked(words << 16 | (words >> 16 & 0xFFFF)))
+            return project(*given)
+
+    assert taken(llama) == LAYERS
+    module._tried.clear()
+    monkeypatch.setattr(module, "project", swapped)
+    with caplog.at_level(logging.INFO, module.__name__):
+        assert taken(llama) == 0
+    assert "layers [0, 1] keep their modules: its key differs from that of its kernels" in caplog.text
+
+
+def test_what_holds_its_weights_in_another_way_stays(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Inputs with a scale of their own, groups that are not where they should be, projections of two kinds."""
+    first, second = llama.model.layers
+    first.self_attn.o_proj.weight.act_pre_scale = torch.ones(64, dtype=torch.bfloat16)
+    assert packed_weights(first.self_attn.o_proj) is None
+    query = second.self_attn.q_proj
+    own = packed_weights(query)
+    assert own is not None
+    query.weight = nn.Parameter(own.matrix)
+    with caplog.at_level(logging.INFO, module.__name__):
+        assert taken(llama) == 0
+    assert "layers [0, 1] keep their modules: it is not made of a norm and projections of one known kind" in caplog.text
+    second.mlp.gate_proj.weight.block_size = [1, 32]
+    assert packed_weights(second.mlp.gate_proj) is None
+    assert packed_weights(second.mlp) is None and packed_weights(query) is None
+
+
+def test_plain_and_packed_matrices_in_one_layer(llama: Any) -> None:
+    """An output that was left as it is (a mixed checkpoint)."""
+    output = llama.model.layers[0].self_attn.o_proj
+    own = packed_weights(output)
+    assert own is not None
+    output.weight = nn.Parameter(own.matrix)
+    assert taken(llama) == taken(llama, 2) == LAYERS
+    parts = module._parts(llama.model.layers[0], 1)
+    assert (parts.output.kernels, parts.attending.query.kernels) == ("products_triton", "packed_triton")
+
+
+def test_weights_that_moved_are_tried_again(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of torchao's has no address of its own: those of its parts count."""
+    trials: list[int] = []
+    trial = module._trial
+
+    def counted(layer: Any, index: int, *rest: Any) -> Any:
+        trials.append(index)
+        return trial(layer, index, *rest)
+
+    monkeypatch.setattr(module, "_trial", counted)
+    assert taken(llama) == taken(llama) == LAYERS and trials == [0, 1]
+    weight = llama.model.layers[1].mlp.up_proj.weight
+    weight.qdata = weight.qdata.clone()
+    assert taken(llama) == LAYERS and trials == [0, 1, 1]
+
+
+def test_kernels_are_loaded_without_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for kernel in ("project", "gated", "add_product"):
+        own = getattr(module, kernel)
+
+        def call(*given: Any, own: Any = own) -> Any:
+            seen.append(own.__name__)
+            return own(*given)
+
+        monkeypatch.setattr(module, kernel, call)
+    module.load_layer_kernels(llama)
+    assert seen == ["project", "add_product", "gated", "add_product"]

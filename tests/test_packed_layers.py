@@ -6,6 +6,7 @@ kernels.
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import nn
 
 import retrieval_attn as ra
 from retrieval_attn.engine import fused_layers as module
+from retrieval_attn.engine import unpacking
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.gpu import packed
 from retrieval_attn.model.packed import packed_weights
-from tests.graph_cases import enabled
+from retrieval_attn.model.quantization import held_bytes
+from tests.graph_cases import CONFIG, tiny_model
 from tests.packed_weights import multiplied, quantise
 from tests.tiny_models import LAYERS, random_ids
 
@@ -33,11 +36,11 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quantised(name: str) -> Any:
     """A tiny model that retrieves, bfloat16, the linear modules of its layers in 4 bits."""
-    model = enabled(name).to(torch.bfloat16)
+    model = copy.deepcopy(tiny_model(name)).to(torch.bfloat16)
     for one in model.model.layers.modules():
         if isinstance(one, nn.Linear):
             quantise(one)
-    return model
+    return ra.enable(model, CONFIG.replace(prefill_chunk=4096))
 
 
 @pytest.fixture
@@ -49,6 +52,47 @@ def taken(model: Any, rows: int = 1) -> int:
     """Layers of a model that run in kernels."""
     with fused_layers(model, rows) as count:
         return count
+
+
+def test_prompts_are_read_by_copies(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of many rows never meet torch's product, short ones and steps do; the numbers stay."""
+    ids = random_ids(1, 300)
+    seen: list[int] = []
+
+    def noted(numbers: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(numbers))
+        return multiplied(numbers, *rest)
+
+    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm", noted)
+    cache = ra.RetrievalCache(llama)
+    with torch.no_grad():
+        own = llama(ids, past_key_values=cache).logits
+        assert not seen
+        llama(ids[:, :5], past_key_values=cache)
+        assert set(seen) == {5} and len(seen) == 7 * LAYERS
+        monkeypatch.setattr(unpacking, "FROM_ROWS", 1000)
+        expected = llama(ids, past_key_values=ra.RetrievalCache(llama)).logits
+    assert set(seen) == {5, 300}
+    assert float((own - expected).norm() / expected.norm()) < 0.01
+    ra.disable(llama)
+    assert all("forward" not in one.__dict__ for one in llama.modules())
+
+
+def test_the_copy_is_planned(llama: Any) -> None:
+    shape = ra.plan(llama, context=100).shape
+    largest = max(one.weight.numel() for one in llama.model.layers.modules() if isinstance(one, nn.Linear))
+    assert shape.weight_bytes == held_bytes(llama) + 2 * largest and "a copy of one" in shape.weights_note
+
+
+def test_what_autograd_follows_goes_the_modules_own_way(llama: Any) -> None:
+    linear = llama.model.layers[0].mlp.up_proj
+    numbers = torch.ones(200, llama.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    own = linear.forward.__wrapped__
+    linear.forward._own = None  # the module's own is asked, not the copy
+    with pytest.raises(TypeError, match="not callable"):
+        linear(numbers)
+    with torch.no_grad():
+        assert torch.equal(linear(numbers), own(numbers.detach()))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -5,6 +5,8 @@ device, and layer l is complete (and can be indexed) after l/L of the work. Exac
 layer's past and to itself. transformers' own `prefill_chunk_size` is chunk-major and, in 5.17, wrong with a
 non-empty cache; it is not used.
 
+Linear modules with weights of 4 bits multiply chunks by a copy in whole numbers (`engine/unpacking.py`).
+
 Where a chunk does not fit the device's memory its layer is put back to where it was, and it and all that follow are
 halved. Keys leave for the host while later layers compute (`offload/work.py`); `finish_prefill` waits for the last
 index.
@@ -36,13 +38,14 @@ from retrieval_attn.engine.hidden_states import (
     layered_cache,
     on_device,
 )
+from retrieval_attn.engine.unpacking import UnpackedLinear, packed_modules
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.model.layers import DecoderParts, decoder_parts, first_decoder_layer
+from retrieval_attn.model.layers import DecoderParts, decoder_parts, first_decoder_layer, modules_of
 from retrieval_attn.model.placement import tensor_ranks
 from retrieval_attn.offload.hidden import HiddenRows
 from retrieval_attn.offload.traffic import traffic
@@ -77,6 +80,8 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
     stream = _Stream(model, chunk)
     for layer, index in parts.layers:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
+        for linear in packed_modules(layer):
+            _wrap(linear, UnpackedLinear(linear))
     for norm in parts.norms:
         _wrap(norm, _ChunkedNorm(norm, stream))
     states, size = stream.states, functools.partial(getattr, stream, "chunk")
@@ -102,7 +107,8 @@ def unwrap_layers(model: nn.Module) -> None:
 
 def _unwrap(model: nn.Module, parts: DecoderParts) -> None:
     beside = itertools.chain(parts.norms, parts.holders, parts.rotaries, _embeddings(model), _heads(model))
-    for module in [*(layer for layer, _ in parts.layers), *beside]:
+    inside = (module for layer, _ in parts.layers for module in modules_of(layer))
+    for module in itertools.chain(inside, beside):
         if _ORIGINAL in module.__dict__:
             del module.forward  # the instance attribute; the class's forward shows again
             if (before := module.__dict__.pop(_ORIGINAL)) is not None:
@@ -114,9 +120,9 @@ def _wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = functools.wraps(module.forward)(forward)
 
 
-def forwards_itself(layer: nn.Module) -> bool:
-    """Whether a decoder layer's forward is its class's own, walked in chunks or not."""
-    return "forward" not in layer.__dict__ or (_ORIGINAL in layer.__dict__ and layer.__dict__[_ORIGINAL] is None)
+def forwards_itself(module: nn.Module) -> bool:
+    """Whether the forward of a decoder layer, or of a module in it, is its class's own, wrapped here or not."""
+    return "forward" not in module.__dict__ or (_ORIGINAL in module.__dict__ and module.__dict__[_ORIGINAL] is None)
 
 
 @contextmanager

@@ -166,6 +166,8 @@ def load_config(source: Any) -> PreTrainedConfig:
 
 
 def _of_model(model: Any, dtype: Any) -> ModelShape:
+    from retrieval_attn.memory.weights import copy_note
+    from retrieval_attn.model.packed import unpacked_bytes
     from retrieval_attn.model.quantization import held_bytes
 
     config = getattr(model, "config", None)
@@ -174,7 +176,8 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
     parameters = sum(weight.numel() for weight in model.parameters())
     kind, width = _dtype(dtype if dtype is not None else model.dtype, config)
     if dtype is None:
-        held, note = held_bytes(model), "as loaded"
+        copied = unpacked_bytes(model)
+        held, note = held_bytes(model) + copied, f"as loaded{copy_note(copied)}"
     else:
         held, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
     name = config.name_or_path or config.model_type

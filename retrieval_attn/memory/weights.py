@@ -51,8 +51,13 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
         size += rows * filled * fmt.bits // 8 + groups + rows * fmt.row_bytes
         largest = max(largest, rows * columns * width) if fmt.unpacks else 0
     size += sum(weight.numel() * width for weight in model.parameters() if id(weight) not in quantised)
-    copied = f", and a copy of one of {show_bytes(largest)}" if largest else ""
-    return size + largest, f"{name} ({fmt.package}): linear layers at {fmt.bits} bits with their scales{copied}"
+    said = f"{name} ({fmt.package}): linear layers at {fmt.bits} bits with their scales{copy_note(largest)}"
+    return size + largest, said
+
+
+def copy_note(copied: int) -> str:
+    """What is said of a copy of a matrix of so many bytes, behind what is said of weights."""
+    return f", and a copy of one of {show_bytes(copied)}" if copied else ""
 
 
 def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | None) -> tuple[int, str]:

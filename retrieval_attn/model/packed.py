@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from retrieval_attn.gpu.packed import PackedWeights
+from retrieval_attn.model.layers import modules_of
 
 
 def packed_weights(module: nn.Module) -> PackedWeights | None:
@@ -24,3 +25,9 @@ def packed_weights(module: nn.Module) -> PackedWeights | None:
     weights = PackedWeights(weight.qdata, weight.scale_and_zero, weight.shape[1], bias)
     whole = weight.ndim == 2 and weight.shape == weights.shape and weights.is_whole
     return weights if whole and weights.group == weight.block_size[-1] else None
+
+
+def unpacked_bytes(model: nn.Module) -> int:
+    """Bytes of the largest such matrix of a model as a bfloat16 copy; 0 where there is none."""
+    found = (packed_weights(module) for module in modules_of(model))
+    return max((2 * one.shape[0] * one.shape[1] for one in found if one is not None), default=0)

@@ -24,7 +24,7 @@ class WeightFormat(NamedTuple):
 
     package: that does it. bits: of a weight. group_numbers, group_bytes: scales and zero points of GROUP weights, as
     numbers in the model's dtype or as bytes. row_bytes: of those of a row of a matrix. multiple: to which a row is
-    filled up on a GPU. unpacks: whether a matrix is computed with as a copy in the model's dtype.
+    filled up on a GPU. unpacks: whether a matrix is computed with as a copy in the model's dtype, if only by many rows.
     """
 
     package: str
@@ -40,7 +40,7 @@ class WeightFormat(NamedTuple):
 # LLM.int8 with a float32 scale per row. bnb-4bit: NF4, a float32 scale per group.
 FORMATS = {
     "int8": WeightFormat("torchao", 8, row_bytes=4, unpacks=True),
-    "int4": WeightFormat("torchao", 4, group_numbers=2, multiple=1024),
+    "int4": WeightFormat("torchao", 4, group_numbers=2, multiple=1024, unpacks=True),
     "bnb-8bit": WeightFormat("bitsandbytes", 8, row_bytes=4),
     "bnb-4bit": WeightFormat("bitsandbytes", 4, group_bytes=4),
 }

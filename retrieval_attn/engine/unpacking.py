@@ -1,0 +1,43 @@
+"""Many rows with weights of 4 bits: multiplied by a copy of one matrix at a time in bfloat16.
+
+Torch's own product is made for the few rows of a step: it unpacks a matrix anew for each 16 of them. A prompt's chunk
+has thousands, and for these a copy and a product of whole numbers is far less work. The copy is gone with the product;
+the memory plan counts one (`memory/weights.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrieval_attn.model.layers import modules_of
+from retrieval_attn.model.packed import packed_weights
+
+FROM_ROWS = 128
+"""Rows from which a copy is made: writing and reading it is as much as torch's product takes for some 130 rows, by the
+bytes of both (a weight: 2 bytes twice, and .56 for each 16 rows).
+"""
+
+
+class UnpackedLinear:
+    """`forward` of a linear module; fewer rows, and numbers that autograd follows, go the module's own way."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module, self._own = module, module.forward
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
+        rows = input.numel() // max(1, input.shape[-1])
+        followed = torch.is_grad_enabled() and input.requires_grad
+        weights = None if rows < FROM_ROWS or followed else packed_weights(self._module)
+        if weights is None:
+            return self._own(input)
+        product = functional.linear(input.to(weights.dtype), weights.matrix, weights.bias)
+        return product.to(input.dtype)
+
+
+def packed_modules(layer: nn.Module) -> list[Any]:
+    """The linear modules of a decoder layer that hold 4 bits per weight, in torch's own layout."""
+    return [module for module in modules_of(layer) if packed_weights(module) is not None]

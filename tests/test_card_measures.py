@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from retrieval_attn.engine import fused_layers
+from tests.graph_cases import Decoded, enabled
+from tests.tiny_models import LAYERS
+from tools.card.four_bits import made
+from tools.card.int4 import steps_by
 from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
 from tools.card.runs import Lane, lanes, run_measure
 from tools.card.table import measures
@@ -58,7 +65,7 @@ def test_verdicts() -> None:
 def test_every_measure_is_named_once_and_says_its_setting() -> None:
     for tiny in (False, True):
         names = [one.name for one in measures(tiny=tiny)]
-        assert len(set(names)) == len(names) == 13
+        assert len(set(names)) == len(names) == 16
     assert [one.name for one in chosen("steps, beside", tiny=True)] == ["steps", "beside"]
     with pytest.raises(ValueError, match="magic is not known"):
         chosen("magic", tiny=True)
@@ -162,9 +169,43 @@ FAILED tests/b.py::test_three - AssertionError: PASSED tests/d.py::no"""
     assert found["failed"] == ["tests/b.py::test_three"]
 
 
+@pytest.mark.usefixtures("emulated_graphs")
+def test_steps_run_by_kernels_or_by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured within is what was asked for, one after the other over one model."""
+    monkeypatch.setattr(fused_layers, "_runs_kernels", lambda model: True)
+    model = enabled("llama")
+    for way, layers in (("kernels", LAYERS), ("modules", 0), ("kernels", LAYERS)):
+        with steps_by(way, model) as taken:
+            assert Decoded(model, True).steps.replays
+        assert set(taken) == {layers}
+
+
+def test_models_are_made_in_four_bits() -> None:
+    """Layers' matrices are quantised, the output, the embedding and those of few rows are not."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    model = made("tiny-hybrid", torch.device("cpu"), layers=4)
+    kinds = {name: type(one.weight).__name__ for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    plain = {name for name, kind in kinds.items() if kind == "Parameter"}
+    assert plain == {"lm_head", *(name for name in kinds if name.endswith(("in_proj_a", "in_proj_b")))}
+    assert {kinds[name] for name in kinds.keys() - plain} == {"Int4OpaqueTensor"}
+    assert not any(weight.is_meta for weight in (*model.parameters(), *model.buffers()))
+    assert model(torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
+
+
 def test_tiny_measures_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of `bench serve`, one script: all of their numbers are found."""
-    assert main(["--tiny", "--only", "cuda_tests,document_exact,steps", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "--tiny",
+                "--only",
+                "cuda_tests,document_exact,steps,int4_8b,int4_27b_hybrid",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     report = json.loads((tmp_path / "out" / "card.json").read_text())
     for run in report["runs"]:
         assert run["status"] == "ok" and all(row["found"] is not None for row in run["rows"]), run

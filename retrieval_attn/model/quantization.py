@@ -123,7 +123,7 @@ def loading_config(name: str, config: Any, device: torch.device, dtype: torch.dt
     from transformers import TorchAoConfig
 
     try:
-        return TorchAoConfig(_int8() if name == "int8" else _int4(device))
+        return TorchAoConfig(_int8() if name == "int8" else int4_config(device))
     except ImportError as error:
         raise ConfigError(
             f"quantization={name!r} needs a newer torchao than the one that is installed ({error}); "
@@ -137,7 +137,7 @@ def _int8() -> Any:
     return Int8WeightOnlyConfig(set_inductor_config=False)
 
 
-def _int4(device: torch.device) -> Any:
+def int4_config(device: torch.device) -> Any:
     """torchao's 4-bit weights in the layout of a kernel that torch itself brings: another one on the CPU."""
     if device.type != "cuda":
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig

@@ -36,6 +36,23 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
     def script(name: str, goals: Sequence[Goal], seconds: float, setting: str, *flags: str) -> Measure:
         return Measure(name, f"tools.card.{name}", flags, "--out", "found.json", goals, seconds, setting + SIMPLE)
 
+    def four_bits(name: str, shape: str, bound: float, seconds: float) -> Measure:
+        small = "tiny-hybrid" if "hybrid" in name else "tiny"
+        flags = ("--shape", small, "--device", "cpu", "--threads", "1", "--emulate") if tiny else ("--shape", shape)
+        return Measure(
+            name, "tools.card.int4",
+            (*flags, "--lengths", "256,512" if tiny else "4k,128k", "--tokens", few(64, 8)), "--out", "found.json",
+            [
+                Goal("a token of 128K, kernels", "ms", token_ms("kernels", -1), bound, least=False),
+                Goal("a token of 128K, modules", "ms", token_ms("modules", -1)),
+                Goal("a token of 4K without search, kernels", "ms", token_ms("kernels", 0)),
+                Goal("a token of 4K without search, modules", "ms", token_ms("modules", 0)),
+                Goal("the read of 128K", "s", read_seconds),
+                *([] if tiny else [Goal("most of the card", "GiB", value("card_gib"), 24, least=False)]),
+            ],
+            seconds, f"weights in 4 bits by torchao, a cap of 24 GiB: the third answer of 64 tokens{SIMPLE}",
+        )  # fmt: skip
+
     def relay(name: str, shape: str, bound: float) -> Measure:
         return serve(
             name, [over("tree-off", bound), *rates("engine", "tree-off")], 150,
@@ -167,6 +184,9 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "a text's keys all beside the model (full) and what auto takes: the third answer of 64 tokens",
             *model("llama-3-8b"), "--lengths", "256,512" if tiny else "16k,128k", "--tokens", few(64, 8),
         ),
+        four_bits("int4_8b", "llama-3-8b", 13.9, 150),
+        four_bits("int4_32b", "qwen3-32b", 30, 240),
+        four_bits("int4_27b_hybrid", "qwen3.5-27b", 30, 240),
     ]  # fmt: skip
 
 
@@ -182,10 +202,17 @@ def token_ms(way: str, number: int) -> Callable[[object], float | None]:
 
     def find(report: object) -> float | None:
         assert isinstance(report, dict)
-        found = [row.get("token_ms") for row in report["rows"] if row["way"] == way]
+        found = [row.get("token_ms") for row in report["rows"] if row.get("way") == way]
         return found[number] if found else None
 
     return find
+
+
+def read_seconds(report: object) -> float | None:
+    """Of the last text."""
+    assert isinstance(report, dict)
+    found: float | None = report["rows"][-1].get("read_seconds")
+    return found
 
 
 def rates(*ways: str) -> list[Goal]:

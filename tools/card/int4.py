@@ -1,0 +1,147 @@
+"""What a token and a read take with weights in 4 bits, by our kernels and by torch's product.
+
+python -m tools.card.int4 --shape qwen3-32b --lengths 4k,128k --tokens 64 --gpu-memory 24GiB --out FOLDER
+
+Shapes: tools/card/four_bits.py. The first length has all keys beside the model (no search), the others what `auto`
+takes. Each text is read once; then answers of a stream, three times by layers in our kernels and three times by the
+model's modules (norms fused in both), of which the last ones count: a token's time is the mean between an answer's
+first piece of text and its last. The card's memory is what nvidia-smi counts, at most since the model was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.context import stream_after
+from retrieval_attn.engine.fused_layers import fused_layers
+from retrieval_attn.engine.graph import capture, registry
+from retrieval_attn.engine.graph.emulation import emulated
+from retrieval_attn.eval.bench.session.card import watch
+from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn.eval.flags import as_tokens
+from retrieval_attn.gpu.memory import cap
+from retrieval_attn.memory.units import GIB, parse_bytes
+from retrieval_attn.model.loading import choose_device
+from retrieval_attn.model.quantization import held_bytes
+from tools.card.four_bits import SHAPES, made
+from tools.card.runs import card_names
+from tools.card.subject import in_ms, save_found
+
+ANSWERS = 3
+QUESTION = 16
+WAYS = "kernels", "modules"
+
+
+@contextmanager
+def steps_by(way: str, model: Any) -> Iterator[list[int]]:
+    """Steps that are captured within run layers in kernels, or the model's modules; gives how many layers ran so."""
+    taken: list[int] = []
+
+    @contextmanager
+    def noted(model: Any, rows: int) -> Iterator[int]:
+        with fused_layers(model, rows) if way == "kernels" else nullcontext(0) as count:
+            taken.append(count)
+            yield count
+
+    registry.forget(model)
+    with mock.patch.object(capture, "fused_layers", noted):
+        yield taken
+    registry.forget(model)
+
+
+def answered(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
+    """Milliseconds of the last of some answers."""
+    found: dict[str, Any] = {}
+    for _ in range(ANSWERS):
+        times = [time.perf_counter()]
+        for _ in stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval"):
+            times.append(time.perf_counter())
+        found["first_ms"] = 1000 * (times[1] - times[0])
+        found["token_ms"] = 1000 * (times[-1] - times[1]) / max(len(times) - 2, 1)
+        found["gap_ms"] = in_ms([later - sooner for sooner, later in zip(times[1:], times[2:], strict=False)])
+    return found
+
+
+def of_length(model: Any, config: ra.Config, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each way; what went wrong, where something did."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(args.seed + length)
+    ids = torch.randint(vocabulary, (length,), generator=generator).tolist()
+    context = ra.Context(model, number_tokenizer(vocabulary), config)
+    rows = []
+    try:
+        began = time.perf_counter()
+        context.read(ids, progress=False)
+        seconds = time.perf_counter() - began
+        for way in WAYS:
+            with steps_by(way, model) as taken:
+                found = answered(context, ids, args.tokens)
+            fused = max(taken, default=0)
+            rows.append({"length": length, "index": config.index, "way": way, "fused_layers": fused,
+                         "read_seconds": seconds, **found})  # fmt: skip
+            print(rows[-1], file=sys.stderr, flush=True)
+    except (ra.RetrievalAttentionError, torch.OutOfMemoryError) as error:
+        rows.append({"length": length, "index": config.index, "problem": f"{type(error).__name__}: {error}"[:300]})
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> int:
+    """Measure, and write found.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, metavar="N", help="only the first ones (default: all of them)")
+    parser.add_argument("--lengths", default="4k,128k", help="the first one without search (default: %(default)s)")
+    parser.add_argument("--tokens", type=as_tokens, default=64, help="of an answer (default: %(default)s)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
+    parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    device = choose_device(args.device)
+    began = time.perf_counter()
+    model = made(args.shape, device, args.seed, args.layers)
+    found: dict[str, Any] = {
+        "shape": args.shape, "layers": args.layers, "made_seconds": time.perf_counter() - began,
+        "weights_gib": held_bytes(model) / GIB,
+    }  # fmt: skip
+    model.generation_config.eos_token_id = []
+    gc.collect()
+    gc.freeze()
+    if device.type == "cuda":
+        cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
+    config = ra.Config(host_dtype=args.host_dtype, threads=args.threads or None)
+    ra.enable(model, config)
+    rows: list[dict[str, Any]] = []
+    sampler = watch(next(iter(card_names("uuid")), None))
+    try:
+        with emulated() if args.emulate else nullcontext():
+            for number, length in enumerate(as_tokens(one) for one in args.lengths.split(",")):
+                rows += of_length(model, config.replace(index="auto" if number else "full"), length, args)
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+        found["card_gib"] = None if sampler is None else sampler.peak() / GIB
+    finally:
+        if sampler is not None:
+            sampler.close()
+    save_found(args, None, {**found, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

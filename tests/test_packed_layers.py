@@ -1,7 +1,7 @@
 """Decoder layers with weights of 4 bits: taken by kernels where they are torchao's, and kept as modules where not.
 
-The kernels' stand-ins are plain PyTorch here, and so is torch's own product; `tests/gpu/test_packed_weights.py` has the
-kernels.
+The kernels' stand-ins are plain PyTorch here, and so is torch's own product, but for tests on a GPU, which have
+torchao's own weights; `tests/gpu/test_packed_weights.py` has the kernels.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from retrieval_attn.engine import unpacking
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.gpu import packed
 from retrieval_attn.model.packed import packed_weights
-from retrieval_attn.model.quantization import held_bytes
-from tests.graph_cases import CONFIG, tiny_model
+from retrieval_attn.model.quantization import held_bytes, int4_config
+from tests.graph_cases import CONFIG, Decoded, tiny_model
 from tests.packed_weights import multiplied, quantise
 from tests.tiny_models import LAYERS, random_ids
 
@@ -29,7 +29,9 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("cuda") is not None:
+        return
     monkeypatch.setattr(module, "_runs_kernels", lambda model: True)
     monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm", multiplied)
 
@@ -191,3 +193,29 @@ def test_kernels_are_loaded_without_a_step(llama: Any, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, kernel, call)
     module.load_layer_kernels(llama)
     assert seen == ["project", "add_product", "gated", "add_product"]
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("fresh_decoders")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3"])
+def test_torchaos_own_weights_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised by torchao: all layers are taken, and steps as a graph give what the model's modules give."""
+    from torchao.quantization import quantize_
+
+    model = copy.deepcopy(tiny_model(name)).to("cuda", torch.bfloat16)
+    quantize_(model.model.layers, int4_config(torch.device("cuda")))
+    ra.enable(model, CONFIG.replace(prefill_chunk=4096))
+    for rows in (1, 3, 16):
+        assert taken(model, rows) == LAYERS
+    ids = random_ids(2, 300).cuda()
+    with torch.no_grad():
+        copied = model(ids, past_key_values=ra.RetrievalCache(model)).logits
+        first = model(ids[:, :1], past_key_values=ra.RetrievalCache(model)).logits
+        with fused_layers(model, 2):
+            fused = model(ids[:, :1], past_key_values=ra.RetrievalCache(model)).logits
+        monkeypatch.setattr(unpacking, "FROM_ROWS", 1000)
+        right = model(ids, past_key_values=ra.RetrievalCache(model)).logits
+    assert float((copied - right).norm() / right.norm()) < 0.03
+    assert float((fused - first).norm() / first.norm()) < 0.03
+    decoded = Decoded(model, "auto")
+    assert decoded.steps.replays or "longrope" in str(decoded.steps.reason)

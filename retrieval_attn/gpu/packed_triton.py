@@ -85,6 +85,7 @@ def _products(
     half = tl.full((P * W, 8 * T, 64 // P), 1.0, numbers.dtype.element_ty)
     ones = tl.reshape(tl.join(half, half), (P * W, 8 * T, 128 // P))  # joined, as the weights are: in the same order
     squares = tl.zeros((W * 128,), tl.float32)
+    row = numbers + tl.minimum(member, rows - 1)[None, :, None] * dim
     for start in tl.range(0, dim, W * 128, num_stages=STAGES):
         weights = _unpacked(tl.load(words + start + column[None, :]), magic, T, W, P).to(numbers.dtype.element_ty)
         if ONE:
@@ -98,10 +99,9 @@ def _products(
                 squares += own * own
             x = tl.broadcast_to(x[:, None, :], (P * W, M, 128 // P))
         else:
-            inside = (member < rows)[None, :, None]
-            if not WHOLE:
-                inside = inside & (start + place < dim)[:, None, :]
-            x = tl.load(numbers + member[None, :, None] * dim + (start + place)[:, None, :], mask=inside, other=0.0)
+            inside = None if WHOLE else (start + place < dim)[:, None, :]
+            # rows that are not there are the last one again: that needs no mask, and nobody stores their products
+            x = tl.load(row + (start + place)[:, None, :], mask=inside, other=None if WHOLE else 0.0)
         x = _in_order(x, M, W, P)
         both = tl.load(scales + ((start + group % W * 128 + group // W * GROUP) // GROUP * ahead)[:, None])
         scale, zero = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
@@ -277,7 +277,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-ONE_ROW, ONE_ROW_PAIRS, ROWS = Cut(2, 8, 3), Cut(4, 4, 3), Cut(2, 4, 3)
+ONE_ROW, ONE_ROW_PAIRS, ROWS = Cut(2, 8, 3), Cut(4, 4, 3), Cut(4, 4, 3)
 
 
 def _options(numbers: Tensor, weights: PackedWeights, width: int, *, pairs: bool = False) -> dict[str, Any]:

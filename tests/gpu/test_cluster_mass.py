@@ -247,3 +247,23 @@ def test_refused(device: str) -> None:
     for means in (torch.zeros(16, 32), torch.zeros(16, 64).half(), torch.zeros(64, 16).T):
         with pytest.raises(BackendError, match="contiguous members in uint8 and mean values"):
             mass.bind([ClusterEntry(members, means.to(where))])
+
+
+@pytest.mark.parametrize("keys", [1000, 4096, 5003])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_of_many_keys_a_part_counts_for_all(
+    device: str, keys: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels sum the keys that plain PyTorch sums, and these are nearly as good as all of them."""
+    scoring = Scoring(0.125, softcap)
+    case = Case(device, [keys, None, keys // 2], group=4)
+    whole = case.run(scoring)
+    monkeypatch.setattr(cluster_mass, "SAMPLED", 512)
+    summed, every = cluster_mass.is_sampled(keys, torch.device("cpu"))
+    assert every == {1000: 1, 4096: 8, 5003: 8}[keys] and abs(int(summed.sum()) * every - keys) <= 16 * every
+    assert every == 1 or len(summed.view(-1)[: 16 * every * 8].view(-1, 16 * every).unique(dim=0)) > 1
+    part, plain = case.run(scoring), case.mass.room(12)
+    case.mass.run_plainly(case.search, case.query, case.ids, None, scoring, plain)
+    close(part, RestPart(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
+    apart = (part.lse - whole.lse)[whole.lse.isfinite()].abs()
+    assert len(apart) == 8 and float(apart.max()) < 0.2 and (float(apart.max()) > 0) == (every > 1)

@@ -7,7 +7,9 @@ summed per cluster, and a cluster's mean value stands for the values of its keys
 
 What codes lack of q . k is spread about 0, so that the mean of the exponential is larger by half its variance, of its
 logarithm. Three kernels (`mass_triton.py`), which a step records: they run while the device would wait for the host.
-Masses are sums of one float16 number per key, rounded to 2^-11 of itself, added in float32 and in one order.
+Masses are sums of one float16 number per key, rounded to 2^-11 of itself, added in float32 and in one order. Of very
+many keys a part is summed and counts for all (`is_sampled`): what is estimated is spread over so many then that the
+sum of one of eight is off by little, and the time of a step does not grow with the text.
 
 Where Triton does not run, plain PyTorch does the same from the codes: what the kernels are tested against.
 """
@@ -37,6 +39,11 @@ PROGRAMS = 1056
 """Programs that sum exponentials, of all heads together: eight for each multiprocessor of an H100."""
 GROUP = 8
 """Queries of a head that a program serves at most."""
+SAMPLED = 1 << 16
+"""Keys of a head that are summed at least, where it has more: up to twice as many, nearly all of which those are at
+128K, 256K, 512K and 1M."""
+RUN = 16
+"""Neighbours that are summed together: the scores of so many fill a sector of memory."""
 MOST_VARIANCE = 2.0
 """Of a logit, what codes lack of it: where it is larger, few keys make the sum, and its mean tells nothing of it."""
 
@@ -181,7 +188,8 @@ class ClusterMass:
             here = slice(number * group, (number + 1) * group)
             logits = _logits(codes, flat[number], named[here], scoring)
             top = logits.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-            weights = torch.where(logits > -torch.inf, torch.exp(logits - top), 0)
+            summed, every = is_sampled(codes[1], logits.device)
+            weights = torch.where(summed & (logits > -torch.inf), torch.exp(logits - top), 0) * every
             chosen = clusters.members[: codes[1]].long().expand(group, -1)
             masses = weights.new_zeros(group, self.clusters).scatter_add_(1, chosen, weights)
             total = masses.sum(dim=1, keepdim=True)
@@ -198,6 +206,15 @@ def mass_grid(entries: int, members: int, *, step: bool = True) -> tuple[int, in
     group = min(GROUP, max(4, 1 << max(0, members - 1).bit_length())) if step else GROUP
     blocks = -(-members // group)
     return group, blocks, max(1, PROGRAMS // (entries * blocks))
+
+
+def is_sampled(keys: int, device: torch.device) -> tuple[Tensor, int]:
+    """Which of so many keys are summed, bool (keys,), and for how many each of them counts: one run of `every`, not
+    always the same one, so that what comes back in a text at equal distances is not always met or missed.
+    """
+    every = 1 << max(keys // SAMPLED, 1).bit_length() - 1
+    run = torch.arange(keys, device=device) // RUN
+    return run % every == run // every * 7 % every, every
 
 
 def name_with_mass(

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, TABLE_WORDS, ClusterMass, RestPart, mass_grid
+from retrieval_attn.gpu.clusters import mass as sizes
+from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, RUN, TABLE_WORDS, ClusterMass, RestPart, mass_grid
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
 from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS
@@ -100,16 +101,20 @@ def _mass_kernel(
     members, first_entry, first_member, count, max_keys, scale, softcap,
     CODE_WORDS: tl.constexpr, WORDS: tl.constexpr, MOST_VARIANCE: tl.constexpr, MOST_POWER: tl.constexpr,
     SHIFT: tl.constexpr, LOG2_E: tl.constexpr, H: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    DIGITS: tl.constexpr, FAST: tl.constexpr,
+    SAMPLED: tl.constexpr, RUN: tl.constexpr, DIGITS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """sums[i, program] (H * L,): the exponentials of every programs-th N keys of an entry, of G of its `count` queries.
+    Of more than SAMPLED keys those that `mass.is_sampled` says, which count for the others.
 
     A cluster is two digits: a key's exponentials stand in the rows of the upper, its one-hot vector has the lower one.
     """
     program, programs = tl.program_id(1), tl.num_programs(1)
     entry, member = (first_entry + tl.program_id(0)).to(tl.int64), tl.program_id(2) * G + tl.arange(0, G)
     address = tl.load(table + entry * WORDS)
-    length = tl.where(address == 0, 0, tl.load(code_table + entry * CODE_WORDS + 2))
+    length = tl.where(address == 0, 0, tl.load(code_table + entry * CODE_WORDS + 2)).to(tl.int32)
+    every, last_run = 1, tl.maximum(length - 1, 0) // RUN
+    while 2 * every * SAMPLED <= length:
+        every *= 2
     clusters = address.to(tl.pointer_type(tl.uint8))
     in_group = member < count
     # a row of scores to read there is for all; behind the last query, one that is not stored
@@ -124,10 +129,14 @@ def _mass_kernel(
     rows = scores + here[:, None] * max_keys
     total = tl.zeros((H * G, L), tl.float32)
     # the grid is captured, the length is not: so many programs share whatever keys there are now
-    for first in range(program * N, length, programs * N):
-        key = first + tl.arange(0, N)
+    for first in range(program * N, tl.cdiv(length, every * RUN) * RUN, programs * N):
+        run = first // RUN + tl.arange(0, N) // RUN
+        run = run * every + (run * 7 & (every - 1))
+        key = tl.minimum(run, last_run) * RUN + tl.arange(0, N) % RUN
         own_lower, own_upper = _digits(tl.load(clusters + key, mask=key < length, other=0), L, DIGITS, FAST)
+        # without a mask: a copy that lies ahead can fill in nothing but zeros
         score = tl.load(rows + key[None, :]).to(tl.float32)
+        score = tl.where((run <= last_run)[None, :], score, -float("inf"))
         if softcap > 0:
             bent = _tanh((score * unit + base) / softcap)
             slope = 1 - bent * bent
@@ -148,7 +157,7 @@ def _mass_kernel(
         total = tl.dot(weight, tl.reshape(tl.join(even, odd), (N, L)), total)
     at = sums + ((here * programs + program) * (H * L))[None, :, None]
     at += tl.arange(0, H)[:, None, None] * L + tl.arange(0, L)[None, None, :]
-    tl.store(at, tl.reshape(total * tl.exp2(-SHIFT), (H, G, L)), mask=in_group[None, :, None])
+    tl.store(at, tl.reshape(total * (tl.exp2(-SHIFT) * every), (H, G, L)), mask=in_group[None, :, None])
 
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "programs"])
@@ -200,7 +209,7 @@ def estimate(
         members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, *bent,
         CODE_WORDS=CODE_WORDS, WORDS=TABLE_WORDS, MOST_VARIANCE=MOST_VARIANCE, MOST_POWER=MOST_POWER, SHIFT=SHIFT,
         LOG2_E=LOG2_E, H=clusters // low, L=low, N=TILE, G=group,
-        DIGITS=_digits_text(low.bit_length() - 1), FAST=not INTERPRETED, num_warps=4,
+        SAMPLED=sizes.SAMPLED, RUN=RUN, DIGITS=_digits_text(low.bit_length() - 1), FAST=not INTERPRETED, num_warps=4,
     )  # fmt: skip
     columns = min(JOINED_COLUMNS, triton.next_power_of_2(mass.value_dim))
     _join_kernel[(queries, triton.cdiv(mass.value_dim, columns))](

@@ -58,11 +58,10 @@ def test_generate_and_prefill_by_layer_take_a_peft_model(adapted: Any) -> None:
         assert torch.equal(adapted.generate(input_ids=ids, **options), expected)
 
 
-@pytest.mark.usefixtures("emulated_graphs")
-def test_a_captured_step_follows_the_active_adapter(adapted: Any) -> None:
+def check_captured_steps(adapted: Any, device: str) -> None:
     """Switched, disabled and merged adapters: a graph captured with another one must not be replayed."""
-    ids = random_ids(1, 60, seed=4)
-    ra.enable(adapted, CONFIG)
+    ids = random_ids(1, 60, seed=4).to(device)
+    ra.enable(adapted.to(device), CONFIG)
     base = adapted.get_base_model()
 
     def both() -> torch.Tensor:
@@ -78,6 +77,21 @@ def test_a_captured_step_follows_the_active_adapter(adapted: Any) -> None:
     adapted.merge_adapter(["other"])
     assert torch.equal(both(), second)
     assert len({tuple(found[0].tolist()) for found in (first, second, third)}) == 3
+    adapted.unmerge_adapter()
+    base = adapted.merge_and_unload(adapter_names=["other"])
+    assert torch.equal(both(), second)  # plain modules again: on a GPU their layers run in few kernels
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_a_captured_step_follows_the_active_adapter(adapted: Any) -> None:
+    check_captured_steps(adapted, "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("fresh_decoders")
+def test_a_captured_step_follows_the_active_adapter_on_a_gpu(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    check_captured_steps(adapted, "cuda")
 
 
 @pytest.mark.parametrize(

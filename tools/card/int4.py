@@ -108,6 +108,7 @@ def main() -> int:
     parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
@@ -124,7 +125,9 @@ def main() -> int:
     gc.freeze()
     if device.type == "cuda":
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
-    config = ra.Config(host_dtype=args.host_dtype, threads=args.threads or None)
+    config = ra.Config(
+        host_dtype=args.host_dtype, threads=args.threads or None, prefill_chunk=args.prefill_chunk
+    )  # fmt: skip
     ra.enable(model, config)
     rows: list[dict[str, Any]] = []
     sampler = watch(next(iter(card_names("uuid")), None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -27,6 +28,19 @@ def test_codes_go_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
     assert chosen_index(llama3_8b(), AUTO, 131072, 2 * GIB) is AUTO
     assert "do not fit" in caplog.text
     assert plan(llama3_8b(), config={"index": "device"}, host_memory="64GiB").fits
+
+
+def test_a_chunk_that_makes_room_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It does: with that chunk codes fit, with twice as much they do not. Where none does, nothing is advised."""
+    free = int(2.6 * GIB)
+    assert chosen_index(llama3_8b(), AUTO, 131072, free) is AUTO
+    found = re.search(r"prefill_chunk=(\d+) makes room", caplog.text)
+    assert found is not None
+    chunk = int(found[1])
+    chosen = [chosen_index(llama3_8b(), AUTO.replace(prefill_chunk=size), 131072, free) for size in (chunk, 2 * chunk)]
+    assert [one.index for one in chosen] == ["device", "auto"] and 512 <= chunk < 8192
+    caplog.clear()
+    assert chosen_index(llama3_8b(), AUTO, 131072, GIB) is AUTO and not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 log = logging.getLogger(__name__)
+LEAST_CHUNK = 512
+"""Tokens of a chunk that is advised: below, reading slows down."""
 _ANY_DIM = 128
 """Kinds keep codes on the device for every head_dim or for none."""
 
@@ -88,7 +90,7 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    needed = 0
+    size, needed = DeviceSize(shape, config, tokens, batch), 0
     for options in code_sizes(shape.key_dim, config.retrieve_count(tokens)):
         coded = config.replace(index="device", index_options=options)
         size = DeviceSize(shape, coded, tokens, batch).fitting(free + _there(shape))
@@ -103,14 +105,29 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
                 show_bytes(free),
             )
             return coded
-    log.info(
+    smaller = _roomy_chunk(size, free)
+    log.log(
+        logging.INFO if smaller is None else logging.WARNING,
         "index 'auto' for %d tokens: codes of all keys do not fit on the device (reading takes %s with the smallest, "
-        "%s is free)",
+        "%s is free)%s",
         tokens,
         show_bytes(needed),
         show_bytes(free),
+        "" if smaller is None else f"; prefill_chunk={smaller} makes room for them, and tokens come sooner",
     )
     return config
+
+
+def _roomy_chunk(size: DeviceSize, free: int) -> int | None:
+    """The largest chunk with which `free` bytes are enough, half the planned one or less; None: no chunk is."""
+    chunk = size.chunk // 2
+    while chunk >= LEAST_CHUNK:
+        options = size.options.replace(prefill_chunk=chunk)
+        found = DeviceSize(size.shape, options, size.context, size.batch).fitting(free + _there(size.shape))
+        if found.reading_bytes - _there(size.shape) <= free:
+            return chunk
+        chunk //= 2
+    return None
 
 
 def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Layout:

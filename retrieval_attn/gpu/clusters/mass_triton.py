@@ -113,7 +113,7 @@ def _mass_kernel(
     address = tl.load(table + entry * WORDS)
     length = tl.where(address == 0, 0, tl.load(code_table + entry * CODE_WORDS + 2)).to(tl.int32)
     every, last_run = 1, tl.maximum(length - 1, 0) // RUN
-    while 2 * every * SAMPLED <= length:
+    while 2 * every <= length // SAMPLED:
         every *= 2
     clusters = address.to(tl.pointer_type(tl.uint8))
     in_group = member < count

@@ -151,8 +151,7 @@ def test_a_sketch_is_the_same_where_its_keys_lie(device: str) -> None:
         assert mine.leaves.share == theirs.leaves.share and mine.leaves.ordered == theirs.leaves.ordered == 1250
         assert (mine.ids == theirs.ids).mean() > 0.9
         same = mine.ids[: 1250 * 16] == theirs.ids[: 1250 * 16]
-        blocks = [search.keys.blocks.reshape(len(search.keys.blocks), -1, 16, 4) for search in (mine, theirs)]
-        rows = [block.transpose(0, 2, 1, 3).reshape(len(block) * 16, -1)[: 1250 * 16][same] for block in blocks]
+        rows = [search.keys.rows[: 1250 * 16][same] for search in (mine, theirs)]
         assert (rows[0] == rows[1]).mean() > 0.999
         found = [index.search(queries[0, :8], 20).ids for index in (host, other)]
         assert recall(found[0], found[1]) > 0.98

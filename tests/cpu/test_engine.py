@@ -24,7 +24,7 @@ from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index import flat_task
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
-from retrieval_attn.index.sketch import index as sketch_module
+from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
@@ -233,7 +233,7 @@ def test_a_sketch_that_finds_too_few_gets_an_exact_answer(pool: Pool, heads: lis
     ]
     for index in cast("Any", paths[0].segments[0]).indexes:
         ids = index._search.ids
-        index._search = index._search._replace(ids=np.where(ids % 100 == 0, ids, -1).astype(np.int32))
+        index._search = index._search._replace(ids=np.where(ids % 100 == 0, ids, -1).astype(np.int32), whole=0)
     got, exact = (attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE) for path in paths)
     assert same(got, exact)
 

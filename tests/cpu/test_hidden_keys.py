@@ -12,7 +12,7 @@ from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format, from_float32
-from retrieval_attn.index.sketch import index as sketch_module
+from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
 

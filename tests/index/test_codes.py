@@ -17,6 +17,7 @@ from numba import njit
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.kernels import codes as codes_module
+from retrieval_attn.index.kernels import products as products_module
 from retrieval_attn.index.kernels.codes import (
     code_width,
     dot_u8,
@@ -84,25 +85,42 @@ def test_products_are_exact_at_the_extremes(planes: int, generic: bool) -> None:
         np.testing.assert_array_equal(got, numbers(coded) @ codes.astype(np.int64).T)
 
 
-def test_no_wide_instructions_elsewhere() -> None:
-    """A processor without VNNI compiles the plain variant and gets the same sums."""
+@pytest.mark.parametrize("missing", ["+avx", "+avx512"])
+def test_no_wide_instructions_elsewhere(missing: str) -> None:
+    """A processor without VNNI, or without AVX2, compiles what it has and gets the same sums."""
     script = """
 import numpy as np
 from numba import njit
 from retrieval_attn.index.kernels import codes as c
+from retrieval_attn.index.kernels import products as p
+from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.sketch import rows as r
 @njit
 def run(codes, planes):
     return c.dot_u8(codes, 1, planes, 1, 128)
-assert not c.HAS_VNNI
+assert not p.HAS_VNNI
 rng = np.random.default_rng(0)
 codes = rng.integers(0, 256, (2, 128)).astype(np.uint8)
 planes = rng.integers(-127, 128, (2, 1, 128)).astype(np.int8)
+codes[1, :32], planes[1, 0, :32] = 255, -127
 assert run(codes, planes) == codes[1].astype(int) @ planes[1, 0].astype(int)
+@njit
+def score(rows, places, planes, steps, bounds, scores):
+    return r.row_scores(rows, places, 0, planes, 8, steps, bounds, scores)
+rows, spread = aligned_empty((4, 64), np.uint8), np.zeros((4, 3 * 64), np.int8)
+rows[:] = 255
+numbers = rng.integers(-127, 128, (4, 8 + 112)).astype(np.int8)
+numbers[0] = 127
+r.spread_planes(numbers, 4, 8, spread)
+scores = np.zeros(16, np.float32)
+score(rows, np.arange(4), spread, np.ones((2, 4), np.float32), np.zeros(4, np.float32), scores)
+sums = numbers[:, :8].sum(axis=1, dtype=int) * 255 + numbers[:, 8:].sum(axis=1, dtype=int) * 15
+assert (scores.reshape(4, 4) == sums).all(), (scores, sums)
 (text,) = run.inspect_asm().values()
 assert "zmm" not in text and "vpdpbusd" not in text
 """
-    host = codes_module._compiled_features()
-    portable = ",".join("-" + one[1:] if one.startswith("+avx") else one for one in host.split(","))
+    host = products_module._compiled_features()
+    portable = ",".join("-" + one[1:] if one.startswith(missing) else one for one in host.split(","))
     env = {**os.environ, "NUMBA_CPU_FEATURES": portable, "NUMBA_CPU_NAME": "x86-64"}
     if "+sse2" not in host:
         pytest.skip("needs an x86 processor")

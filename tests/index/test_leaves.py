@@ -9,8 +9,8 @@ import pytest
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
 from retrieval_attn.index.formats import from_float32
 from retrieval_attn.index.sketch import leaves as leaves_module
-from retrieval_attn.index.sketch.blocks import BLOCK, decoded
-from retrieval_attn.index.sketch.leaves import SHARES, code_means, leaf_order, needed_share
+from retrieval_attn.index.sketch.blocks import BLOCK
+from retrieval_attn.index.sketch.leaves import code_means, leaf_order
 from tests.cpu.reference import recall
 
 N, DIM = 20_000, 32
@@ -46,30 +46,20 @@ def test_equal_keys_make_leaves_too() -> None:
 
 def test_means_survive_their_coding() -> None:
     means = np.random.default_rng(2).standard_normal((100, 40)).astype(np.float32)
-    back = decoded(code_means(means), 100)
+    back = code_means(means).decoded(100)
     assert back.shape == (100, 32)
     assert np.abs(back - means[:, :32]).max() < 0.1
 
 
-def test_the_share_that_queries_need() -> None:
-    """Two queries look together: what one of them finds counts for both."""
-    scores = np.zeros((2, 1000), np.float32)
-    scores[0, :10], scores[1, 10:20] = 1.0, 1.0
-    weights = np.full((2, 10), 0.1)
-    own = np.stack([np.arange(10), np.arange(10, 20)])
-    assert needed_share(scores, own, 0.99, weights, 1) == SHARES[0]
-    assert needed_share(scores, own[::-1].copy(), 0.99, weights, 2) == SHARES[0]
-    distinct = np.arange(2000, dtype=np.float32).reshape(2, 1000)
-    assert needed_share(distinct, np.zeros((2, 10), np.int64), 0.99, weights, 1) == 1.0
-
-
 def test_few_leaves_find_nearly_everything() -> None:
-    """A share is chosen, searches look at little more, and find what the exact index finds; a wrong order does not."""
+    """Searches look at little more than a share of the leaves, and find what the exact index finds; a wrong order does
+    not.
+    """
     keys, queries = clustered(3)
     stored = from_float32(keys, Format.BFLOAT16)
     train, held = queries[:, :32], np.ascontiguousarray(queries[:, 32:].transpose(1, 0, 2).reshape(-1, DIM))
-    index = SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train))
-    assert index.share < 0.2
+    index = SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train), share=0.1)
+    assert index.share == 0.1
     exact = FlatIndex(stored, Format.BFLOAT16).search(held, 50)
 
     def found_by(one: SketchIndex) -> float:
@@ -89,7 +79,7 @@ def test_keys_that_come_later_are_looked_at_until_all_are_ordered_anew() -> None
     last = np.append(np.arange(16_332, N, 333), N - 1)
     keys[last] *= 1.5  # the best keys of their own directions
     stored = from_float32(keys, Format.BFLOAT16)
-    index = SketchIndex.build(stored[:16_000], Format.BFLOAT16, queries)
+    index = SketchIndex.build(stored[:16_000], Format.BFLOAT16, queries, share=0.2)
     ordered = index.search_arguments().leaves.ordered
     held = np.ascontiguousarray(queries[:, 0])
     for start in range(16_000, N, 333):
@@ -126,7 +116,7 @@ def test_blocks_are_chosen_as_plain_arithmetic_does() -> None:
     for number in range(0, 64, 2):
         planes, steps = np.zeros((4, rank), np.int8), np.zeros((2, 4), np.float32)
         projected = (np.ascontiguousarray(queries[:, number]) @ search.query_side.T).astype(np.float32)
-        encode_block_queries(projected, 4, means.step, means.wide, planes, steps, np.empty(rank))
+        encode_block_queries(projected, 4, means.step, rank, planes, steps, np.empty(rank))
         scores = (codes[: search.leaves.ordered].astype(np.int64) @ planes.T.astype(np.int64)).T * steps[0][:, None]
         count = leaves_module.choose_blocks(
             means.blocks, search.leaves.ordered, search.total, 0.05, planes, steps, 4, chosen, sample, bounds, scratch

@@ -87,7 +87,18 @@ def test_insert_truncate_and_state() -> None:
     np.testing.assert_array_equal(again.search(held, 20).ids, part.search(held, 20).ids)
     again.insert(keys[:10])
     assert len(again) == len(moved) + 10
-    for name in ("blocks", "query_side", "rescore", "wide", "step"):
+    for name in (
+        "rows",
+        "front",
+        "front_step",
+        "front_narrow",
+        "passing",
+        "whole",
+        "query_side",
+        "rescore",
+        "wide",
+        "step",
+    ):
         with pytest.raises(InputDataError):
             SketchIndex.from_state(moved, Format.BFLOAT16, {**state, name: np.zeros((2, 2), np.float32)})
     with pytest.raises(InputDataError):

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils, config
+from numba.core import cgutils
 
 from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
 from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.kernels.dots import _offset, _row_address, _shuffled, intrinsic, scale_of, widen
+from retrieval_attn.index.kernels.products import HAS_VNNI, add_products
 from retrieval_attn.index.memory import aligned_empty, one_layout, usable
 
 STEP = 64
@@ -43,21 +44,6 @@ _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 _BYTES = ir.VectorType(_INT8, STEP)
 _SUMS = ir.VectorType(_INT32, _LANES)
-
-
-def _compiled_features() -> str:
-    """The processor features that Numba compiles for."""
-    given = vars(config)["CPU_FEATURES"]
-    if given is not None:
-        return str(given)
-    try:
-        return str(binding.get_host_cpu_features().flatten())
-    except RuntimeError:
-        return ""
-
-
-HAS_VNNI = "+avx512vnni" in _compiled_features() and "+avx512f" in _compiled_features()
-"""Whether kernels use the processor's u8 x s8 instruction; else the same sums from plain vector arithmetic."""
 
 
 class Codes(NamedTuple):
@@ -316,24 +302,6 @@ def _plane_address(context: Any, builder: Any, array_type: Any, value: Any, quer
     start = builder.mul(query, builder.extract_value(array.strides, 0))
     inner = builder.mul(ir.Constant(_INT64, plane), builder.extract_value(array.strides, 1))
     return builder.add(builder.ptrtoint(array.data, _INT64), builder.add(start, inner))
-
-
-def add_products(builder: Any, sums: Any, codes: Any, query: Any, vnni: bool) -> Any:
-    """Emit sums (16 int32) + the products of 64 u8 codes and 64 s8 query numbers, four neighbours to a lane."""
-    if vnni:
-        name = "llvm.x86.avx512.vpdpbusd.512"
-        signature = ir.FunctionType(_SUMS, [_SUMS] * 3)
-        function = cgutils.get_or_insert_function(builder.module, signature, name)
-        return builder.call(function, [sums, builder.bitcast(codes, _SUMS), builder.bitcast(query, _SUMS)])
-    wide = ir.VectorType(_INT16, STEP)
-    codes, query = builder.zext(codes, wide), builder.sext(query, wide)
-    products = None
-    for lane in range(4):
-        lanes = list(range(lane, STEP, 4))
-        left, right = (builder.sext(_shuffled(builder, one, one, lanes), _SUMS) for one in (codes, query))
-        product = builder.mul(left, right)
-        products = product if products is None else builder.add(products, product)
-    return builder.add(sums, products)
 
 
 def _fold(builder: Any, sums: list[Any]) -> Any:

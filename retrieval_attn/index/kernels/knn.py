@@ -20,9 +20,10 @@ from numba.core import cgutils
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.base import check_training
 from retrieval_attn.index.formats import Format, check_rows, kernel_view
-from retrieval_attn.index.kernels.codes import HAS_VNNI, Codes, add_products, encode_query
+from retrieval_attn.index.kernels.codes import Codes, encode_query
 from retrieval_attn.index.kernels.dots import dot, intrinsic, lowest_bit, prefetch_row
 from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score, pack_sum
+from retrieval_attn.index.kernels.products import HAS_VNNI, add_products
 from retrieval_attn.index.memory import aligned_empty, one_layout
 from retrieval_attn.index.threads import kernel_threads
 

@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import overload
 
-from retrieval_attn.index.kernels.codes import HAS_VNNI, ZERO_CODE, _plane_address, _products, prefetch_codes
+from retrieval_attn.index.kernels.codes import ZERO_CODE, _plane_address, _products, prefetch_codes
 from retrieval_attn.index.kernels.dots import (
     LANES,
     TILE_QUERIES,
@@ -30,6 +30,7 @@ from retrieval_attn.index.kernels.dots import (
     score_tile,
 )
 from retrieval_attn.index.kernels.packed import EMPTY, id_of, keep_best, pack_score, pack_sum, score_of
+from retrieval_attn.index.kernels.products import HAS_VNNI
 
 TILE_KEYS = 64
 """Keys scored before their scores are filtered: 16 KiB of 128 bfloat16 stay in L1 for all query tiles."""

@@ -1,8 +1,8 @@
-"""How keys of a head become blocks: rows of codes in the order of the keys, their order in leaves, then the blocks.
+"""How keys of a head become rows in leaves: coded in the order of the keys, then ordered, then carried to their places.
 
-A row has TREE_NUMBERS numbers in 8 bits, by which keys are ordered (`leaves.leaf_order`), and then the key's part of a
-block, laid out as `index/kernels/key_codes.py` has codes: so a device that still holds the keys can make the rows
-(`Training.coder`), and one pass over them suffices on the host. What is left to do is to carry words to their places.
+What is coded has TREE_NUMBERS numbers in 8 bits, by which keys are ordered (`leaves.leaf_order`), and then the key's
+row (`rows.py`), laid out as `index/kernels/key_codes.py` has codes: so a device that still holds the keys can code them
+(`Training.coder`), and one pass over them suffices on the host.
 """
 
 # mypy: allow-untyped-defs
@@ -19,8 +19,9 @@ from retrieval_attn.index.formats import Format, kernel_view
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.sketch.blocks import BLOCK, NARROW_STEP, WIDE_STEP, KeyBlocks, empty_blocks, key_bytes
+from retrieval_attn.index.sketch.blocks import BLOCK, WIDE_LEVELS, Steps
 from retrieval_attn.index.sketch.leaves import LEAF_NUMBERS, TREE_NUMBERS
+from retrieval_attn.index.sketch.rows import KeyRows, key_bytes, place_of_number, row_order
 
 TILE = 64
 """Keys that are coded at a time."""
@@ -37,24 +38,21 @@ class RowCoder(Protocol):
 
 
 def row_space(
-    key_side: npt.NDArray[np.float32], sample: npt.NDArray[np.float32], blocks: KeyBlocks
+    key_side: npt.NDArray[np.float32], sample: npt.NDArray[np.float32], keys: KeyRows
 ) -> tuple[CodeSpace, npt.NDArray[np.float32]]:
     """What rows are coded by: numbers key_side . k (rank, head_dim), of which `sample` (m, rank) are some keys'; and
     the step of each of the numbers that keys are ordered by, (TREE_NUMBERS,) float32.
     """
-    tree = empty_blocks(_cut_to(sample, TREE_NUMBERS), TREE_NUMBERS, 0)
-    wide, half = blocks.wide, blocks.narrow // 2
-    number = np.arange(half) // WIDE_STEP * NARROW_STEP + np.arange(half) % WIDE_STEP
-    # byte b of a vector has number b in its lower half and number b + 4 in its upper one
-    order = np.concatenate([np.arange(wide), wide + number, wide + number + WIDE_STEP]).astype(np.int64)
+    tree = Steps.of(_cut_to(sample, TREE_NUMBERS), np.full(TREE_NUMBERS, WIDE_LEVELS // 2))
+    order = row_order(keys.wide, keys.narrow)
     sides = np.concatenate([_cut_to(key_side.T, TREE_NUMBERS).T, key_side[order]])
-    step = np.concatenate([tree.step, blocks.step[order]])
-    mean = np.concatenate([tree.mean, blocks.mean[order]])
+    step = np.concatenate([tree.step, keys.step[order]])
+    mean = np.concatenate([tree.mean, keys.mean[order]])
     over = np.zeros(len(step), np.float32)
     np.divide(np.float32(1), step, out=over, where=step > 0)
     nothing = np.zeros((0, key_side.shape[1]), np.float32)
-    wide += TREE_NUMBERS
-    return CodeSpace(nothing, sides * over[:, None], mean * over, nothing, wide, blocks.narrow), tree.step
+    wide = keys.wide + TREE_NUMBERS
+    return CodeSpace(nothing, sides * over[:, None], mean * over, nothing, wide, keys.narrow), tree.step
 
 
 def code_rows(space: CodeSpace, keys: npt.NDArray[Any], fmt: Format) -> tuple[npt.NDArray[np.uint8], int]:
@@ -120,46 +118,36 @@ def _first_wrong(sides, keys, start, size, rank, shift):
     return start + first_key
 
 
-def place_rows(rows: npt.NDArray[np.uint8], order: npt.NDArray[np.int32], blocks: KeyBlocks) -> npt.NDArray[np.float32]:
-    """Write the keys' parts of `rows` into `blocks`, key order[i] at place i.
+def place_rows(coded: npt.NDArray[np.uint8], order: npt.NDArray[np.int32], keys: KeyRows) -> npt.NDArray[np.float32]:
+    """Write the rows of `coded` into `keys`, that of key order[i] at place i.
 
     Returns the mean of the first LEAF_NUMBERS numbers of every 16 places, (blocks of them, numbers) float32, as the
     codes tell them: what rounding takes from 16 keys is little.
     """
     count = -(-len(order) // BLOCK)
-    means = np.zeros((count, min(len(blocks.step), LEAF_NUMBERS)), np.float32)
-    if len(order) and len(blocks.step):
-        words = np.ascontiguousarray(rows).view(np.uint32)
-        _place(
-            words, order, blocks.blocks.view(np.uint32), key_bytes(blocks.wide, 0) // 4, TREE_NUMBERS // 4,
-            blocks.mean, blocks.step, means,
-        )  # fmt: skip
+    means = np.zeros((count, min(len(keys.step), LEAF_NUMBERS)), np.float32)
+    if len(order) and len(keys.step):
+        _place(coded, order, keys.rows, key_bytes(keys.wide, keys.narrow), keys.wide, keys.mean, keys.step, means)
     return means
 
 
 @njit(nogil=True, cache=True)
-def _place(words, order, blocks, wide_words, skipped, mean, step, means):
-    """See `place_rows`: words of rows (n, words) and of blocks, of which the first `skipped` of a row stay out."""
-    own = words.shape[1] - skipped
+def _place(coded, order, rows, width, wide, mean, step, means):
+    """See `place_rows`: the first TREE_NUMBERS bytes of what is coded stay out."""
     numbers = means.shape[1]
-    wide = 4 * wide_words
     sums = np.zeros(numbers, np.int64)
     for leaf in range(len(means)):
         sums[:] = 0
         start, stop = leaf * BLOCK, min((leaf + 1) * BLOCK, len(order))
         for place in range(start, stop):
-            row = words[order[place]]
-            lane = place - start
-            for word in range(own):
-                # blocks count from the least code, where a byte of a row has a sign
-                blocks[leaf, word * BLOCK + lane] = row[skipped + word] ^ np.uint32(0x80808080)
+            given, row = coded[order[place]], rows[place]
+            for byte in range(width):
+                # rows count from the least code, where a byte that was coded has a sign
+                row[byte] = given[TREE_NUMBERS + byte] ^ 128
+            row[width:] = 0
             for j in range(numbers):
-                if j < wide:
-                    word, shift, levels = j // 4, 8 * (j % 4), np.uint32(255)
-                else:
-                    at = j - wide
-                    word, shift, levels = wide_words + at // 8, 8 * (at % 4) + 4 * (at % 8 // 4), np.uint32(15)
-                sums[j] += (row[skipped + word] ^ np.uint32(0x80808080)) >> np.uint32(shift) & levels
+                byte, shift, mask = place_of_number(j, wide)
+                sums[j] += row[byte] >> shift & mask
         for j in range(numbers):
             middle = np.float32(127.5) if j < wide else np.float32(7.5)
             means[leaf, j] = mean[j] + step[j] * (np.float32(sums[j]) / np.float32(stop - start) - middle)

@@ -2,13 +2,13 @@
 
 q . k is approximated by (A q) . (B k): the change of basis in which the first numbers carry most of what training
 queries tell keys apart by (the leading eigenvectors of Sq^1/2 Sk Sq^1/2, with Sq the second moment of queries and Sk
-the covariance of keys). The first numbers of B k are stored in 8 bits, the next in 4, the rest not at all (`blocks`),
-in blocks of 16 near keys, and the blocks that look promising are scanned (`leaves`), one pass for all queries. What it
-needs is one eigenproblem of head_dim, one matrix product and one sorting per head.
+the covariance of keys). The first numbers of B k are stored in 8 bits, the next in 4, the rest not at all (`rows`), in
+the order of leaves of 16 near keys. What is scanned is a front of fewer bits (`front`), of the leaves that look
+promising (`leaves`), one pass for all queries; keys that pass are scored by their rows, and the best of those exactly.
+How much of each is measured by held-out queries (`fit`). What it needs is one eigenproblem of head_dim, one matrix
+product and one sorting per head.
 """
 
-# mypy: allow-untyped-defs
-# (compiled functions get their types from Numba)
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
@@ -32,23 +31,24 @@ from retrieval_attn.index.base import (
 )
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
-from retrieval_attn.index.formats import Format, kernel_view, to_float32
-from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
-from retrieval_attn.index.kernels.key_codes import CodeSpace
-from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
-from retrieval_attn.index.sketch.blocks import (
-    BLOCK,
-    allocate,
-    clear_places,
-    decoded,
-    empty_blocks,
-    out_of_reach,
-    with_room,
-    write_blocks,
+from retrieval_attn.index.sketch.blocks import BLOCK, allocate
+from retrieval_attn.index.sketch.build import (
+    SAMPLED_KEYS,
+    Ordered,
+    check_finite,
+    held_for,
+    no_leaves,
+    ordered_keys,
+    projected,
 )
-from retrieval_attn.index.sketch.coding import RowCoder, code_rows, place_rows, row_space
-from retrieval_attn.index.sketch.leaves import PLACE_BYTES, TREE_NUMBERS, Leaves, code_means, leaf_order, needed_share
+from retrieval_attn.index.sketch.coding import RowCoder
+from retrieval_attn.index.sketch.fit import FEW_KEYS, HELD_K, HELD_OUT, SHARES, Way, best_way, sizes_for, way_for_few
+from retrieval_attn.index.sketch.front import empty_front, plan_front, write_front
+from retrieval_attn.index.sketch.front import with_room as front_with_room
+from retrieval_attn.index.sketch.leaves import PLACE_BYTES, TREE_NUMBERS
+from retrieval_attn.index.sketch.rows import ROW_STEP, clear_places, empty_rows, out_of_reach, with_room, write_rows
 from retrieval_attn.index.sketch.search import SketchArguments, best_of_blocks
 from retrieval_attn.index.sketch.state import restored_arguments, saved_arguments
 from retrieval_attn.index.sketch.task import prepare_sketch, sketch_search
@@ -58,33 +58,12 @@ from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 MIN_BYTES = 8
 RESCORE = 2
 """Keys scored exactly per key wanted."""
-SAMPLED_KEYS = 8192
-"""Most keys that the projection is learned from, evenly spaced."""
+LEARNED = 4
+"""Queries that the projection needs, for each number of theirs: with fewer none is held out."""
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
-TILE = 64
-MIN_LEAVES = 512
-"""With fewer leaves all are looked at."""
-HELD_OUT, HELD_K = 64, 100
-"""Training queries, and best keys of each, that tell how many leaves have to be looked at."""
-FOUND = 0.98
-"""Share of those keys that lie in the leaves looked at."""
 LATE_SHARE = 8
 """Keys are ordered anew when more than one in so many came after the last ordering."""
-
-
-@njit(nogil=True, cache=True)
-def _project(keys, length, rows, out):
-    """out[i, j] = rows[j] . keys[0, i] for i < length; rows (multiple of 4, d) float32, out (length, rows) float32."""
-    scores = np.empty((TILE_QUERIES, TILE), np.float32)
-    for tile in range(0, length, TILE):
-        size = min(TILE, length - tile)
-        for first in range(0, len(rows), TILE_QUERIES):
-            score_tile(rows, first, keys[0], tile, size, scores)
-            for i in range(size):
-                for j in range(TILE_QUERIES):
-                    if first + j < out.shape[1]:
-                        out[tile + i, first + j] = scores[j, i]
 
 
 def learn_projection(
@@ -122,8 +101,8 @@ def _second_moment(rows: npt.NDArray[np.float32], *, centred: bool = False) -> n
 @dataclass(frozen=True)
 class SketchOptions:
     """key_bytes: most bytes per key, at least 8; None: head_dim / 2. rescore: how many keys get an exact score for each
-    that is wanted. share: of the leaves, what is looked at; None: what training queries need to find 98 % of their best
-    100 keys, by count and by weight. 1.0: all. Raises ConfigError for other values.
+    that is wanted. share: of the leaves, what is looked at; None: what training queries need to find their best 100
+    keys, see `fit`. 1.0: all. Raises ConfigError for other values.
     """
 
     key_bytes: int | None = None
@@ -164,11 +143,14 @@ class SketchIndex(RunsIndex):
         self._rescore = rescore
         self._measured = len(self)
         """How many keys the steps were taken from."""
+        self._way = Way(arguments.front.key_bytes, arguments.passing, arguments.leaves.share)
         self._saving = False  # whether somebody may still read the last block as it is
 
     @classmethod
     def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        each = options.budget(head.head_dim) + PLACE_BYTES
+        budget = options.budget(head.head_dim)
+        front = sizes_for(min(2 * budget, head.head_dim))[-1]
+        each = -(-budget // ROW_STEP) * ROW_STEP + front + PLACE_BYTES
         return (HeldBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
 
     @classmethod
@@ -184,6 +166,7 @@ class SketchIndex(RunsIndex):
         runs = KeyRuns(keys, fmt)
         dim, share = fmt.dim_of(keys), options.share
         queries, _ = check_training(training.queries, None, dim, len(keys))
+        held, queries = _held_out(queries)
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         rows = rows[np.isfinite(rows).all(axis=1)]
         if not len(rows):
@@ -196,64 +179,52 @@ class SketchIndex(RunsIndex):
         variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
         wide, narrow = allocate(variances, options.budget(dim))
         query_side, key_side = (_cut(side, wide + narrow) for side in sides)
-        nothing = empty_blocks(np.empty((0, len(key_side)), np.float32), wide, 0)
-        none = Leaves(code_means(np.empty((0, len(key_side)), np.float32)), 0, 1.0 if share is None else float(share))
-        empty = SketchArguments(nothing, np.empty(0, np.int32), 0, query_side, none)
+        nothing, none = np.empty((0, len(key_side)), np.float32), no_leaves(len(key_side))
+        rows_of_none, way = empty_rows(nothing, wide, 0), way_for_few(len(key_side), 1.0 if share is None else share)
+        front = empty_front(plan_front(nothing, rows_of_none.mean, [way.size])[way.size], 0)
+        empty = SketchArguments(rows_of_none, front, np.empty(0, np.int32), 0, query_side, none, way.passing, 0, 0)
         index = cls(runs, empty, key_side, int(options.rescore))
-        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1, training.coder)
-        if share is None and index._search.leaves.ordered:
-            index._fit_share(rows if queries is None else queries)
+        index._way = way
+        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1, training.coder, held, share)
         return index
 
     def _encode_all(
-        self, arrays: list[npt.NDArray[Any]], room: int, leafy: bool, coder: RowCoder | None = None
+        self,
+        arrays: list[npt.NDArray[Any]],
+        room: int,
+        leafy: bool,
+        coder: RowCoder | None = None,
+        held: npt.NDArray[np.float32] | None = None,
+        share: float | None = None,
     ) -> None:
-        """Code the keys of `arrays`, ids from 0 on, with steps that fit them; leafy: in leaves. Raises ShapeError.
+        """Code the keys of `arrays`, ids from 0 on; leafy: in leaves. Raises NotFiniteError.
 
-        coder: makes the rows of the keys, of one array, elsewhere.
+        coder: codes the keys, of one array, elsewhere. held: queries (heads, m, head_dim) to fit
+        the search to; None: as before. share: of the leaves, given.
         """
-        total, fmt, rank = sum(len(array) for array in arrays), self._keys.fmt, len(self._key_side)
-        every = max(1, total // SAMPLED_KEYS)
-        sample = [_projected(array[::every], fmt, self._key_side) for array in arrays]
-        numbers = np.concatenate(sample) if sample else np.empty((0, rank), np.float32)
-        _check_finite(numbers, 0, every)
-        blocks = empty_blocks(numbers, self._search.keys.wide, max(room, total))
-        space, steps = row_space(self._key_side, numbers, blocks)
-        rows = _coded(space, arrays, fmt) if coder is None else coder.rows(space, fmt, *arrays)
-        leaves = self._search.leaves
-        leafy = leafy and total >= MIN_LEAVES * BLOCK
-        tree = rows[:, :TREE_NUMBERS].view(np.int8)
-        order = leaf_order(tree, steps) if leafy else np.arange(total, dtype=np.int32)
-        clear_places(blocks, total // BLOCK * BLOCK, total)
-        means = place_rows(rows, order, blocks)
-        ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
-        ids[:total] = order
-        coded = Leaves(code_means(means), len(means), leaves.share) if leafy else leaves._replace(ordered=0)
-        self._search = self._search._replace(keys=blocks, ids=ids, total=len(means), leaves=coded)
+        wide = self._search.keys.wide
+        made = ordered_keys(arrays, self._keys.fmt, self._key_side, wide, room=room, leafy=leafy, coder=coder)
+        if held is not None and len(self) >= FEW_KEYS:
+            self._fit(made, held, SHARES if share is None else (share,))
+        front, leaves = made.front(self._way.size), made.leaves._replace(share=self._way.share)
+        total, side = sum(len(array) for array in arrays), self._search.query_side
+        whole = total // BLOCK
+        self._search = SketchArguments(
+            made.keys, front, made.ids, made.total, side, leaves, self._way.passing, total, whole
+        )
         self._measured = total
 
-    def _fit_share(self, queries: npt.NDArray[np.float32]) -> None:
-        """Look at as many leaves as some of queries (heads, m, head_dim) need; the heads look together."""
-        count = max(1, HELD_OUT // len(queries))
-        few = queries[:, :: max(1, queries.shape[1] // count)][:, :count]
-        few = few[:, np.isfinite(few).all(axis=(0, 2))]
-        group = len(few)
-        held = np.ascontiguousarray(few.transpose(1, 0, 2).reshape(-1, few.shape[2]))
+    def _fit(self, made: Ordered, queries: npt.NDArray[np.float32], shares: tuple[float, ...]) -> None:
+        """Search as queries (heads, m, head_dim) need it that nothing was learned from; the heads look together."""
+        held = np.ascontiguousarray(queries.transpose(1, 0, 2).reshape(-1, queries.shape[2]))
         if not len(held):
             return
-        found = search_runs(self._keys.within(len(self)), held, min(HELD_K, len(self)), self._keys.fmt)
-        places = np.empty(len(self), np.int64)
-        ids = self._search.ids[: self._search.total * BLOCK]
-        places[ids[ids >= 0]] = np.flatnonzero(ids >= 0)
-        leaves = self._search.leaves
-        means = decoded(leaves.means, leaves.ordered)
-        side = self._search.query_side[: means.shape[1]]
-        scores = ((held @ side.T) @ means[:, : len(side)].T).astype(np.float32)
-        logits = (found.scores / np.sqrt(self.head_dim)).astype(np.float64)
-        weights: npt.NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        share = needed_share(scores, places[found.ids] // BLOCK, FOUND, weights, group)
-        self._search = self._search._replace(leaves=leaves._replace(share=share))
+        keys, fmt = self._keys.within(len(self)), self._keys.fmt
+        found = search_runs(keys, held, min(HELD_K, len(self)), fmt)
+        best = projected(keys[0][found.ids.ravel()], fmt, self._key_side)
+        told = held_for(made, self._search.query_side, held, found, best, len(queries))
+        plans = plan_front(made.numbers, made.keys.mean, sizes_for(len(self._key_side)))
+        self._way = best_way(told, plans, self.rescore_count(HELD_K), shares)
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.
@@ -263,8 +234,8 @@ class SketchIndex(RunsIndex):
         """
         self._keys.check(keys)
         length, total = len(self), len(self) + len(keys)
-        numbers = _projected(keys, self._keys.fmt, self._key_side)
-        _check_finite(numbers, length, 1)
+        numbers = projected(keys, self._keys.fmt, self._key_side)
+        check_finite(numbers, length, 1)
         search = self._search
         late = search.total - search.leaves.ordered if search.leaves.ordered else 0
         crowded = LATE_SHARE * late > search.total or search.total * BLOCK > 2 * (total + BLOCK)
@@ -281,22 +252,27 @@ class SketchIndex(RunsIndex):
         if search.total > search.leaves.ordered:  # the last block has no mean that would change
             used -= BLOCK - 1 - int(np.flatnonzero(search.ids[used - BLOCK : used] >= 0).max(initial=-1))
         stop = used + len(numbers)
-        blocks = with_room(search.keys, stop, used, self._saving)
+        rows = with_room(search.keys, stop, used, self._saving)
+        front = front_with_room(search.front, rows, used, self._saving)
         ids = search.ids
-        if self._saving or len(ids) < len(blocks.blocks) * BLOCK:
-            ids = np.full(len(blocks.blocks) * BLOCK, -1, np.int32)
+        if self._saving or len(ids) < len(rows.rows):
+            ids = np.full(len(rows.rows), -1, np.int32)
             ids[:used] = search.ids[:used]
         self._saving = False
-        clear_places(blocks, used, stop)
-        write_blocks(numbers, blocks.blocks, used, blocks.mean, blocks.step, blocks.wide)
+        write_rows(numbers, rows.rows, used, rows.mean, rows.step, rows.wide)
+        clear_places(rows, stop)
+        write_front(front, rows, used, stop)
         ids[used:stop] = np.arange(length, length + len(numbers))
-        self._search = search._replace(keys=blocks, ids=ids, total=-(-stop // BLOCK))
+        self._search = search._replace(
+            keys=rows, front=front, ids=ids, total=-(-stop // BLOCK), length=length + len(numbers)
+        )
 
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible."""
         self._keys.cut(length)
         search = self._search
-        self._search = search._replace(ids=np.where(search.ids < length, search.ids, -1).astype(np.int32))
+        ids = np.where(search.ids < length, search.ids, -1).astype(np.int32)
+        self._search = search._replace(ids=ids, length=length, whole=0)
         return True
 
     def rescore_count(self, k: int) -> int:
@@ -362,10 +338,27 @@ class SketchIndex(RunsIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes, their ids, the leaves and the projection."""
+        """Bytes of the rows, their front and ids, the leaves and the projection."""
         search = self._search
         sides = search.query_side.nbytes + self._key_side.nbytes
-        return int(search.keys.nbytes + search.ids.nbytes + search.leaves.means.nbytes + sides)
+        return int(search.keys.nbytes + search.front.nbytes + search.ids.nbytes + search.leaves.means.nbytes + sides)
+
+
+def _held_out(
+    queries: npt.NDArray[np.float32] | None,
+) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None]:
+    """Some of queries (heads, m, head_dim), all finite, to weigh by, and those that may be learned from: the others,
+    where there are enough of them.
+    """
+    if queries is None or not queries.size:
+        return None, queries
+    count = max(1, HELD_OUT // len(queries))
+    places = np.arange(0, queries.shape[1], max(1, queries.shape[1] // count))[:count]
+    held = queries[:, places]
+    others = np.delete(queries, places, axis=1)
+    if others.shape[0] * others.shape[1] < LEARNED * others.shape[2]:
+        others = queries
+    return held[:, np.isfinite(held).all(axis=(0, 2))], others
 
 
 def check_key_bytes(given: object) -> None:
@@ -376,44 +369,8 @@ def check_key_bytes(given: object) -> None:
         raise ConfigError(f"key_bytes={given!r} must be a whole number of at least {MIN_BYTES}")
 
 
-def _coded(space: CodeSpace, arrays: list[npt.NDArray[Any]], fmt: Format) -> npt.NDArray[np.uint8]:
-    """Rows of the keys of `arrays`, see `coding`. Raises ShapeError."""
-    parts, before = [np.empty((0, space.key_bytes), np.uint8)], 0
-    for array in arrays:
-        rows, bad = code_rows(space, array, fmt)
-        if bad >= 0:
-            raise NotFiniteError(_not_finite("one", before + bad))
-        parts.append(rows)
-        before += len(array)
-    return parts[1] if len(arrays) == 1 else np.concatenate(parts)
-
-
 def _cut(side: npt.NDArray[np.float32], rank: int) -> npt.NDArray[np.float32]:
     """The first `rank` rows, zeros behind the last."""
     rows = np.zeros((rank, side.shape[1]), np.float32)
     rows[: len(side)] = side[:rank]
     return rows
-
-
-def _check_finite(numbers: npt.NDArray[np.float32], start: int, every: int) -> None:
-    bad = np.flatnonzero(~np.isfinite(numbers).all(axis=1))
-    if len(bad):
-        raise NotFiniteError(_not_finite(str(len(bad)), start + int(bad[0]) * every))
-
-
-def _not_finite(count: str, first: int) -> str:
-    return (
-        f"keys to be sketched must be finite, got {count} with NaN or infinity, the first at id {first}; leave them "
-        "out or use index='flat'"
-    )
-
-
-def _projected(keys: npt.NDArray[Any], fmt: Format, key_side: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """B k of keys (n, head_dim) in `fmt`: (n, rank) float32, bit-identical however keys are cut into calls."""
-    rank = len(key_side)
-    rows = np.zeros((-(-rank // TILE_QUERIES) * TILE_QUERIES, key_side.shape[1]), np.float32)
-    rows[:rank] = key_side
-    out = np.empty((len(keys), rank), np.float32)
-    if len(keys):
-        _project(one_layout(kernel_view(keys, fmt)[None]), len(keys), rows, out)
-    return out

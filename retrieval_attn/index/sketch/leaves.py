@@ -18,16 +18,8 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
-from retrieval_attn.index.sketch.blocks import (
-    BLOCK,
-    PAIR,
-    WIDE_STEP,
-    KeyBlocks,
-    clear_places,
-    empty_blocks,
-    write_blocks,
-)
-from retrieval_attn.index.sketch.scan import pair_scores, value_of_rank
+from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, NumberBlocks, coded_blocks
+from retrieval_attn.index.sketch.scan import any_query, mean_scores, value_of_rank
 
 TREE_NUMBERS = 16
 """Numbers of a key that the tree may split at: the first carry most of what queries tell keys apart by."""
@@ -41,8 +33,6 @@ SAMPLE_STEP = 8
 """One pair of blocks of means in so many is scanned first, to know how high a score the wanted share reaches."""
 GOLDEN = 0.618
 """Leaves that follow each other lie about so much of the tree apart."""
-SHARES = (0.02, 0.03, 0.045, 0.065, 0.09, 0.125, 0.18, 0.25)
-"""Shares of leaves that are tried; where none suffices a search looks at all."""
 
 
 class Leaves(NamedTuple):
@@ -50,7 +40,7 @@ class Leaves(NamedTuple):
     and blocks behind the last are always looked at. share: of the leaves, what a search looks at; 1.0 is all.
     """
 
-    means: KeyBlocks
+    means: NumberBlocks
     ordered: int
     share: float
 
@@ -139,39 +129,13 @@ def _widest(codes, weights, order, start, stop, totals, squares):
     return widest
 
 
-def code_means(means: npt.NDArray[np.float32]) -> KeyBlocks:
+def code_means(means: npt.NDArray[np.float32]) -> NumberBlocks:
     """Blocks of the leaves' means (leaves, rank) float32: the first LEAF_NUMBERS numbers, in 8 bits."""
     numbers = means[:, :LEAF_NUMBERS]
     wide = -(-numbers.shape[1] // WIDE_STEP) * WIDE_STEP
     padded = np.zeros((len(numbers), wide), np.float32)
     padded[:, : numbers.shape[1]] = numbers
-    blocks = empty_blocks(padded, wide, len(padded))
-    clear_places(blocks, 0, len(padded))
-    write_blocks(padded, blocks.blocks, 0, blocks.mean, blocks.step, wide)
-    return blocks
-
-
-def needed_share(
-    scores: npt.NDArray[np.float32],
-    homes: npt.NDArray[np.int64],
-    wanted: float,
-    weights: npt.NDArray[np.float64],
-    group: int,
-) -> float:
-    """The least share of leaves with which queries find `wanted` of their best keys, counted and weighed; 1.0 if none.
-
-    scores (m, leaves) of the means, `group` queries after each other looking at each other's leaves; homes (m, k):
-    leaves of the best keys of each query; weights (m, k): of them in attention, each row adding up to 1.
-    """
-    leaves = scores.shape[1]
-    ordered = np.sort(scores, axis=1)
-    for share in SHARES:
-        bounds = ordered[:, leaves - max(1, int(share * leaves))]
-        looked_at = (scores >= bounds[:, None]).reshape(-1, group, leaves).any(axis=1)
-        seen = np.take_along_axis(np.repeat(looked_at, group, axis=0), homes, axis=1)
-        if seen.mean() >= wanted and (seen * weights).sum(axis=1).mean() >= wanted:
-            return share
-    return 1.0
+    return coded_blocks(padded)
 
 
 @njit(nogil=True, cache=True)
@@ -194,23 +158,18 @@ def choose_blocks(means, ordered, total, share, planes, steps, num_queries, chos
         taken = 0
         for row in range(0, rows, 2 * SAMPLE_STEP):
             after = min(row + 6 * SAMPLE_STEP, rows - 2)
-            for first in range(0, num_queries, TILE_QUERIES):
-                pair_scores(means, row, row + 1, after, after + 1, planes, first, wides, 0, steps, bounds, scores)
-                for query in range(first, min(first + TILE_QUERIES, num_queries)):
-                    for lane in range(BLOCK):
-                        sample[query, taken + lane] = scores[query - first, lane]
-                        sample[query, taken + BLOCK + lane] = scores[query - first + TILE_QUERIES, lane]
+            mean_scores(means, row, row + 1, after, after + 1, planes, wides, 0, steps, bounds, scores)
+            for query in range(num_queries):
+                for lane in range(BLOCK):
+                    sample[query, taken + lane] = scores[query, lane]
+                    sample[query, taken + BLOCK + lane] = scores[query + TILE_QUERIES, lane]
             taken += min(PAIR, ordered - row * BLOCK)
         for query in range(num_queries):
             bounds[query] = value_of_rank(sample[query], taken, int(share * taken + 0.5))
         for row in range(0, rows, 2):
             after = min(row + 12, rows - 2)
-            near = np.int64(0)
-            for first in range(0, num_queries, TILE_QUERIES):
-                left, right = pair_scores(
-                    means, row, row + 1, after, after + 1, planes, first, wides, 0, steps, bounds, scores
-                )
-                near |= _any_query(left) | (_any_query(right) << BLOCK)
+            left, right = mean_scores(means, row, row + 1, after, after + 1, planes, wides, 0, steps, bounds, scores)
+            near = any_query(left) | (any_query(right) << BLOCK)
             leaf = row * BLOCK
             while near:
                 if near & 1 and leaf < ordered:
@@ -224,10 +183,3 @@ def choose_blocks(means, ordered, total, share, planes, steps, num_queries, chos
     if count & 1:
         chosen[count] = chosen[count - 1]
     return count
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _any_query(found):
-    """Bit t: whether key t has its bit set for any of four queries, see `pair_scores`."""
-    two = found | ((found >> 32) & 0xFFFFFFFF)
-    return (two | (two >> 16)) & 0xFFFF

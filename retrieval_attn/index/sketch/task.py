@@ -12,8 +12,15 @@ from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.sketch.blocks import BLOCK
 from retrieval_attn.index.sketch.leaves import choose_blocks
-from retrieval_attn.index.sketch.scan import encode_block_queries, project_queries, sample_bounds, scan_chosen
-from retrieval_attn.index.sketch.search import SketchArguments, scratch_floats
+from retrieval_attn.index.sketch.rows import PARTS, spread_planes
+from retrieval_attn.index.sketch.scan import (
+    WAITING_ROOM,
+    encode_block_queries,
+    project_queries,
+    sample_bounds,
+    scan_front,
+)
+from retrieval_attn.index.sketch.search import SketchArguments, scratch_floats, wanted_of
 from retrieval_attn.index.task.atomics import at_address, atomic_swap
 from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, wait_for, words_at
 from retrieval_attn.index.task.search import CODED_TOKENS, CompiledSearch, Layout, SearchRequest, address_of, record
@@ -31,14 +38,19 @@ from retrieval_attn.index.task.tasks import (
 _WORD = np.int64
 SKETCH = np.dtype(
     [
-        ("blocks_at", _WORD),  # uint8 (rows, width)
-        ("rows", _WORD),
+        ("front_at", _WORD),  # uint8 (blocks, front_width)
+        ("blocks", _WORD),
+        ("front_width", _WORD),
+        ("front_step_at", _WORD),  # float32 (front_rank,)
+        ("front_rank", _WORD),
+        ("narrow", _WORD),  # how many of front_rank numbers have 4 bits
+        ("rows_at", _WORD),  # uint8 (16 * blocks, width)
         ("width", _WORD),
         ("step_at", _WORD),  # float32 (rank,)
         ("side_at", _WORD),  # float32 (rank, head_dim): what queries are projected by
         ("rank", _WORD),
         ("wide", _WORD),  # how many of rank numbers have 8 bits
-        ("ids_at", _WORD),  # int32 (16 * rows,): the key of every place, -1 for none
+        ("ids_at", _WORD),  # int32 (16 * blocks,): the key of every place, -1 for none
         ("total", _WORD),  # blocks in use
         ("leaves_at", _WORD),  # uint8 (leaf_rows, 16 * leaf_numbers): coded means of the leaves
         ("leaf_rows", _WORD),
@@ -46,17 +58,24 @@ SKETCH = np.dtype(
         ("leaf_step_at", _WORD),  # float32 (leaf_numbers,)
         ("ordered", _WORD),  # how many leaves
         ("first", _WORD),  # token of the key with id 0
+        ("length", _WORD),  # how many keys there are
+        ("whole", _WORD),  # blocks below have a key in every place
         ("kept", _WORD),
+        ("wanted", _WORD),  # keys that the front should let pass for a query
         # what the first task leaves for the others
         ("ready_at", _WORD),  # int64: the generation that what follows belongs to
         ("chosen_at", _WORD),  # int32 (padded / 4, total + 1): blocks that four queries look at together
         ("counts_at", _WORD),  # int64 (padded / 4,): how many
-        ("planes_at", _WORD),  # int8 (padded, rank): coded queries
+        ("planes_at", _WORD),  # int8 (padded, front_rank): queries coded for the front
         ("steps_at", _WORD),  # float32 (padded / 4, 2, 4)
+        ("row_planes_at", _WORD),  # int8 (padded, PARTS * width): for rows
+        ("row_steps_at", _WORD),  # float32 (padded / 4, 2, 4)
         ("bounds_at", _WORD),  # float32 (padded,)
         # byte offsets into the search's own scratch, and a size there
         ("leaf_planes", _WORD),  # int8 (4, leaf_numbers)
-        ("numbers", _WORD),  # float64 (rank,)
+        ("numbers", _WORD),  # float64 (the most numbers of a key)
+        ("row_numbers", _WORD),  # int8 (4, rank)
+        ("waiting", _WORD),  # int64 (WAITING_ROOM,)
         ("projected", _WORD),  # float32 (4, rank)
         ("sample", _WORD),  # float32 (4, sampled)
         ("sampled", _WORD),
@@ -72,42 +91,48 @@ def _prepare(step, task, span, row, scratch):
 
     Four queries at a time look together. Returns how many (query, place) pairs will be scored, leaves included.
     """
-    queries, dim, padded, rank = step.queries, step.head_dim, step.padded, row.rank
+    queries, dim, padded, rank, tiled = step.queries, step.head_dim, step.padded, row.rank, step.padded // TILE_QUERIES
     hidden, length = span.low - row.first, span.high - row.first
     tiles = tiles_of(step, task.entry)
     mine = scratch + step.own_at
     projected = floats_at(mine + row.projected, TILE_QUERIES, rank)
     side, sizes = floats_at(row.side_at, rank, dim), floats_at(row.step_at, 1, rank)[0]
-    planes = carray(at_address(row.planes_at), (padded, rank), np.int8)
-    steps = carray(at_address(row.steps_at), (padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32)
-    numbers = carray(at_address(mine + row.numbers), rank, np.float64)
+    front_sizes = floats_at(row.front_step_at, 1, row.front_rank)[0]
+    planes = carray(at_address(row.planes_at), (padded, row.front_rank), np.int8)
+    steps = carray(at_address(row.steps_at), (tiled, 2, TILE_QUERIES), np.float32)
+    row_numbers = carray(at_address(mine + row.row_numbers), (TILE_QUERIES, rank), np.int8)
+    row_planes = carray(at_address(row.row_planes_at), (padded, PARTS * row.width), np.int8)
+    row_steps = carray(at_address(row.row_steps_at), (tiled, 2, TILE_QUERIES), np.float32)
+    numbers = carray(at_address(mine + row.numbers), max(rank, row.front_rank, row.leaf_numbers), np.float64)
     leaf_planes = carray(at_address(mine + row.leaf_planes), (TILE_QUERIES, row.leaf_numbers), np.int8)
     leaf_steps = floats_at(scratch + step.steps_at, 2, TILE_QUERIES)
     leaf_sizes = floats_at(row.leaf_step_at, 1, row.leaf_numbers)[0]
     means = carray(at_address(row.leaves_at), (row.leaf_rows, row.leaf_numbers * BLOCK), np.uint8)
-    chosen = carray(at_address(row.chosen_at), (padded // TILE_QUERIES, row.total + 1), np.int32)
-    counts = carray(at_address(row.counts_at), padded // TILE_QUERIES, np.int64)
+    chosen = carray(at_address(row.chosen_at), (tiled, row.total + 1), np.int32)
+    counts = carray(at_address(row.counts_at), tiled, np.int64)
     sample = floats_at(mine + row.sample, TILE_QUERIES, row.sampled)
     bounds = carray(at_address(row.bounds_at), padded, np.float32)
     scores = floats_at(scratch + step.tile_at, 8, BLOCK)
     products = floats_at(scratch + step.tile_at, TILE_QUERIES, 32)
-    blocks = carray(at_address(row.blocks_at), (row.rows, row.width), np.uint8)
-    ids = carray(at_address(row.ids_at), row.rows * BLOCK, np.int32)
+    blocks = carray(at_address(row.front_at), (row.blocks, row.front_width), np.uint8)
+    ids = carray(at_address(row.ids_at), row.blocks * BLOCK, np.int32)
     scored = np.int64(0)
-    for tile in range(padded // TILE_QUERIES):
+    for tile in range(tiled):
         first = tile * TILE_QUERIES
         own = min(TILE_QUERIES, queries - first)
         four = slice(first, first + TILE_QUERIES)
         project_queries(tiles[four], side, projected, products)
-        encode_block_queries(projected, own, sizes, row.wide, planes[four], steps[tile], numbers)
+        encode_block_queries(projected, own, front_sizes, row.narrow, planes[four], steps[tile], numbers)
+        encode_block_queries(projected, own, sizes, row.wide, row_numbers, row_steps[tile], numbers)
+        spread_planes(row_numbers, own, row.wide, row_planes[four])
         encode_block_queries(projected, own, leaf_sizes, row.leaf_numbers, leaf_planes, leaf_steps, numbers)
         counts[tile] = choose_blocks(
             means, row.ordered, row.total, row.share, leaf_planes, leaf_steps, own, chosen[tile], sample,
             bounds[four], scores,
         )  # fmt: skip
         sample_bounds(
-            blocks, ids, planes[four], row.wide, steps[tile], own, chosen[tile], counts[tile], hidden, length, row.kept,
-            sample, bounds[four], scores,
+            blocks, ids, planes[four], row.narrow, steps[tile], own, chosen[tile], counts[tile], hidden, length,
+            row.wanted, sample, bounds[four], scores,
         )  # fmt: skip
         scored += own * (counts[tile] * BLOCK + (row.ordered if counts[tile] < row.total else 0))
     # all that was written above is visible to whoever reads this generation there
@@ -129,17 +154,20 @@ def _scan(descriptor, number, worker, like):
     scratch = scratch_of(step, worker)
     if task.part < 0:
         scored = _prepare(step, task, span, row, scratch)
-        count_cost(step, worker, scored, scored // queries * (row.width // BLOCK))
+        count_cost(step, worker, scored, scored // queries * (row.front_width // BLOCK))
         return np.int64(0)
     wait_for(row.ready_at, step.generation)
-    rank, part, parts = row.rank, task.part, task.parts
+    part, parts, tiled = task.part, task.parts, padded // TILE_QUERIES
     hidden, length = span.low - row.first, span.high - row.first
-    blocks = carray(at_address(row.blocks_at), (row.rows, row.width), np.uint8)
-    ids = carray(at_address(row.ids_at), row.rows * BLOCK, np.int32)
-    planes = carray(at_address(row.planes_at), (padded, rank), np.int8)
-    steps = carray(at_address(row.steps_at), (padded // TILE_QUERIES, 2, TILE_QUERIES), np.float32)
-    chosen = carray(at_address(row.chosen_at), (padded // TILE_QUERIES, row.total + 1), np.int32)
-    looked_at = carray(at_address(row.counts_at), padded // TILE_QUERIES, np.int64)
+    blocks = carray(at_address(row.front_at), (row.blocks, row.front_width), np.uint8)
+    rows = carray(at_address(row.rows_at), (row.blocks * BLOCK, row.width), np.uint8)
+    ids = carray(at_address(row.ids_at), row.blocks * BLOCK, np.int32)
+    planes = carray(at_address(row.planes_at), (padded, row.front_rank), np.int8)
+    steps = carray(at_address(row.steps_at), (tiled, 2, TILE_QUERIES), np.float32)
+    row_planes = carray(at_address(row.row_planes_at), (padded, PARTS * row.width), np.int8)
+    row_steps = carray(at_address(row.row_steps_at), (tiled, 2, TILE_QUERIES), np.float32)
+    chosen = carray(at_address(row.chosen_at), (tiled, row.total + 1), np.int32)
+    looked_at = carray(at_address(row.counts_at), tiled, np.int64)
     pool = words_at(scratch + step.pool_at, queries, step.capacity)
     counts = carray(at_address(scratch + step.counts_at), queries, np.int64)
     bounds = carray(at_address(scratch + step.bounds_at), padded, np.float32)
@@ -147,22 +175,28 @@ def _scan(descriptor, number, worker, like):
     for query in range(padded):  # an array for a slice would compile Numba's message for shapes that differ: a second
         bounds[query] = shared[query]
     finite = floats_at(scratch + step.steps_at, 1, padded)[0]
+    floors = floats_at(scratch + step.steps_at + 4 * padded, 1, TILE_QUERIES)[0]
+    waiting = carray(at_address(scratch + step.own_at + row.waiting), WAITING_ROOM, np.int64)
     scores = floats_at(scratch + step.tile_at, 8, BLOCK)
-    for tile in range(padded // TILE_QUERIES):
+    whole = row.whole if hidden <= 0 and length >= row.length else np.int64(0)
+    scored = np.int64(0)
+    for tile in range(tiled):
         first = tile * TILE_QUERIES
         own = min(TILE_QUERIES, queries - first)
         # blocks are scanned in pairs, so parts begin at an even one
         pairs = (looked_at[tile] + 1) // 2
         start, stop = pairs * part // parts * 2, min(pairs * (part + 1) // parts * 2, looked_at[tile])
-        scan_chosen(
-            blocks, ids, planes[first : first + TILE_QUERIES], row.wide, steps[tile], own, chosen[tile], start, stop,
-            hidden, length, row.kept, pool[first : first + own], counts[first : first + own],
-            bounds[first : first + TILE_QUERIES], scores,
+        scored += scan_front(
+            blocks, rows, ids, planes[first : first + TILE_QUERIES], row.narrow, steps[tile],
+            row_planes[first : first + TILE_QUERIES], row.wide, row_steps[tile], own, chosen[tile], start, stop,
+            whole, hidden, length, row.kept, pool[first : first + own], counts[first : first + own],
+            bounds[first : first + TILE_QUERIES], floors, waiting, scores,
         )  # fmt: skip
         for query in range(TILE_QUERIES):
-            finite[first + query] = steps[tile, 0, query]
+            finite[first + query] = row_steps[tile, 0, query]
     start, stop = part_of(hidden, length, task)  # for queries that need an exact answer
     hand_in_codes(pool, counts, start, stop, row.first, finite, step, task, span, lists, like)
+    count_cost(step, worker, 0, scored * row.width)
     return np.int64(0)
 
 
@@ -177,14 +211,17 @@ def prepare_sketch(fmt: Format) -> None:
 
 def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int, share: float) -> CompiledSearch:
     """Search of a sketch of whose candidates the best `kept` get an exact score. share: of the leaves."""
-    keys, ids, total, side, leaves = arguments
+    keys, front, ids, total, side, leaves = arguments[:6]
     means, rank = leaves.means, len(side)
-    tiles = request.padded // TILE_QUERIES
+    tiles, width = request.padded // TILE_QUERIES, keys.rows.shape[1]
     ready = aligned_empty((8,), np.int64)
-    planes = aligned_empty((request.padded, rank), np.int8)
-    ready[:], planes[:] = 0, 0
+    planes = aligned_empty((request.padded, len(front.step)), np.int8)
+    row_planes = aligned_empty((request.padded, PARTS * width), np.int8)
+    ready[:], planes[:], row_planes[:] = 0, 0, 0
     arrays = {
-        "blocks_at": keys.blocks,
+        "front_at": front.blocks,
+        "front_step_at": front.step,
+        "rows_at": keys.rows,
         "step_at": keys.step,
         "side_at": side,
         "ids_at": ids,
@@ -195,6 +232,8 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int,
         "counts_at": aligned_empty((tiles,), np.int64),
         "planes_at": planes,
         "steps_at": aligned_empty((tiles, 2, TILE_QUERIES), np.float32),
+        "row_planes_at": row_planes,
+        "row_steps_at": aligned_empty((tiles, 2, TILE_QUERIES), np.float32),
         "bounds_at": aligned_empty((request.padded,), np.float32),
     }
     layout, sampled = Layout(), scratch_floats(len(means.blocks))
@@ -202,8 +241,11 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int,
         SKETCH,
         1,
         **arrays,
-        rows=keys.blocks.shape[0],
-        width=keys.blocks.shape[1],
+        blocks=front.blocks.shape[0],
+        front_width=front.blocks.shape[1],
+        front_rank=len(front.step),
+        narrow=front.narrow,
+        width=width,
         rank=rank,
         wide=keys.wide,
         total=total,
@@ -211,9 +253,14 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int,
         leaf_numbers=len(means.step),
         ordered=leaves.ordered,
         first=request.first,
+        length=arguments.length,
+        whole=arguments.whole,
         kept=kept,
+        wanted=wanted_of(arguments, kept),
         leaf_planes=layout.take(TILE_QUERIES * len(means.step)),
-        numbers=layout.take(8 * max(rank, len(means.step))),
+        numbers=layout.take(8 * max(rank, len(front.step), len(means.step))),
+        row_numbers=layout.take(TILE_QUERIES * rank),
+        waiting=layout.take(8 * WAITING_ROOM),
         projected=layout.take(4 * TILE_QUERIES * rank),
         sample=layout.take(4 * TILE_QUERIES * sampled),
         sampled=sampled,

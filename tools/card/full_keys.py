@@ -1,4 +1,4 @@
-"""What a token and a question take with all keys beside the model (index "full"), and what `auto` takes.
+"""What a token and a question take with all keys beside the model (index "full"), and what `auto` or another takes.
 
 python -m tools.card.full_keys --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
 
@@ -48,6 +48,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", default="8k,16k,32k,64k,128k")
     parser.add_argument("--tokens", type=as_tokens, default=64)
+    parser.add_argument("--ways", default="auto,full", help="kinds of index, such as sketch (default: %(default)s)")
     args = parser.parse_args()
     lengths = [as_tokens(one) for one in args.lengths.split(",")]
     args.length = max(lengths)
@@ -55,7 +56,7 @@ def main() -> int:
     rows = []
     for length in lengths:
         ids = subject.ids(length)
-        for way in ("auto", "full"):
+        for way in args.ways.split(","):
             rows.append({"length": length, "way": way, **one_row(llm, llm.config.replace(index=way), ids, args)})
             print(rows[-1], file=sys.stderr, flush=True)
     save_found(args, subject, {"rows": rows})

@@ -79,28 +79,40 @@ def way_for_few(rank: int, share: float) -> Way:
     return Way(sizes_for(rank)[-1], FEW_PASSING, share)
 
 
-def best_way(held: Held, plans: dict[int, Plan], kept: int, shares: tuple[float, ...] = SHARES) -> Way:
+def best_way(held: Held, plans: dict[int, Plan], kept: int, leafy: bool = True) -> Way:
     """The way that reads least of those that find FOUND; if none does, the one that finds most.
 
-    plans: see `front.plan_front`. kept: keys that get an exact score.
+    plans: see `front.plan_front`. kept: keys that get an exact score. leafy: whether some of the leaves may do.
     """
-    shares = shares if held.leaves.shape[1] else (1.0,)
-    looked = [_looked_at(held, share) for share in shares]
-    best, chosen = (False, -np.inf), None
+    looked = [(share, *_looked_at(held, share)) for share in (SHARES if leafy and held.leaves.shape[1] else (1.0,))]
+    best, chosen, most = np.inf, None, (-1.0, Way(next(iter(plans)), PASSING[-1], 1.0))
     for size, plan in plans.items():
+        scanned = [1.0 if in_sample is None else float(in_sample.mean()) for _, _, in_sample in looked]
+        costs = [size * part + (LEAF_BYTES if part < 1.0 else 0.0) for part in scanned]
+        if min(costs) >= best:
+            continue
         passed = _passed(held, plan, kept)
-        for passing, (seen, read) in passed.items():
-            for share, (in_best, in_sample) in zip(shares, looked, strict=True):
+        largest = max(passed)
+        if not _finds(held, passed[largest][0]):  # with fewer leaves, or fewer that pass, it finds less
+            most = max(most, (float(passed[largest][0].mean()), Way(size, largest, 1.0)))
+            continue
+        for (share, in_best, in_sample), cost in zip(looked, costs, strict=True):
+            for passing, (seen, read) in passed.items():
+                if cost >= best:
+                    break
                 both = seen & in_best
-                found = min(float(both.mean()), float((both * held.weights).sum(axis=1).mean()))
-                scanned = 1.0 if in_sample is None else float(in_sample.mean())
-                rows = float((read if in_sample is None else read & in_sample).mean())
-                cost = size * scanned + ROW_BYTES * rows + (0.0 if in_sample is None else LEAF_BYTES)
-                rank = (True, -cost) if found >= FOUND else (False, found)
-                if rank > best:
-                    best, chosen = rank, Way(size, passing, share)
-    assert chosen is not None, plans.keys()
-    return chosen
+                if _finds(held, both):  # more would pass for more
+                    rows = float((read if in_sample is None else read & in_sample).mean())
+                    if cost + ROW_BYTES * rows < best:
+                        best, chosen = cost + ROW_BYTES * rows, Way(size, passing, share)
+                    break
+    return chosen or most[1]
+
+
+def _finds(held: Held, seen: npt.NDArray[np.bool_]) -> bool:
+    """Whether so many of the best keys, (m, k), are enough."""
+    weight = float((seen * held.weights).sum(axis=1).mean())
+    return min(float(seen.mean()), weight) >= FOUND
 
 
 def _looked_at(held: Held, share: float) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_] | None]:
@@ -127,13 +139,12 @@ def _passed(held: Held, plan: Plan, kept: int) -> dict[float, tuple[npt.NDArray[
     queries = held.queries[:, :rank].reshape(-1, held.group, rank)
     sample = queries.reshape(-1, rank) @ quantised(held.sample[:, :rank], step, halves).T
     best = quantised(held.best[..., :rank].reshape(-1, rank), step, halves).reshape(len(queries), -1, rank)
-    ordered = -np.sort(-sample, axis=1)
     own = queries @ best.transpose(0, 2, 1)
+    places = {passing: size - 1 - int(np.ceil(passing * kept * size / held.keys)) for passing in PASSING}
+    places = {passing: place for passing, place in places.items() if place >= 0}
+    ordered = np.partition(sample, sorted(set(places.values())), axis=1) if places else sample
     found = {}
-    for passing in PASSING:
-        place = int(np.ceil(passing * kept * size / held.keys))
-        if place >= size:
-            break
+    for passing, place in places.items():
         bounds = ordered[:, place].reshape(-1, held.group, 1)
         seen = np.asarray((own > bounds).any(axis=1)).reshape(held.homes.shape)
         read = (sample.reshape(len(queries), held.group, size) > bounds).any(axis=1)

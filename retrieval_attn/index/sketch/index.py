@@ -44,7 +44,7 @@ from retrieval_attn.index.sketch.build import (
     projected,
 )
 from retrieval_attn.index.sketch.coding import RowCoder
-from retrieval_attn.index.sketch.fit import FEW_KEYS, HELD_K, HELD_OUT, SHARES, Way, best_way, sizes_for, way_for_few
+from retrieval_attn.index.sketch.fit import FEW_KEYS, HELD_K, HELD_OUT, Way, best_way, sizes_for, way_for_few
 from retrieval_attn.index.sketch.front import empty_front, plan_front, write_front
 from retrieval_attn.index.sketch.front import with_room as front_with_room
 from retrieval_attn.index.sketch.leaves import PLACE_BYTES, TREE_NUMBERS
@@ -205,7 +205,7 @@ class SketchIndex(RunsIndex):
         wide = self._search.keys.wide
         made = ordered_keys(arrays, self._keys.fmt, self._key_side, wide, room=room, leafy=leafy, coder=coder)
         if held is not None and len(self) >= FEW_KEYS:
-            self._fit(made, held, SHARES if share is None else (share,))
+            self._fit(made, held, share)
         front, leaves = made.front(self._way.size), made.leaves._replace(share=self._way.share)
         total, side = sum(len(array) for array in arrays), self._search.query_side
         whole = total // BLOCK
@@ -214,8 +214,11 @@ class SketchIndex(RunsIndex):
         )
         self._measured = total
 
-    def _fit(self, made: Ordered, queries: npt.NDArray[np.float32], shares: tuple[float, ...]) -> None:
-        """Search as queries (heads, m, head_dim) need it that nothing was learned from; the heads look together."""
+    def _fit(self, made: Ordered, queries: npt.NDArray[np.float32], share: float | None) -> None:
+        """Search as queries (heads, m, head_dim) need it that nothing was learned from; the heads look together.
+
+        share: of the leaves, given.
+        """
         held = np.ascontiguousarray(queries.transpose(1, 0, 2).reshape(-1, queries.shape[2]))
         if not len(held):
             return
@@ -224,7 +227,8 @@ class SketchIndex(RunsIndex):
         best = projected(keys[0][found.ids.ravel()], fmt, self._key_side)
         told = held_for(made, self._search.query_side, held, found, best, len(queries))
         plans = plan_front(made.numbers, made.keys.mean, sizes_for(len(self._key_side)))
-        self._way = best_way(told, plans, self.rescore_count(HELD_K), shares)
+        way = best_way(told, plans, self.rescore_count(HELD_K), share is None)
+        self._way = way if share is None else way._replace(share=float(share))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.

@@ -129,7 +129,7 @@ def test_a_damaged_context_is_read_again(tmp_path: Path) -> None:
     """
     store = ContextStore(tmp_path / "store")
     arguments = "--store", str(tmp_path / "store"), "--warm-up", "0", "--index", "sketch"
-    names = {"keys": "host/0/keys", "index": "host/0/index/all/blocks"}
+    names = {"keys": "host/0/keys", "index": "host/0/index/all/rows"}
     with serving(*arguments) as served, served.client() as http:
         records = {
             name: http.post("/v1/contexts", json={"name": name, "text": document(30 + 10 * number)}).json()

@@ -127,6 +127,8 @@ def test_what_is_watched_or_held_in_another_way_keeps_its_modules(llama: Any) ->
     assert taken(llama) == LAYERS - 1
     hook.remove()
     assert taken(llama) == LAYERS
+    llama(random_ids(1, 5), output_hidden_states=True)  # transformers leaves hooks of its own
+    assert taken(llama) == LAYERS
     layers[1].self_attn.q_proj.forward = lambda hidden: hidden
     assert taken(llama) == LAYERS - 1
     del layers[1].self_attn.q_proj.forward

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.engine.graph.support import hooks_of
+from retrieval_attn.engine.graph.support import watchers_of
 from retrieval_attn.engine.norms import eps_of, is_rms_norm
 from retrieval_attn.engine.prefill import forwards_itself
 from retrieval_attn.gpu.products import (
@@ -218,7 +218,7 @@ def _require_unwatched(layer: nn.Module) -> None:
     if not forwards_itself(layer):
         raise _Different("its forward was replaced")
     for module in modules_of(layer):
-        if hooks_of(module):
+        if watchers_of(module):
             raise _Different(f"a hook watches its {type(module).__name__}")
         if module is not layer and not forwards_itself(module):
             raise _Different(f"the forward of its {type(module).__name__} was replaced")

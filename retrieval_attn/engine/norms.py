@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.engine.graph.support import hooks_of
+from retrieval_attn.engine.graph.support import watchers_of
 from retrieval_attn.gpu.norm import rms_norm
 from retrieval_attn.model.layers import modules_of
 
@@ -65,7 +65,7 @@ def eps_of(module: nn.Module) -> float:
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether it is called what is fused, and its `forward` is its class's own and not watched."""
-    watched = hooks_of(module) or "forward" in module.__dict__
+    watched = watchers_of(module) or "forward" in module.__dict__
     named = type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm)
     weight = getattr(module, "weight", None)
     return named and not watched and isinstance(weight, Tensor) and weight.ndim == 1 and len(module._parameters) == 1

@@ -74,11 +74,17 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def watchers_of(module: torch.nn.Module) -> list[Any]:
+    """Those of `hooks_of` that see anything in a step: transformers' own stay in place after a call that asked for
+    hidden states, and do nothing otherwise.
+    """
+    return [hook for hook in hooks_of(module) if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+
+
 def _hooked(model: PreTrainedModel) -> str | None:
     for module in modules_of(model):
-        for hook in hooks_of(module):
-            # transformers' own stay in place after a call that asked for hidden states, and do nothing otherwise
-            if not is_capturable(hook) and not str(getattr(hook, "__module__", "")).startswith("transformers."):
+        for hook in watchers_of(module):
+            if not is_capturable(hook):
                 name = _name_of(module, model) or "the model"
                 return f"{name} has a forward hook, which replays would not call (model.capturable)"
     return None

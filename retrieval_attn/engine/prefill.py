@@ -38,7 +38,7 @@ from retrieval_attn.engine.hidden_states import (
     layered_cache,
     on_device,
 )
-from retrieval_attn.engine.unpacking import UnpackedLinear, packed_modules
+from retrieval_attn.engine.unpacking import UnpackedLinear
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
@@ -46,6 +46,7 @@ from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.layers import DecoderParts, decoder_parts, first_decoder_layer, modules_of
+from retrieval_attn.model.packed import may_be_packed, packed_modules
 from retrieval_attn.model.placement import tensor_ranks
 from retrieval_attn.offload.hidden import HiddenRows
 from retrieval_attn.offload.traffic import traffic
@@ -80,7 +81,7 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
     stream = _Stream(model, chunk)
     for layer, index in parts.layers:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
-        for linear in packed_modules(layer):
+        for linear, _ in packed_modules(layer):
             _wrap(linear, UnpackedLinear(linear))
     for norm in parts.norms:
         _wrap(norm, _ChunkedNorm(norm, stream))
@@ -107,8 +108,9 @@ def unwrap_layers(model: nn.Module) -> None:
 
 def _unwrap(model: nn.Module, parts: DecoderParts) -> None:
     beside = itertools.chain(parts.norms, parts.holders, parts.rotaries, _embeddings(model), _heads(model))
-    inside = (module for layer, _ in parts.layers for module in modules_of(layer))
-    for module in itertools.chain(inside, beside):
+    packed = may_be_packed()
+    inside = (modules_of(layer) if packed else (layer,) for layer, _ in parts.layers)
+    for module in itertools.chain(*inside, beside):
         if _ORIGINAL in module.__dict__:
             del module.forward  # the instance attribute; the class's forward shows again
             if (before := module.__dict__.pop(_ORIGINAL)) is not None:

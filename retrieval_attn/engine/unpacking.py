@@ -7,13 +7,10 @@ the memory plan counts one (`memory/weights.py`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.packed import packed_weights
 
 FROM_ROWS = 32
@@ -36,8 +33,3 @@ class UnpackedLinear:
             return self._own(input)
         product = functional.linear(input.to(weights.dtype), weights.matrix, weights.bias)
         return product.to(input.dtype)
-
-
-def packed_modules(layer: nn.Module) -> list[Any]:
-    """The linear modules of a decoder layer that hold 4 bits per weight, in torch's own layout."""
-    return [module for module in modules_of(layer) if packed_weights(module) is not None]

@@ -16,6 +16,7 @@ stands behind the product; its weights are multiplied on the way, and rounded to
 # (kernels get their types from Triton)
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 from retrieval_attn.gpu.packed import STRIP, PackedWeights
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Rotation
-from retrieval_attn.gpu.products_triton import has_head_norms, largest, normed, turn_heads, turned
+from retrieval_attn.gpu.products_triton import largest, normed, projected, turned
 
 MAGIC = 0x43004300
 """Two numbers of bfloat16, 128 each: their last four bits are free. An argument of kernels, because an instruction has
@@ -217,23 +218,17 @@ def _add_kernel(
 
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """See `products.project`."""
-    hidden = normed(hidden, into.norm)
-    cosines, sines = (one.contiguous() for one in rotation)
-    (rows, dim), head_dim = hidden.shape, into.head_dim
-    weights: tuple[Any, ...] = into.query, into.key, into.value
-    heads = [one.shape[0] // head_dim for one in weights]
-    out = [hidden.new_empty(rows, count, head_dim) for count in heads]
-    biases = [one.bias for one in weights]
-    options = _options(hidden, weights[0], head_dim, PROJECT)
-    _project_kernel[(sum(heads) * (head_dim // 8 // options["T"]),)](
-        hidden, into.norm.weight, *(one.words for one in weights), *(one.scales.view(torch.int32) for one in weights),
-        *(hidden if one is None else one for one in biases), cosines, sines, *out,
-        MAGIC, rows, dim, weights[0].strips * STRIP, *(one.scales.stride(0) // 2 for one in weights), into.norm.eps,
-        heads[0], heads[1], head_dim, HAS_BIAS=biases[0] is not None, TURNS=not has_head_norms(into), **options,
-    )  # fmt: skip
-    if has_head_norms(into):
-        turn_heads(out[0], out[1], into, (cosines, sines))
-    return out[0], out[1], out[2]
+
+    def launch(hidden: Tensor, weights: Sequence[Any], heads: list[int], *rest: Any, **options: Any) -> None:
+        options |= _options(hidden, weights[0], into.head_dim, PROJECT)
+        _project_kernel[(sum(heads) * (into.head_dim // 8 // options["T"]),)](
+            hidden, into.norm.weight,
+            *(one.words for one in weights), *(one.scales.view(torch.int32) for one in weights), *rest,
+            MAGIC, *hidden.shape, weights[0].strips * STRIP, *(one.scales.stride(0) // 2 for one in weights),
+            into.norm.eps, heads[0], heads[1], into.head_dim, **options,
+        )  # fmt: skip
+
+    return projected(hidden, into, rotation, launch)
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:

@@ -13,6 +13,7 @@ on the way, so that no kernel and no pass over x comes first.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -182,30 +183,42 @@ def _add_kernel(
 
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """See `products.project`."""
+
+    def launch(hidden: Tensor, weights: Sequence[Any], heads: list[int], *rest: Any, **options: Any) -> None:
+        options |= _options(hidden, into.head_dim // 2, pairs=True)
+        _project_kernel[(sum(heads) * (into.head_dim // 2 // options["N"]),)](
+            hidden, into.norm.weight, *(one.weight for one in weights), *rest, *hidden.shape, into.norm.eps,
+            heads[0], heads[1], into.head_dim, **options,
+        )  # fmt: skip
+
+    return projected(hidden, into, rotation, launch)
+
+
+def projected(
+    hidden: Tensor, into: Attending, rotation: Rotation, launch: Callable[..., None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `products.project`: what does not depend on the kind of weights.
+
+    launch: launches the kernel of a kind, given hidden, the weights, the heads of each, and then biases, rotation, what
+    is to be written, and constants.
+    """
     hidden = normed(hidden, into.norm)
     cosines, sines = (one.contiguous() for one in rotation)
-    (rows, dim), head_dim = hidden.shape, into.head_dim
-    weights: tuple[Any, ...] = into.query, into.key, into.value
-    heads = [one.shape[0] // head_dim for one in weights]
-    out = [hidden.new_empty(rows, count, head_dim) for count in heads]
-    biases = [one.bias for one in weights]
-    options = _options(hidden, head_dim // 2, pairs=True)
-    _project_kernel[(sum(heads) * (head_dim // 2 // options["N"]),)](
-        hidden, into.norm.weight, *(one.weight for one in weights), *(hidden if one is None else one for one in biases),
-        cosines, sines, *out, rows, dim, into.norm.eps, heads[0], heads[1], head_dim,
-        HAS_BIAS=biases[0] is not None, TURNS=not has_head_norms(into), **options,
+    weights = into.query, into.key, into.value
+    heads = [one.shape[0] // into.head_dim for one in weights]
+    query, key, value = (hidden.new_empty(len(hidden), count, into.head_dim) for count in heads)
+    biases = [hidden if one.bias is None else one.bias for one in weights]
+    normed_heads = into.query_norm is not None or into.key_norm is not None
+    launch(
+        hidden, weights, heads, *biases, cosines, sines, query, key, value,
+        HAS_BIAS=into.query.bias is not None, TURNS=not normed_heads,
     )  # fmt: skip
-    if has_head_norms(into):
-        turn_heads(out[0], out[1], into, (cosines, sines))
-    return out[0], out[1], out[2]
+    if normed_heads:
+        _turn_heads(query, key, into, (cosines, sines))
+    return query, key, value
 
 
-def has_head_norms(into: Attending) -> bool:
-    """Whether heads are normed between their product and their turn."""
-    return into.query_norm is not None or into.key_norm is not None
-
-
-def turn_heads(query: Tensor, key: Tensor, into: Attending, rotation: Rotation) -> None:
+def _turn_heads(query: Tensor, key: Tensor, into: Attending, rotation: Rotation) -> None:
     """Norm and turn query (rows, q_heads, head_dim) and key (rows, kv_heads, head_dim), in place."""
     query_norm, key_norm = (one or Norm(query, 0.0) for one in (into.query_norm, into.key_norm))
     (rows, q_heads, head_dim), kv_heads = query.shape, key.shape[1]

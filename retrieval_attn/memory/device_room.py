@@ -90,11 +90,9 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    size, needed = DeviceSize(shape, config, tokens, batch), 0
     for options in code_sizes(shape.key_dim, config.retrieve_count(tokens)):
         coded = config.replace(index="device", index_options=options)
-        size = DeviceSize(shape, coded, tokens, batch).fitting(free + _there(shape))
-        needed = size.reading_bytes - _there(shape)
+        needed = _needed(shape, coded, tokens, batch, free)
         if needed <= free:
             log.info(
                 "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each (reading takes %s, %s "
@@ -105,7 +103,7 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
                 show_bytes(free),
             )
             return coded
-    smaller = _roomy_chunk(size, free)
+    smaller = _roomy_chunk(shape, coded, tokens, batch, free)
     log.log(
         logging.INFO if smaller is None else logging.WARNING,
         "index 'auto' for %d tokens: codes of all keys do not fit on the device (reading takes %s with the smallest, "
@@ -118,13 +116,16 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
     return config
 
 
-def _roomy_chunk(size: DeviceSize, free: int) -> int | None:
+def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:
+    """Bytes that reading takes beside what is there, in the layout that fits `free` best."""
+    return DeviceSize(shape, config, tokens, batch).fitting(free + _there(shape)).reading_bytes - _there(shape)
+
+
+def _roomy_chunk(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int | None:
     """The largest chunk with which `free` bytes are enough, half the planned one or less; None: no chunk is."""
-    chunk = size.chunk // 2
+    chunk = min(config.prefill_chunk, tokens) // 2
     while chunk >= LEAST_CHUNK:
-        options = size.options.replace(prefill_chunk=chunk)
-        found = DeviceSize(size.shape, options, size.context, size.batch).fitting(free + _there(size.shape))
-        if found.reading_bytes - _there(size.shape) <= free:
+        if _needed(shape, config.replace(prefill_chunk=chunk), tokens, batch, free) <= free:
             return chunk
         chunk //= 2
     return None

@@ -22,7 +22,7 @@ from numba.core import cgutils
 
 from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
 from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
-from retrieval_attn.index.kernels.dots import _offset, _row_address, _shuffled, intrinsic, scale_of, widen
+from retrieval_attn.index.kernels.dots import _offset, _row_address, folded, intrinsic, scale_of, widen
 from retrieval_attn.index.kernels.products import HAS_VNNI, add_products
 from retrieval_attn.index.memory import aligned_empty, one_layout, usable
 
@@ -306,15 +306,7 @@ def _plane_address(context: Any, builder: Any, array_type: Any, value: Any, quer
 
 def _fold(builder: Any, sums: list[Any]) -> Any:
     """Emit the sum over the lanes of each of 1, 2, 4, 8 or 16 vectors: lane i of the result is sums[i]'s."""
-    width = _LANES
-    while width > 1:
-        half = width // 2
-        low = [s + g * width + i for s in (0, _LANES) for g in range(_LANES // width) for i in range(half)]
-        high = [lane + half for lane in low]
-        pairs = zip(sums[::2], sums[1::2], strict=True) if len(sums) > 1 else [(sums[0], sums[0])]
-        sums = [builder.add(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high)) for a, b in pairs]
-        width = half
-    return sums[0]
+    return folded(builder, sums, builder.add)[0]
 
 
 def _products(builder: Any, queries: list[Any], rows: list[Any], width: Any, vnni: bool, signed: bool = False) -> Any:

@@ -9,6 +9,7 @@ vectors, because LLVM keeps plain loops to half the width of AVX-512; they lower
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -136,26 +137,32 @@ def _fold(builder: Any, sums: list[Any]) -> Any:
     Always adds lane i to lane i + 8, then + 4, + 2, + 1: a sum is bit-identical whichever vectors it is
     folded with, so that a score does not depend on how keys fall into tiles.
     """
-    width = LANES  # lanes of a group: what is left of one sum
+    return folded(builder, sums, builder.fadd)[0]
+
+
+def folded(builder: Any, sums: list[Any], add: Callable[[Any, Any], Any]) -> list[Any]:
+    """Emit the sums over the lanes of a power of two of vectors, in their order, in as few vectors as hold them."""
+    lanes = sums[0].type.count
+    width = lanes  # of a group: what is left of one sum
     while width > 1:
         half = width // 2
-        groups = LANES // width
-        low = [source + g * width + i for source in (0, LANES) for g in range(groups) for i in range(half)]
+        low = [source + g * width + i for source in (0, lanes) for g in range(lanes // width) for i in range(half)]
         high = [lane + half for lane in low]
         pairs = zip(sums[::2], sums[1::2], strict=True) if len(sums) > 1 else [(sums[0], sums[0])]
-        sums = [builder.fadd(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high)) for a, b in pairs]
+        sums = [add(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high)) for a, b in pairs]
         width = half
-    return sums[0]
+    return sums
 
 
 def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
-def _spread(builder: Any, scalar: Any) -> Any:
-    """Emit a vector of copies of a float32."""
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    return _shuffled(builder, first, first, [0] * LANES)
+def _spread(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
+    """Emit a vector of copies of a number."""
+    vector = ir.VectorType(scalar.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_INT32, 0))
+    return _shuffled(builder, first, first, [0] * lanes)
 
 
 def _muladd(builder: Any) -> Any:

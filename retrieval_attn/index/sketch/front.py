@@ -71,11 +71,6 @@ class Plan(NamedTuple):
     narrow: int
 
 
-def sizes(rank: int) -> list[int]:
-    """Bytes that a front of keys of `rank` numbers can have: up to all of them in 2 bits; at least one."""
-    return list(range(BYTES_STEP, max(BYTES_STEP, rank // THINNEST) + 1, BYTES_STEP))
-
-
 def splits(key_bytes: int, rank: int) -> list[tuple[int, int]]:
     """How many numbers may get 4 bits and how many 2 in so many bytes; they end less than 16 behind the last one."""
     ways = [(8 * ones, 16 * (key_bytes // BYTES_STEP - ones)) for ones in range(key_bytes // BYTES_STEP + 1)]

@@ -9,7 +9,7 @@ that is looked at costs one line whatever its neighbours are.
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from retrieval_attn.index.kernels.dots import TILE_QUERIES, _offset, _row_address, _shuffled, intrinsic
+from retrieval_attn.index.kernels.dots import TILE_QUERIES, _offset, _row_address, _shuffled, _spread, folded, intrinsic
 from retrieval_attn.index.kernels.products import HAS_VNNI_256, add_products, add_small_products
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.sketch.blocks import NARROW_LEVELS, NARROW_STEP, PAIR, WIDE_LEVELS, WIDE_STEP, Steps, code_of
@@ -158,25 +158,6 @@ def spread_planes(planes, count, wide, spread):
 
 
 @intrinsic
-def ask_for_row(typingctx, rows, place):
-    """Have the cache ask for the lines of rows[place]."""
-
-    def codegen(context, builder, signature, args):
-        pointer_type = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        row = _row_address(context, builder, signature.args[0], args[0], args[1])
-        width = builder.extract_value(context.make_array(signature.args[0])(context, builder, args[0]).shape, 1)
-        lines = builder.udiv(builder.add(width, ir.Constant(_INT64, 63)), ir.Constant(_INT64, 64))
-        with cgutils.for_range(builder, lines) as loop:
-            pointer = builder.inttoptr(_offset(builder, row, loop.index, 64), pointer_type)
-            builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
-        return context.get_dummy_value()
-
-    return types.void(rows, types.int64), codegen
-
-
-@intrinsic
 def row_scores(typingctx, rows, places, at, planes, wide, steps, bounds, scores):
     """scores[4 * j + i] = score of query i < 4 and row places[at + j], j < 4; bit 4 * j + i says it is above bounds[i].
 
@@ -214,7 +195,7 @@ def row_scores(typingctx, rows, places, at, planes, wide, steps, bounds, scores)
         scale = []
         for part in range(2):
             each = [builder.add(base(5, steps), number(4 * (TILE_QUERIES * part + i))) for i in range(TILE_QUERIES)]
-            scale.append([_spread(builder, load(one, ir.FloatType(), 4)) for one in each])
+            scale.append([_spread(builder, load(one, ir.FloatType(), 4), _LANES) for one in each])
         totals = []
         for row in own:
             slots = [[cgutils.alloca_once(builder, _SUMS) for _ in range(TILE_QUERIES)] for _ in range(2)]
@@ -246,7 +227,7 @@ def row_scores(typingctx, rows, places, at, planes, wide, steps, bounds, scores)
         found = number(0)
         bound = load(base(6, bounds), ir.VectorType(ir.FloatType(), TILE_QUERIES), 4)
         bound = _shuffled(builder, bound, bound, [0, 1, 2, 3] * 2)
-        for half, sums in enumerate(_folded(builder, totals)):
+        for half, sums in enumerate(folded(builder, totals, builder.fadd)):
             place = builder.add(base(7, scores), number(4 * _LANES * half))
             builder.store(sums, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
             above = builder.bitcast(builder.fcmp_ordered(">", sums, bound), ir.IntType(_LANES))
@@ -254,24 +235,3 @@ def row_scores(typingctx, rows, places, at, planes, wide, steps, bounds, scores)
         return found
 
     return signature, codegen
-
-
-def _spread(builder: Any, scalar: Any) -> Any:
-    """Emit a vector of copies of a float32."""
-    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    return _shuffled(builder, first, first, [0] * _LANES)
-
-
-def _folded(builder: Any, sums: list[Any]) -> list[Any]:
-    """Emit the sums over the lanes of 16 vectors, in their order, in 2 vectors: in an order that is theirs alone."""
-    width = _LANES
-    while width > 1:
-        half = width // 2
-        low = [s + g * width + i for s in (0, _LANES) for g in range(_LANES // width) for i in range(half)]
-        high = [lane + half for lane in low]
-        sums = [
-            builder.fadd(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high))
-            for a, b in zip(sums[::2], sums[1::2], strict=True)
-        ]
-        width = half
-    return sums

@@ -15,11 +15,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from retrieval_attn.index.kernels.codes import prefetch_codes
 from retrieval_attn.index.kernels.dots import (
     TILE_QUERIES,
     _offset,
     _row_address,
-    _shuffled,
     _spread,
     intrinsic,
     lowest_bit,
@@ -28,7 +28,7 @@ from retrieval_attn.index.kernels.dots import (
 from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score, score_of
 from retrieval_attn.index.kernels.products import HAS_VNNI, add_products, add_small_products
 from retrieval_attn.index.sketch.blocks import BLOCK, NARROW_STEP, PAIR, THIN_STEP, VECTOR
-from retrieval_attn.index.sketch.rows import AT_ONCE, ask_for_row, row_scores
+from retrieval_attn.index.sketch.rows import AT_ONCE, row_scores
 
 AHEAD_BYTES = 12 << 10
 """So far ahead blocks are asked for."""
@@ -78,9 +78,7 @@ def _scanning(classes: tuple[int, int], stored: bool) -> Any:
             builder.store(ir.Constant(_SUMS, [0] * BLOCK), slot)
 
         def four_numbers(query, byte):
-            four = load(builder.add(query, byte), _INT32, 4)
-            one = builder.insert_element(ir.Constant(_SUMS, ir.Undefined), four, ir.Constant(_INT32, 0))
-            return builder.bitcast(_shuffled(builder, one, one, [0] * BLOCK), _BYTES)
+            return builder.bitcast(_spread(builder, load(builder.add(query, byte), _INT32, 4), BLOCK), _BYTES)
 
         def add(part, own, line, byte):
             """Sums of class `part` += a vector of each of the blocks `own`, whose numbers begin at `byte`."""
@@ -299,7 +297,7 @@ def scan_front(
             # ids that need not be looked at are a cache line saved for every few keys
             if block < whole or least <= ids[key] < stop:
                 waiting[tail] = key
-                ask_for_row(rows, key)
+                prefetch_codes(rows, key)
                 tail += 1
         while tail - head >= WAITING + SCORED:
             _score_rows(

@@ -15,6 +15,12 @@ from typing import Any, Literal
 from retrieval_attn.errors import ConfigError
 
 QUANTIZATIONS = ("int8", "int4", "bnb-8bit", "bnb-4bit")
+YARN_FLAG: dict[str, Any] = {
+    "type": float,
+    "metavar": "FACTOR",
+    "help": "so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
+}
+"""Of `--yarn`, as argparse takes it: of every command that loads a model for texts."""
 HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 
 Retrieve = int | float | Literal["all", "auto"]

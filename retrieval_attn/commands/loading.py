@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.compiled.collection import no_collection
-from retrieval_attn.config import QUANTIZATIONS, Config, Retrieve
+from retrieval_attn.config import QUANTIZATIONS, YARN_FLAG, Config, Retrieve
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.memory.units import parse_tokens
 
@@ -37,19 +36,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = F
         default="none",
         help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
     )
-    add_yarn(parser.add_argument)
+    parser.add_argument("--yarn", **YARN_FLAG)
     parser.add_argument(
         "--gpu-memory", metavar="SIZE", help="most to take of the GPU, such as 24GiB (default: no limit)"
-    )
-
-
-def add_yarn(add: Callable[..., Any]) -> None:
-    """More positions than a checkpoint has. add: `add_argument` of a parser."""
-    add(
-        "--yarn",
-        type=float,
-        metavar="FACTOR",
-        help="so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
     )
 
 

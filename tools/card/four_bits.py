@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from retrieval_attn.eval.bench.random_model import RANDOM_SHAPES
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.quantization import int4_config
 
@@ -19,13 +20,7 @@ __all__ = ["SHAPES", "made"]
 
 LONG = {"max_position_embeddings": 1 << 21, "eos_token_id": None, "bos_token_id": None}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3-8b": (
-        "llama",
-        {
-            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 128256,
-        },
-    ),
+    "llama-3-8b": ("llama", RANDOM_SHAPES["llama-3-8b"]),
     "qwen3-32b": (
         "qwen3",
         {
@@ -42,13 +37,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         },
     ),
-    "tiny": (
-        "llama",
-        {
-            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 128,
-        },
-    ),
+    "tiny": ("llama", RANDOM_SHAPES["tiny"]),
     "tiny-hybrid": (
         "qwen3_5_text",
         {

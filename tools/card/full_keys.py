@@ -18,29 +18,16 @@ from typing import Any
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.context import stream_after
 from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.units import show_bytes
-from tools.card.subject import in_ms, llm_of, parser_of, save_found
-
-ANSWERS = 3
-QUESTION = 16
+from tools.card.subject import answered, llm_of, parser_of, save_found
 
 
 def measured(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
     """Read, and answer; milliseconds of the last answer."""
     began = time.perf_counter()
     context.read(ids, progress=False)
-    found: dict[str, Any] = {"read_seconds": time.perf_counter() - began}
-    for _ in range(ANSWERS):
-        times = [time.perf_counter()]
-        stream = stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval")
-        for _ in stream:
-            times.append(time.perf_counter())
-        found["first_ms"] = 1000 * (times[1] - times[0])
-        found["token_ms"] = 1000 * (times[-1] - times[1]) / max(len(times) - 2, 1)
-        found["gap_ms"] = in_ms([later - sooner for sooner, later in zip(times[1:], times[2:], strict=False)])
-    return found
+    return {"read_seconds": time.perf_counter() - began, **answered(context, ids, tokens)}
 
 
 def main() -> int:

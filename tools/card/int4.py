@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.context import stream_after
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.engine.graph import capture, registry
 from retrieval_attn.engine.graph.emulation import emulated
@@ -36,10 +35,8 @@ from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
 from tools.card.four_bits import SHAPES, made
 from tools.card.runs import card_names
-from tools.card.subject import in_ms, save_found
+from tools.card.subject import answered, save_found
 
-ANSWERS = 3
-QUESTION = 16
 WAYS = "kernels", "modules"
 
 
@@ -58,19 +55,6 @@ def steps_by(way: str, model: Any) -> Iterator[list[int]]:
     with mock.patch.object(capture, "fused_layers", noted):
         yield taken
     registry.forget(model)
-
-
-def answered(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
-    """Milliseconds of the last of some answers."""
-    found: dict[str, Any] = {}
-    for _ in range(ANSWERS):
-        times = [time.perf_counter()]
-        for _ in stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval"):
-            times.append(time.perf_counter())
-        found["first_ms"] = 1000 * (times[1] - times[0])
-        found["token_ms"] = 1000 * (times[-1] - times[1]) / max(len(times) - 2, 1)
-        found["gap_ms"] = in_ms([later - sooner for sooner, later in zip(times[1:], times[2:], strict=False)])
-    return found
 
 
 def of_length(model: Any, config: ra.Config, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:

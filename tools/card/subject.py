@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ from typing import Any
 import numpy as np
 
 import retrieval_attn as ra
+from retrieval_attn.context import stream_after
 from retrieval_attn.eval.bench.serve.drive import Served
 from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn.eval.bench.session.subject import Settings, Subject
 from retrieval_attn.eval.flags import parse_retrieve
 
-__all__ = ["in_ms", "llm_of", "parser_of", "request_of", "save_found"]
+__all__ = ["answered", "in_ms", "llm_of", "parser_of", "request_of", "save_found"]
+
+ANSWERS = 3
+QUESTION = 16
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
@@ -58,6 +63,19 @@ def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None, 
         draw=draw or ra.RowDraw(),
         stop_ids=frozenset(),
     )
+
+
+def answered(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
+    """Milliseconds of the last of some answers."""
+    found: dict[str, Any] = {}
+    for _ in range(ANSWERS):
+        times = [time.perf_counter()]
+        for _ in stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval"):
+            times.append(time.perf_counter())
+        found["first_ms"] = 1000 * (times[1] - times[0])
+        found["token_ms"] = 1000 * (times[-1] - times[1]) / max(len(times) - 2, 1)
+        found["gap_ms"] = in_ms([later - sooner for sooner, later in zip(times[1:], times[2:], strict=False)])
+    return found
 
 
 def in_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrieval_attn.config import YARN_FLAG
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.flags import (
     add_flag,
@@ -56,13 +57,7 @@ def add_arguments(
         choices=["auto", "float32", "bfloat16", "float16"],
         help="weights and cache; auto: float32 on the CPU, as stored elsewhere",
     )
-    add_flag(
-        model,
-        "--yarn",
-        type=float,
-        metavar="FACTOR",
-        help="so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
-    )
+    add_flag(model, "--yarn", **YARN_FLAG)
     add_flag(model, "--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     add_flag(
         model,

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrieval_attn.config import YARN_FLAG
 from retrieval_attn.eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="bundled", metavar="PATH|ID", help="bundled, a folder or a hub id (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
-    add("--yarn", type=float, metavar="FACTOR", help="so many times the model's positions, by YaRN (default: its own)")
+    add("--yarn", **YARN_FLAG)
     add("--lengths", metavar="N,N", help=f"tokens that are read; k and m count 1024s (default: {USUAL['lengths']})")
     add(
         "--texts",

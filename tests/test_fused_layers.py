@@ -158,8 +158,8 @@ def test_longer_forwards_go_the_layers_own_way(llama: Any, monkeypatch: pytest.M
     assert torch.equal(own, expected)
 
 
-def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is tried once for one row and once for several, and again after its weights moved."""
+def trials_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the layers that are tried from now on."""
     trials: list[int] = []
     trial = module._trial
 
@@ -168,6 +168,12 @@ def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPa
         return trial(layer, index, *rest)
 
     monkeypatch.setattr(module, "_trial", counted)
+    return trials
+
+
+def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is tried once for one row and once for several, and again after its weights moved."""
+    trials = trials_of(monkeypatch)
     assert taken(llama) == taken(llama) == LAYERS and trials == [0, 1]
     assert taken(llama, 2) == taken(llama, 3) == taken(llama) == LAYERS and trials == [0, 1] * 2
     layer = llama.model.layers[0]

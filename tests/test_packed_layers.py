@@ -23,6 +23,7 @@ from retrieval_attn.model.packed import packed_weights
 from retrieval_attn.model.quantization import held_bytes, int4_config
 from tests.graph_cases import CONFIG, Decoded, tiny_model
 from tests.packed_weights import multiplied, quantise
+from tests.test_fused_layers import trials_of
 from tests.tiny_models import LAYERS, random_ids
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -167,14 +168,7 @@ def test_plain_and_packed_matrices_in_one_layer(llama: Any) -> None:
 
 def test_weights_that_moved_are_tried_again(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of torchao's has no address of its own: those of its parts count."""
-    trials: list[int] = []
-    trial = module._trial
-
-    def counted(layer: Any, index: int, *rest: Any) -> Any:
-        trials.append(index)
-        return trial(layer, index, *rest)
-
-    monkeypatch.setattr(module, "_trial", counted)
+    trials = trials_of(monkeypatch)
     assert taken(llama) == taken(llama) == LAYERS and trials == [0, 1]
     weight = llama.model.layers[1].mlp.up_proj.weight
     weight.qdata = weight.qdata.clone()

@@ -23,7 +23,7 @@ from retrieval_attn.model.packed import packed_weights
 from retrieval_attn.model.quantization import held_bytes, int4_config
 from tests.graph_cases import CONFIG, Decoded, tiny_model
 from tests.packed_weights import multiplied, quantise
-from tests.test_fused_layers import trials_of
+from tests.test_fused_layers import taken, trials_of
 from tests.tiny_models import LAYERS, random_ids
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -49,12 +49,6 @@ def quantised(name: str) -> Any:
 @pytest.fixture
 def llama() -> Any:
     return quantised("llama")
-
-
-def taken(model: Any, rows: int = 1) -> int:
-    """Layers of a model that run in kernels."""
-    with fused_layers(model, rows) as count:
-        return count
 
 
 def test_prompts_are_read_by_copies(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

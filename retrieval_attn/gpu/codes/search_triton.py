@@ -28,6 +28,8 @@ WIDE_TILE, WIDE_WARPS = 32, 8
 NARROW_TILE, MOST_REGISTERS = 64, 64
 """Bytes of a code up to which a program of few queries needs no more than so many registers a thread: eight programs
 then fit a multiprocessor of an H100. With 70 seven fit, and the last of 1,056 come alone (33.6 us in place of 30.0)."""
+COLUMNS = 32
+"""Numbers of a row at most, as keys are picked: what is chosen of it are the bits of a word."""
 MAX_ROUNDS = 24
 """Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
 FINE = 254
@@ -229,19 +231,19 @@ def _score_tiles_kernel(
 
 
 @triton.jit
-def _threshold(values, inside, k, enough, ROUNDS: tl.constexpr):
+def _threshold(values, k, enough, ROUNDS: tl.constexpr):
     """A number that at least `k` values reach, and hardly more than `enough` where they differ at all.
 
-    values, fewer than 65,536, with -inf where not `inside`. Fewer than `k` of them: the least.
+    values: fewer than 65,536, in rows; -inf is none. Fewer than `k` of them: the least; none: inf.
     """
-    low = tl.min(tl.where(inside, values, float("inf")), axis=0)
-    high = tl.max(values, axis=0)
-    count = tl.sum(tl.where(inside & (values >= low), 1, 0), axis=0)
+    low = tl.min(tl.where(values > -float("inf"), values, float("inf")))
+    high = tl.max(values)
+    count = tl.sum(tl.where(values >= low, 1, 0))
     turn = 0
     while (turn < ROUNDS) & (count > enough):
         # two numbers are tried at once, for a sum over all threads is what a turn costs: 16 bits for each count
         first, second = low + (high - low) * 0.33, low + (high - low) * 0.67
-        total = tl.sum(tl.where(values >= first, 1, 0) + tl.where(values >= second, 65536, 0), axis=0)
+        total = tl.sum(tl.where(values >= first, 1, 0) + tl.where(values >= second, 65536, 0))
         above1, above2 = total & 65535, (total >> 16) & 65535
         high = tl.where(above2 >= k, high, tl.where(above1 >= k, second, first))
         low = tl.where(above2 >= k, second, tl.where(above1 >= k, first, low))
@@ -250,12 +252,45 @@ def _threshold(values, inside, k, enough, ROUNDS: tl.constexpr):
     return low
 
 
+@triton.jit
+def _ones(bits):
+    """How many bits of an int32 are 1: sums of neighbouring bits, of pairs, of fours, and of bytes."""
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return (bits * 0x01010101) >> 24
+
+
+@triton.jit
+def _store_chosen(at, chosen, room, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the numbers of the `chosen` (ROWS, COLUMNS), row by row, `room` at most, and return how many there are.
+
+    Places are told by a running sum, not by an atomic counter: the order is the same at every run. The sum is one of
+    rows, whose bits are stored one after the other: that of all numbers took most of the kernel's instructions, and
+    another layout of all of them for the sake of the store.
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    bits = tl.sum(tl.where(chosen, 1 << column, 0), axis=1)
+    count = _ones(bits)
+    place = tl.cumsum(count, axis=0) - count
+    for _ in range(tl.max(count, axis=0)):
+        lowest = bits & -bits
+        # its place in the word is the exponent of a float
+        number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23 & 255) - 127
+        tl.store(at + place, row * COLUMNS + number, mask=(bits != 0) & (place < room))
+        bits ^= lowest
+        place += 1
+    return tl.minimum(tl.sum(count, axis=0), room)
+
+
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _pick_kernel(
     table, scores, least, best, groups, hits, places, ids, k, enough_groups, enough, room,
     members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
-    HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The groups whose best scores are among the `k` best, and of their keys those whose scores are.
 
@@ -264,38 +299,37 @@ def _pick_kernel(
     i = tl.program_id(0)
     at = i.to(tl.int64)
     entry = (first_entry + i // count).to(tl.int64)
-    length = tl.cdiv(tl.load(table + entry * WORDS + 2), GROUP)
+    length = tl.cdiv(tl.load(table + entry * WORDS + 2), GROUP).to(tl.int32)
     row = entry * members + first_member + i % count
     if HAS_PLACES:
         row = tl.load(places + row).to(tl.int64)
 
     begin(OVERLAP)
-    number = tl.arange(0, GROUPS)
-    values = tl.load(best + at * (max_keys // GROUP) + number, mask=number < length, other=-float("inf")).to(tl.float32)
-    inside = (number < length) & (values > -float("inf"))
-    chosen = inside & (values >= _threshold(values, inside, k, enough_groups, ROUNDS))
-    # places by a running sum, not by an atomic counter: the order is the same at every run
-    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
-    tl.store(groups + at * PICKED + place, number, mask=chosen & (place < PICKED))
-    picked = tl.minimum(tl.sum(tl.where(chosen, 1, 0), axis=0), PICKED)
+    group_rows: tl.constexpr = GROUPS // GROUP_COLUMNS
+    first = tl.arange(0, group_rows) * GROUP_COLUMNS
+    number = first[:, None] + tl.arange(0, GROUP_COLUMNS)[None, :]
+    # whole rows are loaded, or none: 16 bytes at once
+    values = tl.load(best + at * GROUPS + number, mask=(first < length)[:, None], other=-float("inf"))
+    values = tl.where(number < length, values.to(tl.float32), -float("inf"))
+    chosen = values >= _threshold(values, k, enough_groups, ROUNDS)
+    picked = _store_chosen(groups + at * PICKED, chosen, PICKED, group_rows, GROUP_COLUMNS)
     tl.debug_barrier()  # what was written is read by other threads of the program
 
-    number = tl.arange(0, PICKED * GROUP)
-    inside = number // GROUP < picked
-    group = tl.load(groups + at * PICKED + number // GROUP, mask=inside, other=0)
-    key = group * GROUP + number % GROUP
-    values = tl.load(scores + at * max_keys + key, mask=inside, other=-float("inf")).to(tl.float32)
-    inside = inside & (values > -float("inf"))
-    threshold = _threshold(values, inside, k, enough, ROUNDS)
+    rows: tl.constexpr = PICKED * GROUP // COLUMNS
+    first = tl.arange(0, rows) * COLUMNS
+    inside = first // GROUP < picked
+    key = tl.load(groups + at * PICKED + first // GROUP, mask=inside, other=0) * GROUP + first % GROUP
+    key = key[:, None] + tl.arange(0, COLUMNS)[None, :]
+    values = tl.load(scores + at * max_keys + key, mask=inside[:, None], other=-float("inf")).to(tl.float32)
+    threshold = _threshold(values, k, enough, ROUNDS)
     tl.store(least + at, threshold)
-    chosen = inside & (values >= threshold)
-    place = tl.cumsum(tl.where(chosen, 1, 0), axis=0) - 1
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
-    tl.store(hits + at * room + place, key, mask=chosen & (place < room))
-    named = tl.minimum(tl.sum(tl.where(chosen, 1, 0), axis=0), room)
+    named = _store_chosen(hits + at * room, values >= threshold, room, rows, COLUMNS)
     tl.debug_barrier()
     slot = tl.arange(0, ROOM)
-    line = tl.load(hits + at * room + slot, mask=slot < named, other=-1)
+    number = tl.load(hits + at * room + slot, mask=slot < named, other=0)
+    group = tl.load(groups + at * PICKED + number // GROUP, mask=slot < named, other=0)
+    line = tl.where(slot < named, group * GROUP + number % GROUP, -1)
     tl.store(ids + row * room + slot, line, mask=slot < room)
     # whoever sums up the others finds the named ones gone, and need not read what went to the host
     tl.store(scores + at * max_keys + line, -float("inf"), mask=slot < named)
@@ -323,13 +357,16 @@ def search(
     )  # fmt: skip
     for turn in scratch.turns(entries, members):
         _score(search, scratch, turn, members)
+        groups, numbers = scratch.max_keys // group, scratch.picked * group
+        warps = _warps(max(groups, numbers))
         _pick_kernel[(turn.entries * turn.members,)](
             search.table, scratch.scores, scratch.least, scratch.best, scratch.groups, scratch.hits,
             scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
             shape.room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
-            WORDS=TABLE_WORDS, GROUP=group, GROUPS=scratch.max_keys // group, PICKED=scratch.picked,
-            ROOM=triton.next_power_of_2(shape.room), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
-            num_warps=_warps(max(scratch.max_keys // group, scratch.picked * group)), **overlap(query.device),
+            WORDS=TABLE_WORDS, GROUP=group, GROUPS=groups, PICKED=scratch.picked,
+            ROOM=triton.next_power_of_2(shape.room), GROUP_COLUMNS=_columns(groups, warps),
+            COLUMNS=min(_columns(numbers, warps), group), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
+            num_warps=warps, **overlap(query.device),
         )  # fmt: skip
         if after is not None:
             after(scratch, turn)
@@ -370,5 +407,10 @@ def _registers(queries: int, width: int) -> dict[str, int]:
 
 
 def _warps(numbers: int) -> int:
-    """So many that a thread holds about 16 numbers: a sum over few threads is quick."""
-    return min(32, max(4, triton.next_power_of_2(numbers) // 512))
+    """So many that a thread holds 32 numbers, or 64 of many: a sum over few threads is quick."""
+    return min(max(4, numbers // 1024), max(8, numbers // 2048))
+
+
+def _columns(numbers: int, warps: int) -> int:
+    """Numbers of a row, so that every thread has one: threads without a row would do what others do."""
+    return max(1, min(COLUMNS, numbers // (32 * warps)))

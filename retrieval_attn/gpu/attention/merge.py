@@ -41,8 +41,8 @@ def merge(parts: Sequence[Partial]) -> Partial:
 
     m = max lse_i; out = sum exp(lse_i - m) out_i / sum exp(lse_i - m); lse = m + log sum exp(lse_i - m).
     Where every part is empty the result is out 0, lse -inf, never NaN. Raises ShapeError when there is no
-    part, when shapes disagree, or when a part is not float32 (rounding between merges does not compose). On a GPU one
-    kernel merges two parts after the other, elsewhere all at once: equal up to rounding.
+    part, when shapes disagree, or when a part is not float32 (rounding between merges does not compose). Two parts at a
+    time, on a GPU by one kernel.
     """
     if not parts:
         raise ShapeError("merge needs at least one partial, got none; pass empty_partial() for no keys.")
@@ -55,24 +55,22 @@ def merge(parts: Sequence[Partial]) -> Partial:
                 f"partials must share one shape, got out {tuple(part.out.shape)} with lse "
                 f"{tuple(part.lse.shape)} beside out {tuple(first.out.shape)}."
             )
-    if len(parts) == 1:
-        return first
     kernels = kernels_for(first.out, "attention.merge_triton")
     if kernels is not None and not any(part.out.requires_grad for part in parts):
-        # each operation below reads and writes whole partials, which is seconds of a long prompt
+        # each operation of `_merge_two` reads and writes whole partials, which is seconds of a long prompt
         return functools.reduce(lambda whole, part: Partial(*kernels.merge_two(*whole, *part)), parts[1:], first)
-    # Every layer of a question merges, and a launch costs more than these few numbers: as few operations as will do.
-    lse = torch.stack([part.lse for part in parts])  # (parts, batch, heads, queries)
-    # A row without any key has -inf in all parts; -inf - -inf would be NaN, so such rows are shifted by what is finite.
-    shift = lse.amax(dim=0).clamp(min=torch.finfo(torch.float32).min)
-    weight = (lse - shift).exp_()
-    total = weight.sum(dim=0)
-    out = first.out * weight[0].unsqueeze(-1)
-    for part, part_weight in zip(parts[1:], weight[1:], strict=True):
-        out.addcmul_(part.out, part_weight.unsqueeze(-1))
-    # The largest part has weight 1. total is 0 exactly where all parts are empty; out is 0 there already.
-    out /= total.clamp(min=1.0).unsqueeze(-1)
-    return Partial(out, shift + torch.log(total))
+    return functools.reduce(_merge_two, parts[1:], first)
+
+
+def _merge_two(whole: Partial, part: Partial) -> Partial:
+    """Every layer of a token merges, and a launch costs more than these few numbers: as few operations as will do.
+
+    The second part's weight is 1 / (1 + exp(its distance from the first's lse)). Two -inf have none: they are moved to
+    the least finite number.
+    """
+    least = torch.finfo(torch.float32).min
+    weight = torch.sigmoid(part.lse.clamp(min=least) - whole.lse.clamp(min=least))
+    return Partial(torch.lerp(whole.out, part.out, weight.unsqueeze(-1)), torch.logaddexp(whole.lse, part.lse))
 
 
 def sink_logit_partial(logits: Tensor, query: Tensor, value_dim: int) -> Partial:

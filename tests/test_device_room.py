@@ -12,7 +12,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.memory import device_room
 from retrieval_attn.memory.device import DEVICE_RESERVE
-from retrieval_attn.memory.device_room import chosen_index, free_device_bytes, reading_layout
+from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
 from retrieval_attn.memory.plan import GIB, plan
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model
@@ -96,6 +96,27 @@ def test_nothing_is_chosen_without_need() -> None:
     ):
         assert chosen_index(llama3_8b(), config, tokens, free) is config
     assert free_device_bytes(tiny_model("llama")) is None
+
+
+def test_neither_pieces_nor_a_copy_leave_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a read is begun that cannot end: between tensors lie pieces, and matrices of 4 bits are copied."""
+    model: Any = build_model("llama")
+    taken = {"split_bytes": 0, "unpacked_bytes": 0}
+    monkeypatch.setattr(device_room, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(device_room, "spare_bytes", lambda device: 4 * GIB)
+    for name in taken:
+        monkeypatch.setattr(device_room, name, lambda where, name=name: taken[name])
+
+    def chosen() -> str:
+        choice = IndexChoice(model, AUTO)
+        choice.decide(100_000)
+        return choice.config.index
+
+    assert chosen() == "device"
+    for name in taken:
+        taken[name] = 4 * GIB
+        assert chosen() == "auto"
+        taken[name] = 0
 
 
 def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,13 @@ def spare_bytes(device: torch.device) -> int:
     return max(0, min(memory.free + unused, capped))
 
 
+def split_bytes(device: torch.device) -> int:
+    """How much of `spare_bytes` lies in pieces between tensors, which larger ones cannot take; 0 without CUDA."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
+
+
 def allocator_share(limit: int, memory: DeviceMemory) -> float:
     """Fraction of the device that the allocator may have, so that the whole process stays below `limit` bytes.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
-from retrieval_attn.gpu.memory import spare_bytes
+from retrieval_attn.gpu.memory import spare_bytes, split_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.device import code_sizes
 from retrieval_attn.index.spec import IndexSpec
@@ -16,6 +16,7 @@ from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, lay
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
+from retrieval_attn.model.packed import unpacked_bytes
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 
 log = logging.getLogger(__name__)
@@ -58,18 +59,24 @@ class IndexChoice:
             possible = self._requested
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
                 possible = possible.replace(hidden_states="device")
-            self.config = chosen_index(model.config, possible, tokens, free_device_bytes(model), batch)
+            free = free_device_bytes(model)
+            if free is not None:  # codes that do not fit end a read; smaller ones cost a little time per token
+                free -= split_bytes(input_device(model))
+            self.config = chosen_index(model.config, possible, tokens, free, batch)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec
 
 
 def free_device_bytes(model: Any) -> int | None:
-    """What this process may still take on the one CUDA device that `model` runs on; None for any other placement."""
+    """What this process may still take on the one CUDA device that `model` runs on; None for any other placement.
+
+    But for the copy of a matrix of 4 bits that reading makes (`engine/unpacking.py`).
+    """
     device = input_device(model)
     if device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
         return None
-    return spare_bytes(device)
+    return spare_bytes(device) - unpacked_bytes(model)
 
 
 def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Config:

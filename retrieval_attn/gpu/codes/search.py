@@ -70,8 +70,8 @@ class Scratch:
     """What the kernels of one layer leave for the next of them; layers take turns.
 
     Rows are those of one turn. scores (queries, max_keys) float16, -inf for the keys that were named; least (queries,)
-    float32, of those; best (queries, max_keys / group) float16, of every group; groups (queries, picked) and hits
-    (queries, room) int32.
+    float32, of those; best (queries, max_keys / group) float16, of every group; groups (queries, picked) int32, those
+    that were picked; hits (queries, room) int32, of their keys, numbered group by group, those that were named.
     """
 
     def __init__(

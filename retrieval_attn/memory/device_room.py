@@ -61,7 +61,7 @@ class IndexChoice:
                 possible = possible.replace(hidden_states="device")
             free = free_device_bytes(model)
             if free is not None:  # codes that do not fit end a read; smaller ones cost a little time per token
-                free -= split_bytes(input_device(model))
+                free = max(0, free - split_bytes(input_device(model)))
             self.config = chosen_index(model.config, possible, tokens, free, batch)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
@@ -76,7 +76,7 @@ def free_device_bytes(model: Any) -> int | None:
     device = input_device(model)
     if device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
         return None
-    return spare_bytes(device) - unpacked_bytes(model)
+    return max(0, spare_bytes(device) - unpacked_bytes(model))
 
 
 def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Config:

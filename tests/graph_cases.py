@@ -26,11 +26,14 @@ ROARGRAPH: dict[str, Any] = {
     "retrieve": 2,
 }
 DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "retrieve": 2, "index_options": {"key_bytes": 64}}
+# so many keys per key that is wanted that more are picked than named, and so long a prompt that codes are asked at all
+FINER: dict[str, Any] = {**DEVICE, "index_options": {"key_bytes": 8, "rescore": 36, "finer_bytes": 16}}
 DEVICE_CASES: dict[str, dict[str, Any]] = {
     "device": {"config": CONFIG.replace(**DEVICE), "prompt": 200},
     "device padded": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 5},
     "device one short": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 190, "new": 30},
     "device shared": {"config": CONFIG.replace(**DEVICE), "prompt": 400, "repeats": 2},
+    "device finer": {"config": CONFIG.replace(**FINER), "prompt": 400, "batch": 2},
 }
 CASES: dict[str, dict[str, Any]] = {
     "batch": {"batch": 2},

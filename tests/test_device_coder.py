@@ -10,7 +10,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import InputDataError, ShapeError
+from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.base import Training
 from retrieval_attn.index.device import DeviceIndex
@@ -69,9 +69,12 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
         path.build_index(0, 300, coder=coder)
 
 
+@pytest.mark.parametrize("options", [{}, {"key_bytes": 16, "rescore": 6, "finer_bytes": 32}])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_saved_codes_come_back_in_parts(device: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_codes_come_back_in_parts(
+    device: str, together: bool, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes that were there, and the same answers; keys that come later are coded as if nothing had happened.
 
     together: they are sent by threads; of one head more keys come before they have arrived.
@@ -86,7 +89,10 @@ def test_saved_codes_come_back_in_parts(device: str, together: bool, monkeypatch
     other = DeviceCoder(torch.device(device), 2, sent if together else None)
     for head in range(2):
         made = DeviceIndex.make(
-            keys[head], Format.FLOAT32, DeviceIndex.Options(), Training(queries[None], coder=coder.for_head(head))
+            keys[head],
+            Format.FLOAT32,
+            DeviceIndex.Options(**options),
+            Training(queries[None], coder=coder.for_head(head)),
         )
         state = made.state()
         back = DeviceIndex.from_state(keys[head], Format.FLOAT32, state, coder=other.for_head(head), trusted=True)
@@ -99,13 +105,67 @@ def test_saved_codes_come_back_in_parts(device: str, together: bool, monkeypatch
             for index in (made, back):
                 index.insert(more[head])
         for _ in range(2):
-            assert np.array_equal(made.codes.rows().copy(), back.codes.rows())
+            assert np.array_equal(made.codes.rows().codes.copy(), back.codes.rows().codes)
+            finer = [index.codes.rows().finer for index in (made, back)]
+            assert all(one is None for one in finer) != bool(options) and np.array_equal(finer[0], finer[1])  # type: ignore[arg-type]
             found, wanted = (index.search(queries, 20) for index in (back, made))
             assert np.array_equal(found.ids, wanted.ids) and np.array_equal(found.scores, wanted.scores)
             for index in (made, back):
                 index.insert(more[head])
-        for one, same in zip(made.space, back.space, strict=True):
-            assert np.array_equal(np.asarray(one), np.asarray(same))
+        for one, same in ((made.space, back.space), (made.finer_space, back.finer_space)):
+            for part, other_part in zip(one or (), same or (), strict=True):
+                assert np.array_equal(np.asarray(part), np.asarray(other_part))
+        assert (made.finer_space is not None) == bool(options)
+
+
+@pytest.mark.parametrize("memory", ["managed", "page-locked"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_finer_codes_are_those_of_the_same_keys(device: str, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, whatever was added, cut, or left behind; a search without a device has the same."""
+    taken: list[Any] = []
+    if memory == "managed":
+        monkeypatch.setattr("retrieval_attn.offload.finer.lock_array", lambda array: pytest.fail("page-locked"))
+    else:
+        monkeypatch.setattr("retrieval_attn.offload.finer.managed_bytes", lambda *given: taken.append(given))
+    keys = np.random.default_rng(10).standard_normal((1, 9000, 64), dtype=np.float32)[0]
+    options = DeviceIndex.Options(key_bytes=16, rescore=6, finer_bytes=32)
+    coder = DeviceCoder(torch.device(device), 1)
+    index = DeviceIndex.make(keys[:3000], Format.FLOAT32, options, Training(coder=coder.for_head(0)))
+    plain = DeviceIndex.make(keys[:3000], Format.FLOAT32, options, Training())
+    for one in (index, plain):
+        one.insert(keys[3000:9000])  # more than there is room for
+        one.truncate(8500)
+        assert one.nbytes >= 8500 * 32
+        one.insert(keys[:40])
+    held: Any = index.codes
+    finer = held.device.finer
+    assert (finer.codes.device.type, finer.length, finer.codes.data_ptr() % 64) == ("cpu", 8540, 0)
+    assert bool(taken) == (device == "cuda" and memory == "page-locked")
+    # a number on the edge of two steps aside
+    for written, same in zip(index.codes.rows(), plain.codes.rows(), strict=True):
+        assert np.mean(written == same) > 0.999
+    behind = held.device.behind(96)
+    assert behind.finer.length == 8444 and torch.equal(behind.finer.codes[:8444], finer.codes[96:8540])
+    queries = torch.from_numpy(keys[:2]).to(held.device.codes.device)
+    ids = torch.tensor([[0, -1, 700], [8539, 1, 96]], dtype=torch.int32, device=queries.device)
+    said = finer.scores_of(queries, ids).cpu().numpy()
+    exact = np.einsum("md,mnd->mn", keys[:2], np.concatenate([keys[:8500], keys[:40]])[ids.cpu().numpy()])
+    assert said[0, 1] == -np.inf
+    np.testing.assert_allclose(said[ids.cpu().numpy() >= 0], exact[ids.cpu().numpy() >= 0], atol=4.0)
+    assert finer.best_of(queries, ids, 2)[0].tolist() == [0, 700]
+
+
+def test_options_of_finer_codes() -> None:
+    """They are more than the others, which must be said; and name fewer keys, or there are none."""
+    for options in ({"finer_bytes": 32}, {"finer_bytes": 16, "key_bytes": 16}, {"finer_bytes": 4, "key_bytes": 2}):
+        with pytest.raises(ConfigError):
+            DeviceIndex.Options(**options)
+    spec = IndexSpec.of("device", {"key_bytes": 24, "rescore": 12, "finer_bytes": 64})
+    assert spec.code_shape(128, 100, True) == (24, 600, 64, 157)
+    assert spec.code_shape(128, 100, False) == (24, 1200, 64, 200)
+    assert spec.code_shape(32, 100, True) == (24, 600, 32, 157) and spec.code_shape(24, 100, True) == (24, 600, 0, 0)
+    assert spec.code_shape(128, 1, True) == (24, 33, 0, 0)
+    assert IndexSpec.of("device").code_shape(128, 100, True) == (64, 157, 0, 0)
 
 
 def test_codes_of_other_keys_or_another_space_are_refused() -> None:
@@ -113,6 +173,7 @@ def test_codes_of_other_keys_or_another_space_are_refused() -> None:
     state = DeviceIndex.build(keys, Format.FLOAT32).state()
     changes: list[dict[str, Any]] = [{"codes": state["codes"][:-1]}, {"wide": 10}, {"wide": "8"}, {"rescore": None}]  # type: ignore[index]
     changes += [{"shift": np.zeros(3, np.float32)}, {"estimate": np.zeros((2, 64))}, {"narrow": -2}]
+    changes += [{"finer_codes": state["codes"]}, {f"finer_{name}": state[name] for name in state if name != "codes"}]
     for change in changes:
         with pytest.raises(InputDataError, match="build the index again"):
             DeviceIndex.from_state(keys, Format.FLOAT32, {**state, **change})

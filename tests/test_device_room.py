@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.memory import device_room
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
 from retrieval_attn.memory.plan import GIB, plan
+from retrieval_attn.offload import finer
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model
 
@@ -48,8 +50,8 @@ def test_a_chunk_that_makes_room_is_named(caplog: pytest.LogCaptureFixture) -> N
     [
         (262144, 8.2, {}),
         (393216, 8.2, {"key_bytes": 48, "rescore": 3}),
-        (524288, 8.2, {"key_bytes": 32, "rescore": 6}),
-        (524288, 7.5, {"key_bytes": 24, "rescore": 12}),
+        (524288, 8.2, {"key_bytes": 32, "rescore": 6, "finer_bytes": 64}),
+        (524288, 7.5, {"key_bytes": 24, "rescore": 12, "finer_bytes": 64}),
         (1048576, 8.2, None),
     ],
 )
@@ -67,8 +69,24 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
     assert (chosen.index, dict(chosen.index_options)) == ("device", options)
     weights = plan(llama3_8b()).shape.weight_bytes
     assert plan(llama3_8b(), tokens, free + weights + DEVICE_RESERVE, "128GiB", config=chosen).fits
+    alone = dict(chosen_index(llama3_8b(), AUTO, tokens, free, finer=False).index_options)
+    assert alone == {name: value for name, value in options.items() if name != "finer_bytes"}
     many = AUTO.replace(retrieve=1000)
     assert (chosen_index(llama3_8b(), many, tokens, free) is many) == bool(options)
+
+
+def test_no_finer_codes_where_a_device_cannot_read_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the system says is logged; a read does not end for it."""
+    assert finer.reads_host.__wrapped__(torch.device("cpu"))
+
+    def refused(*given: Any) -> Any:
+        raise MemoryPlanError("`ulimit -l` shows a limit")
+
+    monkeypatch.setattr(finer, "host_rows", refused)
+    assert not finer.reads_host.__wrapped__(torch.device("cpu"))
+    assert "no finer codes" in caplog.text and "ulimit" in caplog.text
 
 
 @pytest.mark.parametrize("tokens", [65536, 131072, 262144, 524288, 1048576])
@@ -103,6 +121,7 @@ def test_neither_pieces_nor_a_copy_leave_room_for_codes(monkeypatch: pytest.Monk
     model: Any = build_model("llama")
     taken = {"split_bytes": 0, "unpacked_bytes": 0}
     monkeypatch.setattr(device_room, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(device_room, "reads_host", lambda device: True)
     monkeypatch.setattr(device_room, "spare_bytes", lambda device: 4 * GIB)
     for name in taken:
         monkeypatch.setattr(device_room, name, lambda where, name=name: taken[name])
@@ -191,7 +210,7 @@ def test_codes_count_on_the_host_only_where_hidden_states_may_lie_there(monkeypa
     """A model with a module that may look at hidden states has to hold them: the index is chosen beside them."""
     seen: list[str] = []
 
-    def noted(model_config: Any, config: ra.Config, *rest: Any) -> ra.Config:
+    def noted(model_config: Any, config: ra.Config, *rest: Any, **more: Any) -> ra.Config:
         seen.append(config.hidden_states)
         return config
 

@@ -179,7 +179,7 @@ class CodedPart:
         over, step = self._over, slot.step
         step.layer = over.path.layer
         options: dict[str, Any] = {**self._scoring._asdict(), "threads": over.path.threads}
-        options["rest"] = Rest([over.parts.table], over.shape.k if over.estimated else 0)
+        options["rest"] = Rest([over.parts.table], over.shape.named if over.estimated else 0)
         if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
             raise BackendError(
                 f"layer {over.path.layer}: a question cannot be searched: an index beside the codes has no compiled "

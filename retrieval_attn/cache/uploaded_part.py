@@ -46,8 +46,8 @@ MAX_SCANNED = 4096
 def least_positions(over: CodedRange, q_heads: int) -> int:
     """Tokens of a question from which on it is answered here."""
     path = over.path
-    row_bytes = path.fmt.row_bytes(path.head_dim), path.fmt.row_bytes(path.value_dim)
-    gathered = q_heads * (over.shape.k * row_bytes[0] + (over.shape.k if over.estimated else over.k) * row_bytes[1])
+    row_bytes, named = (path.fmt.row_bytes(path.head_dim), path.fmt.row_bytes(path.value_dim)), over.shape.named
+    gathered = q_heads * (named * row_bytes[0] + (named if over.estimated else over.k) * row_bytes[1])
     return max(1, -int(-GATHERED_PER_UPLOADED * _stop(over) * path.token_bytes // gathered))
 
 
@@ -140,7 +140,7 @@ class UploadedPart:
     def _needed(self) -> int:
         """Keys that are named for every query that is finite."""
         codes = self._over.pieces[0]
-        return min(self._over.shape.k, codes.high - codes.index_first)
+        return min(self._over.shape.named, codes.high - codes.index_first)
 
     def _name(self, part: slice) -> Tensor:
         """Ids (q_heads * positions, room) int32 for queries of some positions."""

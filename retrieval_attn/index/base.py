@@ -50,6 +50,17 @@ class DeviceBytes(NamedTuple):
     building: int = 0
 
 
+class CodeSizes(NamedTuple):
+    """What a captured step searches codes on the device by: bytes per key, and keys to pick by them; bytes of finer
+    codes, and how many of those keys to keep by these, 0: all.
+    """
+
+    key_bytes: int
+    k: int
+    finer_bytes: int = 0
+    kept: int = 0
+
+
 class HeadShape(NamedTuple):
     """What bytes follow from: numbers of a key, query heads of the group, whether keys are stored as int8, and how many
     training queries the user asked for.
@@ -137,10 +148,9 @@ class KeyIndex(SearchedInSteps, ABC):
         return DeviceBytes()
 
     @classmethod
-    def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> tuple[int, int] | None:
-        """What a captured step searches codes on the device by: bytes per key, and keys to name for the best k. None:
-        the kind has no codes there. estimated: all that are named are attended to, and the others are estimated, so
-        that fewer suffice.
+    def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> CodeSizes | None:
+        """Sizes of a search of codes on the device for the best k. None: the kind has no codes there. estimated: all
+        that are named are attended to, and the others are estimated, so that fewer suffice.
         """
         return None
 

@@ -3,19 +3,24 @@
 For a device whose memory holds the codes but not the keys: it reads them 20 to 50 times faster than the host could, so
 it scans every one, and the host reads twice as many keys as are wanted and nothing else. Where the codes lie is the
 `coder`'s matter; this module knows no device, and without one keeps them in host memory, as a reference.
+
+Codes of few bytes tell little, so that many more keys must be named than are wanted, and each is eight lines of the
+host's memory. Finer codes of all keys, in host memory that the device reads in place, are one line each: it reads those
+of the keys that it would name, and names the best of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import InputDataError, NotFiniteError
+from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
+    CodeSizes,
     DeviceBytes,
     HeadShape,
     HeldBytes,
@@ -42,6 +47,8 @@ SMALLER_CODES = ((6, 3), (5, 4), (4, 6), (3, 12), (2, 16))
 """Where the usual code does not fit: sixteenths of a byte per number of a key, and keys scored exactly per key wanted,
 which make up for what the code no longer tells. Of the best 100 of 131,072 synthetic keys of head_dim 128 they hold
 .991, .985, .981, .984 and .953 (usual: .994), of a hard head .97, .96, .93, .92 and .83 (.98)."""
+FINER_FROM = 6
+"""Keys named per key wanted from which on finer codes are worth their bytes."""
 MAX_CANDIDATES = 2048
 """Keys named per query with those at most: what the GPU picks them from fits one program."""
 CODE_ALIGNED = 16
@@ -49,8 +56,17 @@ CODE_ALIGNED = 16
 LEARNED_KEYS = 4096
 """Of a head, that its codes are learned from. Twice as many find no more: recall .9702 and .9704 of the best 100 among
 400 named, on five heads of the bundled model over 16K of prose."""
+FINER = "finer_"
+"""What the names of a state begin with that tell of finer codes."""
 SPARE_TOKENS = 4096
 """Room that a device has for codes of keys that come later, before codes move."""
+
+
+class CodeRows(NamedTuple):
+    """Codes (n, key_bytes) uint8 of n keys, and finer ones, if there are any."""
+
+    codes: npt.NDArray[np.uint8]
+    finer: npt.NDArray[np.uint8] | None = None
 
 
 class KeyCodes(Protocol):
@@ -60,14 +76,18 @@ class KeyCodes(Protocol):
     def nbytes(self) -> int:
         """Bytes of codes and of room for more."""
 
+    @property
+    def finer_nbytes(self) -> int:
+        """The same of finer codes, which lie on the host."""
+
     def add(self, keys: npt.NDArray[Any]) -> None:
         """Code keys (n, head_dim), as stored, behind the others. Raises NotFiniteError for NaN or infinity."""
 
     def cut(self, length: int) -> None:
         """Forget the codes from `length` on."""
 
-    def rows(self) -> npt.NDArray[np.uint8]:
-        """The codes (n, key_bytes) in host memory: a view, or what holds until the calling thread's next call."""
+    def rows(self) -> CodeRows:
+        """The codes in host memory: views, or what holds until the calling thread's next call."""
 
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
         """Ids (m, count or a few more) of the keys below `stop` whose codes promise queries (m, head_dim) most.
@@ -79,42 +99,53 @@ class KeyCodes(Protocol):
 class Coder(Protocol):
     """Makes the codes of one head."""
 
-    def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> KeyCodes:
-        """Empty codes of a space for keys in a format, of which so many are expected."""
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int, finer: CodeSpace | None = None) -> KeyCodes:
+        """Empty codes of a space for keys in a format, of which so many are expected. finer: space of finer ones."""
 
-    def restored(self, space: CodeSpace, fmt: Format, rows: npt.NDArray[np.uint8]) -> KeyCodes:
-        """The codes whose `rows` were these (n, key_bytes); they are copied."""
+    def restored(self, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None) -> KeyCodes:
+        """The codes whose `rows` were these; they are copied."""
 
 
 class HostCodes:
     """Codes in host memory, scanned by NumPy: what a device's are checked against."""
 
-    def __init__(self, space: CodeSpace, fmt: Format, expected: int = 0) -> None:
+    def __init__(self, space: CodeSpace, fmt: Format, expected: int = 0, finer: CodeSpace | None = None) -> None:
         self._space, self._fmt = space, fmt
         self._codes = np.empty((0, space.key_bytes), np.uint8)
+        self._finer = None if finer is None else HostCodes(finer, fmt)
 
     @classmethod
-    def restored(cls, space: CodeSpace, fmt: Format, rows: npt.NDArray[np.uint8]) -> HostCodes:
-        """The codes that had these rows (n, key_bytes), taken as they are: they are never written to."""
+    def restored(cls, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None) -> HostCodes:
+        """The codes that had these rows, taken as they are: they are never written to."""
         codes = cls(space, fmt)
-        codes._codes = rows
+        codes._codes = rows.codes
+        if finer is not None and rows.finer is not None:
+            codes._finer = cls.restored(finer, fmt, CodeRows(rows.finer))
         return codes
 
     @property
     def nbytes(self) -> int:
         return self._codes.nbytes
 
+    @property
+    def finer_nbytes(self) -> int:
+        return 0 if self._finer is None else self._finer.nbytes
+
     def add(self, keys: npt.NDArray[Any]) -> None:
         numbers = to_float32(keys, self._fmt)
         if not np.isfinite(numbers).all():
             raise NotFiniteError(NOT_FINITE)
         self._codes = np.concatenate([self._codes, encode(self._space, numbers)])
+        if self._finer is not None:
+            self._finer.add(keys)
 
     def cut(self, length: int) -> None:
         self._codes = self._codes[:length]
+        if self._finer is not None:
+            self._finer.cut(length)
 
-    def rows(self) -> npt.NDArray[np.uint8]:
-        return self._codes
+    def rows(self) -> CodeRows:
+        return CodeRows(self._codes, None if self._finer is None else self._finer._codes)
 
     def find(self, queries: npt.NDArray[np.float32], count: int, stop: int) -> npt.NDArray[np.int32]:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -129,26 +160,44 @@ NOT_FINITE = "keys to be coded must be finite; leave the others out or use index
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys scored exactly per key wanted.
+    """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys picked by them per key wanted.
+    finer_bytes: per key, of finer codes in host memory, by which fewer of these get an exact score; 0: there are none,
+    and all do.
 
     Raises ConfigError for other values.
     """
 
     key_bytes: int | None = None
     rescore: int = RESCORE
+    finer_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_key_bytes(self.key_bytes)
         check_rescore(self.rescore)
+        if self.finer_bytes:
+            check_key_bytes(self.finer_bytes)
+            if self.key_bytes is None or self.finer_bytes <= self.key_bytes:
+                raise ConfigError(
+                    f"finer_bytes={self.finer_bytes} must be more than key_bytes={self.key_bytes}, which is to be "
+                    "given, too: index_options such as {'key_bytes': 24, 'rescore': 12, 'finer_bytes': 64}"
+                )
 
     def bytes_for(self, head_dim: int) -> int:
         """Bytes per key, at most one per number."""
         value = max(MIN_DEFAULT_BYTES, head_dim // 2) if self.key_bytes is None else int(self.key_bytes)
         return min(value, head_dim)
 
+    def finer_for(self, head_dim: int) -> int:
+        """Bytes per key of finer codes; 0: there are none, or others tell as much."""
+        value = min(int(self.finer_bytes), head_dim)
+        return value if value > self.bytes_for(head_dim) else 0
 
-def code_sizes(head_dim: int, wanted: int | None) -> list[dict[str, int]]:
-    """Options of the index by falling bytes per key, the usual ones (none named) first; wanted: keys, None: all."""
+
+def code_sizes(head_dim: int, wanted: int | None, *, finer: bool = True) -> list[dict[str, int]]:
+    """Options of the index by falling bytes per key, the usual ones (none named) first; wanted: keys, None: all.
+
+    Those that name many keys come with finer codes on the host, of as many bytes as the usual ones, if `finer`.
+    """
     usual = DeviceOptions().bytes_for(head_dim)
     smaller = ((max(MIN_DEFAULT_BYTES, -(-head_dim * part // 128) * 8), rescore) for part, rescore in SMALLER_CODES)
     sizes = {
@@ -156,7 +205,12 @@ def code_sizes(head_dim: int, wanted: int | None) -> list[dict[str, int]]:
         for size, rescore in smaller
         if size < usual and wanted is not None and wanted * rescore <= MAX_CANDIDATES
     }
-    return [{}, *({"key_bytes": size, "rescore": rescore} for size, rescore in sizes.items())]
+    found: list[dict[str, int]] = [{}]
+    for size, rescore in sizes.items():
+        found.append({"key_bytes": size, "rescore": rescore})
+        if finer and rescore >= FINER_FROM:
+            found[-1]["finer_bytes"] = usual
+    return found
 
 
 @register
@@ -168,23 +222,32 @@ class DeviceIndex(RunsIndex):
     keeps_device_keys: ClassVar[bool] = True
     Options = DeviceOptions
 
-    def __init__(self, keys: KeyRuns, codes: KeyCodes, space: CodeSpace, rescore: int) -> None:
-        """Callers use `build`."""
+    def __init__(
+        self, keys: KeyRuns, codes: KeyCodes, spaces: tuple[CodeSpace, CodeSpace | None], rescore: int
+    ) -> None:
+        """spaces: of codes, and of finer ones. Callers use `build`."""
         self._keys, self._rescore = keys, rescore
-        self.codes, self.space = codes, space
+        self.codes, (self.space, self.finer_space) = codes, spaces
 
     @classmethod
     def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        return (HeldBytes(0, None, "no bytes on the host: codes lie on the GPU"),)
+        finer = options.finer_for(head.head_dim)
+        text = (
+            "a finer code of every key: others lie on the GPU"
+            if finer
+            else "no bytes on the host: codes lie on the GPU"
+        )
+        return (HeldBytes(finer, None, text),)
 
     @classmethod
     def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:
         return DeviceBytes(options.bytes_for(head_dim))
 
     @classmethod
-    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> tuple[int, int]:
-        rescore = max(1, options.rescore // 2) if estimated else options.rescore
-        return options.bytes_for(head_dim), rescore_count(rescore, k)
+    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> CodeSizes:
+        picked = rescore_count(max(1, options.rescore // 2) if estimated else options.rescore, k)
+        finer, kept = options.finer_for(head_dim), kept_count(k, estimated)
+        return CodeSizes(options.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
@@ -206,10 +269,11 @@ class DeviceIndex(RunsIndex):
             raise NotFiniteError(NOT_FINITE)
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
         sides = learn_projection(rows, known, dim)
-        space = learn_space(sides, known, options.bytes_for(dim))
-        codes = _coder(training.coder)(space, fmt, len(keys))
+        space, size = learn_space(sides, known, options.bytes_for(dim)), options.finer_for(dim)
+        finer = learn_space(sides, known, size) if size else None
+        codes = _coder(training.coder)(space, fmt, len(keys), finer)
         codes.add(keys)
-        return cls(runs, codes, space, int(options.rescore))
+        return cls(runs, codes, (space, finer), int(options.rescore))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""
@@ -225,8 +289,12 @@ class DeviceIndex(RunsIndex):
 
     def state(self) -> dict[str, StateValue]:
         """The space and the codes, which a device is asked for: one copy from there."""
-        space: dict[str, StateValue] = dict(zip(CodeSpace._fields, self.space, strict=True))
-        return {"rescore": self._rescore, "codes": np.array(self.codes.rows()), **space}
+        rows = self.codes.rows()
+        state: dict[str, StateValue] = {"rescore": self._rescore, "codes": np.array(rows.codes), **self.space._asdict()}
+        if self.finer_space is not None and rows.finer is not None:
+            finer = {FINER + name: value for name, value in self.finer_space._asdict().items()}
+            state = {**state, FINER + "codes": np.array(rows.finer), **finer}
+        return state
 
     @classmethod
     def from_state(
@@ -242,19 +310,15 @@ class DeviceIndex(RunsIndex):
 
         Raises MemoryPlanError where the device has no room.
         """
-        rescore, space, rows = state.get("rescore"), _space_of(state, fmt.dim_of(keys)), state.get("codes")
-        if (
-            space is None
-            or not isinstance(rescore, int)
-            or not isinstance(rows, np.ndarray)
-            or (rows.dtype, rows.shape) != (np.uint8, (len(keys), space.key_bytes))
-        ):
-            raise InputDataError(
-                f"the state is not one of codes of {len(keys)} keys of {fmt.dim_of(keys)}; build the index again"
-            )
-        if "thin" not in state:  # saved when the numbers in upper halves of bytes had no sign either
-            rows = np.concatenate([rows[:, : space.wide], rows[:, space.wide :] ^ SIGN], axis=1)
-        return cls(KeyRuns(keys, fmt), _coder(coder).restored(space, fmt, rows), space, rescore)
+        dim, own = fmt.dim_of(keys), {name: value for name, value in state.items() if not name.startswith(FINER)}
+        more = {name.removeprefix(FINER): value for name, value in state.items() if name.startswith(FINER)}
+        rescore, known = state.get("rescore"), _space_and_rows(own, len(keys), dim)
+        finer = _space_and_rows(more, len(keys), dim) if more else (None, None)
+        if known is None or finer is None or not isinstance(rescore, int):
+            raise InputDataError(f"the state is not one of codes of {len(keys)} keys of {dim}; build the index again")
+        rows = CodeRows(known[1], finer[1])
+        codes = _coder(coder).restored(known[0], fmt, rows, finer[0])
+        return cls(KeyRuns(keys, fmt), codes, (known[0], finer[0]), rescore)
 
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
@@ -278,7 +342,10 @@ class DeviceIndex(RunsIndex):
             return None
         if request.named:
             return candidate_search(request, request.candidates, request.named, keeps_all=True)
-        return candidate_search(request, request.candidates, self.rescore_count(request.k))
+        needed = self.rescore_count(request.k)
+        if self.finer_space is not None:
+            needed = min(needed, kept_count(request.k, False))
+        return candidate_search(request, request.candidates, needed)
 
     def search_likeness(self, k: int, visible: int) -> Hashable | None:
         count = rescore_count(self._rescore, k)  # once: a plan asks every head
@@ -305,13 +372,32 @@ class DeviceIndex(RunsIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory: none where a device holds the codes."""
-        return self.codes.nbytes if isinstance(self.codes, HostCodes) else 0
+        """Bytes of host memory: finer codes, where a device holds the others."""
+        return self.codes.finer_nbytes + (self.codes.nbytes if isinstance(self.codes, HostCodes) else 0)
 
     @property
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
         return 0 if isinstance(self.codes, HostCodes) else self.codes.nbytes
+
+
+def kept_count(k: int, estimated: bool) -> int:
+    """How many of the best by finer codes get an exact score: what codes of the usual size name."""
+    return rescore_count(max(1, RESCORE // 2) if estimated else RESCORE, k)
+
+
+def _space_and_rows(
+    state: Mapping[str, StateValue], keys: int, head_dim: int
+) -> tuple[CodeSpace, npt.NDArray[np.uint8]] | None:
+    """What a state tells of codes of so many keys; None where it does not fit."""
+    space, rows = _space_of(state, head_dim), state.get("codes")
+    if space is None or not isinstance(rows, np.ndarray) or rows.dtype != np.uint8:
+        return None
+    if rows.shape != (keys, space.key_bytes):
+        return None
+    if "thin" not in state:  # saved when the numbers in upper halves of bytes had no sign either
+        rows = np.concatenate([rows[:, : space.wide], rows[:, space.wide :] ^ SIGN], axis=1)
+    return space, rows
 
 
 def _coder(given: Coder | None) -> Coder:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import DeviceBytes, HeadShape, HeldBytes, KeyIndex, Training
+from retrieval_attn.index.base import CodeSizes, DeviceBytes, HeadShape, HeldBytes, KeyIndex, Training
 from retrieval_attn.index.formats import Format
 
 _kinds: dict[str, type[KeyIndex]] = {}
@@ -86,7 +86,7 @@ class IndexSpec:
         """Whether a device keeps codes of the keys, for as long as the index lives."""
         return self.device_bytes(head_dim).held > 0
 
-    def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> tuple[int, int] | None:
+    def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> CodeSizes | None:
         return self.cls.code_shape(self.options, head_dim, k, estimated)
 
     def may_be(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:

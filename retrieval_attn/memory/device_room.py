@@ -18,6 +18,7 @@ from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.packed import unpacked_bytes
 from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
+from retrieval_attn.offload.finer import reads_host
 
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
@@ -62,7 +63,8 @@ class IndexChoice:
             free = free_device_bytes(model)
             if free is not None:  # codes that do not fit end a read; smaller ones cost a little time per token
                 free = max(0, free - split_bytes(input_device(model)))
-            self.config = chosen_index(model.config, possible, tokens, free, batch)
+            finer = free is not None and reads_host(input_device(model))
+            self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec
@@ -79,13 +81,16 @@ def free_device_bytes(model: Any) -> int | None:
     return max(0, spare_bytes(device) - unpacked_bytes(model))
 
 
-def chosen_index(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Config:
+def chosen_index(
+    model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1, *, finer: bool = True
+) -> Config:
     """`config`, or where it says index="auto" and `free` bytes of device memory are enough, one with index="device".
 
     Enough for reading so many tokens of each of `batch` sequences, in the tightest layout that the options allow, and
     for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
-    which more candidates get an exact score (`SMALLER_CODES`). A scan on the device takes a tenth of the host's time,
-    and nothing is built while the device waits; the choice is logged.
+    which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
+    finer codes there leave of these. A scan on the device takes a tenth of the host's time, and nothing is built while
+    the device waits; the choice is logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
         return config
@@ -97,7 +102,7 @@ def chosen_index(model_config: Any, config: Config, tokens: int, free: int | Non
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    for options in code_sizes(shape.key_dim, config.retrieve_count(tokens)):
+    for options in code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer):
         coded = config.replace(index="device", index_options=options)
         needed = _needed(shape, coded, tokens, batch, free)
         if needed <= free:

@@ -22,10 +22,11 @@ from torch import Tensor
 from retrieval_attn.errors import MemoryPlanError, NotFiniteError
 from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for, encode
 from retrieval_attn.gpu.codes.search import name_keys
-from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS
+from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.offload.finer import FinerRows, RowSlabs
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import stored_on, unpack
@@ -45,6 +46,13 @@ Loan = tuple[Tensor, torch.cuda.Event | None]
 """Keys that lie on the device, and what has to be over before they may be read."""
 
 
+class CodeMemory(NamedTuple):
+    """Memory for the codes of one head, (tokens, bytes) uint8: on the device, and of finer ones on the host."""
+
+    codes: Tensor
+    finer: Tensor | None = None
+
+
 class DeviceCoder:
     """Makes codes for the heads of one layer (a `Coder`), in memory taken for all of them at once."""
 
@@ -55,6 +63,7 @@ class DeviceCoder:
         self._device, self._heads, self._sent = device, heads, sent
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._slab: list[Tensor] = []
+        self._finer = RowSlabs(heads, device)
         self._lent: Loan | None = None
 
     def for_head(self, head: int) -> HeadCoder:
@@ -77,37 +86,42 @@ class DeviceCoder:
         with self._turn:
             with beside(self._device):
                 memory = _take(capacity_for(len(keys)), space.key_bytes, device=self._device)
-                codes = HeadCodes.empty(space, fmt, memory, self._lent_to(head))
+                codes = HeadCodes.empty(space, fmt, CodeMemory(memory), lent=self._lent_to(head))
             codes.add(keys)
-            return codes.rows()
+            return codes.rows().codes
 
     def _lent_to(self, head: int | None) -> Loan | None:
         lent = self._lent
         return None if lent is None or head is None else (lent[0][head], lent[1])
 
-    def restored(self, space: CodeSpace, fmt: Format, rows: np.ndarray[Any, Any], head: int | None = None) -> HeadCodes:
-        """The codes that had these rows (n, key_bytes). Raises MemoryPlanError where the device has no room."""
+    def restored(
+        self, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None, head: int | None = None
+    ) -> HeadCodes:
+        """The codes that had these rows. Raises MemoryPlanError where there is no room."""
         with beside(self._device):
-            memory = self._room_for(len(rows), space)
+            memory = self._room_for(len(rows.codes), space, finer)
             if self._sent is not None and self._device.type == "cuda":
-                return self._sent.add(space, fmt, memory, rows)
-            codes = HeadCodes.empty(space, fmt, memory)
+                return self._sent.add(space, fmt, memory, rows, finer)
+            codes = HeadCodes.empty(space, fmt, memory, finer)
             codes.fill(rows)
         return codes
 
-    def __call__(self, space: CodeSpace, fmt: Format, expected: int, head: int | None = None) -> HeadCodes:
-        """Empty codes. Raises MemoryPlanError where the device has no room for them."""
+    def __call__(
+        self, space: CodeSpace, fmt: Format, expected: int, finer: CodeSpace | None = None, head: int | None = None
+    ) -> HeadCodes:
+        """Empty codes. Raises MemoryPlanError where there is no room for them."""
         with beside(self._device):
-            return HeadCodes.empty(space, fmt, self._room_for(expected, space), self._lent_to(head))
+            return HeadCodes.empty(space, fmt, self._room_for(expected, space, finer), finer, self._lent_to(head))
 
-    def _room_for(self, expected: int, space: CodeSpace) -> Tensor:
+    def _room_for(self, expected: int, space: CodeSpace, finer: CodeSpace | None) -> CodeMemory:
         """Memory for the codes of one head, on the stream of `beside`."""
         shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
+        host = None if finer is None else self._finer.take(shape[0], finer.key_bytes)
         with self._lock:
             if not self._slab or self._slab[-1].shape != shape:
                 # one block for all: the allocator rounds each of many up to its own pages
                 self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
-            return self._slab.pop()
+            return CodeMemory(self._slab.pop(), host)
 
 
 class SentCodes:
@@ -121,17 +135,23 @@ class SentCodes:
         self._heads = heads
         self._futures: list[Future[None]] = []
         self._spaces: list[_Spaces] = []
-        self._codes: list[tuple[HeadCodes, np.ndarray[Any, Any]]] = []
+        self._codes: list[tuple[HeadCodes, CodeRows]] = []
 
-    def add(self, space: CodeSpace, fmt: Format, memory: Tensor, rows: np.ndarray[Any, Any]) -> HeadCodes:
-        """Codes (n, key_bytes) of the first n keys of a head, on a GPU; they leave with the next `flush`."""
-        if not self._spaces or not self._spaces[-1].fits(space):
-            self._spaces.append(_Spaces(space, self._heads, memory.device))
-        there = DeviceCodes(self._spaces[-1].add(space), memory)
-        there.length = len(rows)
+    def add(
+        self, space: CodeSpace, fmt: Format, memory: CodeMemory, rows: CodeRows, finer: CodeSpace | None
+    ) -> HeadCodes:
+        """The codes of the first keys of a head, on a GPU; they leave with the next `flush`."""
+        device = memory.codes.device
+        there = _empty_codes(memory, self._space(space, device), None if finer is None else self._space(finer, device))
+        _set_length(there, len(rows.codes))
         codes = HeadCodes(there, fmt, sent=self)
         self._codes.append((codes, rows))
         return codes
+
+    def _space(self, space: CodeSpace, device: torch.device) -> DeviceSpace:
+        if not self._spaces or not self._spaces[-1].fits(space):
+            self._spaces.append(_Spaces(space, self._heads, device))
+        return self._spaces[-1].add(space)
 
     def flush(self) -> None:
         """Send what was added, the heads of a layer say: their spaces by one copy of the current stream."""
@@ -186,13 +206,26 @@ class _Spaces:
         self._there[: self._count].copy_(self._left[: self._count], non_blocking=True)
 
 
-def _send(some: list[tuple[HeadCodes, np.ndarray[Any, Any]]]) -> None:
+def _empty_codes(memory: CodeMemory, space: DeviceSpace, finer: DeviceSpace | None) -> DeviceCodes:
+    """Codes of no keys."""
+    rows = None if finer is None or memory.finer is None else FinerRows(finer, memory.finer)
+    return DeviceCodes(space, memory.codes, rows)
+
+
+def _set_length(codes: DeviceCodes, length: int) -> None:
+    """So many are written."""
+    codes.length = length
+    if codes.finer is not None:
+        codes.finer.length = length
+
+
+def _send(some: list[tuple[HeadCodes, CodeRows]]) -> None:
     device = some[0][0].device.codes.device
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(_sending_stream(device)):
         stream = torch.cuda.current_stream(device)
         stream.wait_stream(_stream(device))  # what had the memory before
         for codes, rows in some:
-            populate(rows)
+            populate(rows.codes)
             codes.copy(rows)
         stream.synchronize()
 
@@ -203,11 +236,11 @@ class HeadCoder(NamedTuple):
     coder: DeviceCoder
     head: int
 
-    def __call__(self, space: CodeSpace, fmt: Format, expected: int) -> HeadCodes:
-        return self.coder(space, fmt, expected, self.head)
+    def __call__(self, space: CodeSpace, fmt: Format, expected: int, finer: CodeSpace | None = None) -> HeadCodes:
+        return self.coder(space, fmt, expected, finer, self.head)
 
-    def restored(self, space: CodeSpace, fmt: Format, rows: np.ndarray[Any, Any]) -> HeadCodes:
-        return self.coder.restored(space, fmt, rows, self.head)
+    def restored(self, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None) -> HeadCodes:
+        return self.coder.restored(space, fmt, rows, finer, self.head)
 
     def rows(self, space: CodeSpace, fmt: Format, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self.coder.rows(space, fmt, keys, self.head)
@@ -223,32 +256,42 @@ class HeadCodes:
         self.device, self._fmt, self._lent, self._sent = device, fmt, lent, sent
 
     @classmethod
-    def empty(cls, space: CodeSpace, fmt: Format, memory: Tensor, lent: Loan | None = None) -> HeadCodes:
-        """memory: (tokens, key_bytes) uint8, where codes will go. Within `beside` of its device."""
-        spaces = _Spaces(space, 1, memory.device)
-        there = spaces.add(space)
+    def empty(
+        cls, space: CodeSpace, fmt: Format, memory: CodeMemory, finer: CodeSpace | None = None, lent: Loan | None = None
+    ) -> HeadCodes:
+        """memory: where codes will go. Within `beside` of its device."""
+        spaces = _Spaces(space, 2, memory.codes.device)
+        there = spaces.add(space), None if finer is None else spaces.add(finer)
         spaces.send()
-        return cls(DeviceCodes(there, memory), fmt, lent)
+        return cls(_empty_codes(memory, *there), fmt, lent)
 
     @property
     def nbytes(self) -> int:
         return self.device.codes.nbytes
 
-    def fill(self, rows: np.ndarray[Any, Any]) -> None:
-        """These are the codes (n, key_bytes) of the first n keys, which were coded before; n at most what was expected.
+    @property
+    def finer_nbytes(self) -> int:
+        return 0 if self.device.finer is None else self.device.finer.codes.nbytes
+
+    def fill(self, rows: CodeRows) -> None:
+        """These are the codes of the first keys, which were coded before; of as many as were expected at most.
 
         Within `beside` of the device, which has them when that ends.
         """
         self.copy(rows)
-        self._lent, self.device.length = None, len(rows)
+        self._lent = None
+        _set_length(self.device, len(rows.codes))
 
-    def copy(self, rows: np.ndarray[Any, Any]) -> None:
+    def copy(self, rows: CodeRows) -> None:
         """The bytes of `fill`, by the current stream, without waiting: through page-locked memory, a part while the
         next is being read from its file.
         """
         codes = self.device.codes
-        for start, some in _outbox.parts(rows, codes.device):
+        for start, some in _outbox.parts(rows.codes, codes.device):
             codes[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
+        if self.device.finer is not None:
+            assert rows.finer is not None
+            self.device.finer.codes[: len(rows.finer)].copy_(torch.from_numpy(rows.finer))
 
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
@@ -261,10 +304,10 @@ class HeadCodes:
             try:
                 for rows in self._on_device(keys, device):
                     if not codes.add(rows):
-                        codes.length = length
+                        codes.cut(length)
                         raise NotFiniteError(NOT_FINITE)
             except torch.OutOfMemoryError as error:
-                codes.length = length
+                codes.cut(length)
                 raise _no_room(error) from error
 
     def _on_device(self, keys: np.ndarray[Any, Any], device: torch.device) -> Iterator[Tensor]:
@@ -280,19 +323,20 @@ class HeadCodes:
             rows = stored_on(device, _outbox.filled(keys[start : start + SENT_AT_ONCE], device), self._fmt)
             yield unpack(rows, self._fmt, torch.float32) if self._fmt is Format.INT8 else rows
 
-    def rows(self) -> np.ndarray[Any, Any]:
-        """The codes (n, key_bytes) in host memory, until the calling thread's next call."""
-        codes = self.device.codes[: self.device.length]
+    def rows(self) -> CodeRows:
+        """The codes in host memory, until the calling thread's next call."""
+        codes, finer = self.device.codes[: self.device.length], self.device.finer
+        there = None if finer is None else finer.codes[: finer.length].numpy()
         if codes.device.type != "cuda":
-            return codes.numpy()
+            return CodeRows(codes.numpy(), there)
         held = _inbox.room(codes.nbytes).view(codes.shape)
         with beside(codes.device):
             held.copy_(codes, non_blocking=True)
             torch.cuda.current_stream(codes.device).synchronize()
-        return held.numpy()
+        return CodeRows(held.numpy(), there)
 
     def cut(self, length: int) -> None:
-        self.device.length = min(length, self.device.length)
+        self.device.cut(length)
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
         where = self.device.codes.device
@@ -308,11 +352,11 @@ def load_coder(device: torch.device, dtype: torch.dtype, spec: IndexSpec, head_d
     shape = spec.code_shape(head_dim, 1)
     if shape is None:
         return
-    split = splits(shape[0], head_dim)[0]
     sides = torch.zeros(head_dim, head_dim, device=device)
-    space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), sides[:0], *split)
-    codes = torch.zeros(1, shape[0], dtype=torch.uint8, device=device)
-    encode(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes)
+    for key_bytes in filter(None, {shape.key_bytes, shape.finer_bytes}):
+        space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), sides[:0], *splits(key_bytes, head_dim)[0])
+        codes = torch.zeros(1, key_bytes, dtype=torch.uint8, device=device)
+        encode(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes)
 
 
 class _PinnedBuffer(threading.local):

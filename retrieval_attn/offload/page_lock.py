@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,14 @@ def _owner(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def lock_array(array: np.ndarray) -> str:
+    """Page-lock an array's memory until it is given back. Why the driver refused; empty where it is page-locked now."""
+    reason = register(array.ctypes.data, array.nbytes)
+    if not reason:
+        weakref.finalize(_owner(array), unregister, [array.ctypes.data]).atexit = False
+    return reason
+
+
 def register(address: int, nbytes: int, flags: int = _PORTABLE) -> str:
     """Page-lock these bytes. Why the driver refused; empty where the memory is page-locked now."""
     cudart: Any = torch.cuda.cudart()
@@ -156,12 +165,17 @@ def register(address: int, nbytes: int, flags: int = _PORTABLE) -> str:
 
 def unregister(addresses: list[int]) -> None:
     """What was registered at these addresses is ordinary memory again."""
-    if torch.cuda.is_current_stream_capturing():  # garbage may be collected then; the driver forbids it to this thread
-        thread = threading.Thread(target=_unregister, args=(addresses,))
+    outside_capture(_unregister, addresses)
+
+
+def outside_capture(function: Callable[..., object], *arguments: object) -> None:
+    """Give memory back, say: garbage may be collected during a capture, when the driver forbids it to this thread."""
+    if torch.cuda.is_current_stream_capturing():
+        thread = threading.Thread(target=function, args=arguments)
         thread.start()
         thread.join()
     else:
-        _unregister(addresses)
+        function(*arguments)
 
 
 def _unregister(addresses: list[int]) -> None:

@@ -23,7 +23,8 @@ from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_spac
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
 from retrieval_attn.index.sketch.index import learn_projection
 from retrieval_attn.index.synthetic import synthetic_head
-from retrieval_attn.offload.codes import HeadCodes
+from retrieval_attn.offload.codes import CodeMemory, HeadCodes
+from retrieval_attn.offload.finer import host_rows
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 SIZES = [(64, 32), (128, 64), (16, 8), (80, 40), (64, 64), (128, 48)]
@@ -52,9 +53,11 @@ def made(dim: int, key_bytes: int, count: int, seed: int = 0) -> tuple[CodeSpace
     return learn_space(learn_projection(queries, keys, dim), keys, key_bytes), keys
 
 
-def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any]) -> DeviceCodes:
-    memory = torch.empty(7, space.key_bytes, dtype=torch.uint8, device=device)
-    codes = HeadCodes.empty(space, Format.FLOAT32, memory).device
+def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any], finer: CodeSpace | None = None) -> DeviceCodes:
+    where = torch.device(device)
+    memory = torch.empty(7, space.key_bytes, dtype=torch.uint8, device=where)
+    rows = None if finer is None else host_rows(1, 7, finer.key_bytes, where)[0]
+    codes = HeadCodes.empty(space, Format.FLOAT32, CodeMemory(memory, rows), finer).device
     for some in torch.from_numpy(keys).to(device).split(300):
         assert codes.add(some)
     return codes
@@ -174,7 +177,7 @@ def test_sizes_of_long_contexts(keys: int, wanted: int) -> None:
     codes = []
     for size in sizes:
         memory = torch.empty(size, space.key_bytes, dtype=torch.uint8, device="cuda")
-        codes.append(HeadCodes.empty(space, Format.FLOAT32, memory).device)
+        codes.append(HeadCodes.empty(space, Format.FLOAT32, CodeMemory(memory)).device)
         assert codes[-1].add(torch.randn(size, 128, generator=generator, device="cuda"))
     search.bind(list(zip(codes, sizes, strict=True)))
     query = torch.randn(3, 4, 1, 128, generator=generator, device="cuda")

@@ -129,7 +129,7 @@ def test_a_space_that_was_saved_before_is_read_as_it_was(
     restored = DeviceIndex.from_state(keys, Format.FLOAT32, old_state(index))
     for own, other in zip(restored.space[:4], index.space[:4], strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-5)
-    np.testing.assert_array_equal(restored.codes.rows(), index.codes.rows())
+    np.testing.assert_array_equal(restored.codes.rows().codes, index.codes.rows().codes)
     assert restored.space[4:] == index.space[4:] == split
     asked = rng.standard_normal((4, 32)).astype(np.float32)
     np.testing.assert_array_equal(restored.search(asked, 10).ids, index.search(asked, 10).ids)

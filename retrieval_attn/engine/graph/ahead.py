@@ -89,7 +89,7 @@ class LayerLaunches:
         for rows in self._rows:
             count = rows * self._q_heads
             search = CodeSearch(rows, self._q_heads, self._kv_heads, codes, device)
-            self._run(search, self._query()[:rows], codes.room, count, self._places(rows))
+            self._run(search, self._query()[:rows], count, self._places(rows))
 
     def search_question(self) -> None:
         """Search codes as a question does."""
@@ -97,7 +97,7 @@ class LayerLaunches:
         if codes is None:
             return
         search = QuestionSearch(self._kv_heads, self._q_heads // self._kv_heads, codes, device)
-        self._run(search, self._zeros(1, self._q_heads, 1, self._dim), codes.room, self._q_heads, None)
+        self._run(search, self._zeros(1, self._q_heads, 1, self._dim), self._q_heads, None)
 
     def attend_named(self) -> None:
         """Attend to named keys as a long question does."""
@@ -113,10 +113,10 @@ class LayerLaunches:
         queries = self._zeros(self._kv_heads, self._q_heads // self._kv_heads, self._dim)
         attend_named(queries, StoredRows(keys, values), Named(ids, 0, 1, k), 1.0, None)
 
-    def _run(self, search: CodeSearch, query: Tensor, room: int, count: int, places: Tensor | None) -> None:
+    def _run(self, search: CodeSearch, query: Tensor, count: int, places: Tensor | None) -> None:
         """Run a search to which nothing is bound."""
-        ids = torch.empty(count, room, dtype=torch.int32, device=query.device)
-        scratch = Scratch(count, size_class(self._keys), room, query.device, has_memory=False)
+        ids = torch.empty(count, search.shape.room, dtype=torch.int32, device=query.device)
+        scratch = Scratch(count, size_class(self._keys), search.shape.picked_room, query.device, has_memory=False)
 
         def opaque(function: Callable[..., None], *arguments: object) -> None:
             function(*arguments)

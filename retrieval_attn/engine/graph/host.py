@@ -146,7 +146,7 @@ class HostRows:
         self._reached, self._has_late = None, False
         self._beside: object = None
         if codes is not None and reached.device_reads(layer, rows.start) and rows_as_stored.unit:
-            self._reached = ReachedRows(batch * kv_heads, count, room, rows_as_stored, self._tally, codes.k)
+            self._reached = ReachedRows(batch * kv_heads, count, room, rows_as_stored, self._tally, codes.named)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -154,7 +154,7 @@ class HostRows:
     @property
     def _named(self) -> int:
         """Keys that the device names at least where all of them are attended to."""
-        return 0 if self._search is None or self._mass is None else self._search.shape.k
+        return 0 if self._search is None or self._mass is None else self._search.shape.named
 
     @property
     def max_coded_keys(self) -> int:
@@ -267,9 +267,9 @@ class HostRows:
         if self.reads is not Reads.DEVICE:
             stage_queries(own, self._staged, self.part.rows)
         if self._search is not None and max_coded_keys:
-            sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.room, query.device
+            sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.picked_room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
-            self._search.run(own, ids, places, scratch, resources.runtime.opaque)
+            self._search.run(own, ids, places, scratch, resources.runtime.opaque, scale=self.scoring.scale)
         if self.reads is not Reads.DEVICE:
             begun = resources.runtime.begin(self._call)
         self.rest = None

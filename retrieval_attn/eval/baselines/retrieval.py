@@ -175,7 +175,7 @@ def attended_tokens(layer: Any, new: int) -> float | None:
     if retrieve and config.estimates:
         # where a device names keys and estimates the others, all that it names are attended to
         codes = layer.index.spec.code_shape(window.buffers[0].shape[3], retrieve, True)
-        retrieve = retrieve if codes is None else codes[1]
+        retrieve = retrieve if codes is None else codes.kept or codes.k
     return float(static - (new - 1) / 2 + (middle if retrieve is None else min(retrieve, middle)))
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
-from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
-from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.codes import MOST_VARIANCE, ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
@@ -44,8 +44,6 @@ SAMPLED = 1 << 16
 128K, 256K, 512K and 1M."""
 RUN = 16
 """Neighbours that are summed together: the scores of so many fill a sector of memory."""
-MOST_VARIANCE = 2.0
-"""Of a logit, what codes lack of it: where it is larger, few keys make the sum, and its mean tells nothing of it."""
 
 
 class ClusterEntry(NamedTuple):
@@ -186,7 +184,7 @@ class ClusterMass:
             if codes is None or clusters is None or not codes[1]:
                 continue
             here = slice(number * group, (number + 1) * group)
-            logits = _logits(codes, flat[number], named[here], scoring)
+            logits = _logits(codes, flat[number], named[here], scoring, search.shape)
             top = logits.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
             summed, every = is_sampled(codes[1], logits.device)
             weights = torch.where(summed & (logits > -torch.inf), torch.exp(logits - top), 0) * every
@@ -223,20 +221,29 @@ def name_with_mass(
     """`search.name` for queries (kv_heads * m, head_dim) into ids, and the estimate of all that it does not name."""
     query, into = queries[None, :, None], mass.room(len(queries))
     after = mass.after(search, query, scoring, into)
-    if not search.name(queries, ids, after):
+    if not search.name(queries, ids, after, scale=scoring.scale):
         mass.run_plainly(search, query, ids, None, scoring, into)
     return into
 
 
-def _logits(codes: tuple[DeviceCodes, int], queries: Tensor, named: Tensor, scoring: Scoring) -> Tensor:
+def _logits(
+    codes: tuple[DeviceCodes, int], queries: Tensor, named: Tensor, scoring: Scoring, shape: CodeShape
+) -> Tensor:
     """float32 (m, n): what codes say of scaled products, with half the variance of what they lack; -inf if named."""
     stored, stop = codes
     scores = torch.cat(
         [code_scores(stored.space, some, queries) for some in stored.codes[:stop].split(ROWS_AT_ONCE)], 1
     )
     bases, variances = estimated(stored.space, queries)
-    logits = (scores + bases[:, None]) * scoring.scale
-    lacking = (variances * scoring.scale**2).clamp_max(MOST_VARIANCE)[:, None] / 2
+    products = scores + bases[:, None]
+    lacking = _lacking(variances, scoring.scale)
+    if stored.finer is not None and shape.kept:
+        # keys that were picked have finer codes, which say more of them, and lack less
+        picked = stored.find(queries, min(shape.k, stop), stop)
+        finer = _lacking(estimated(stored.finer.space, queries)[1], scoring.scale)
+        known = stored.finer.scores_of(queries, picked) + (finer - lacking) / scoring.scale
+        products = products.scatter(1, picked.clamp_min(0).long(), known)
+    logits = products * scoring.scale
     if scoring.softcap is None:
         logits = logits + lacking
     else:
@@ -248,3 +255,8 @@ def _logits(codes: tuple[DeviceCodes, int], queries: Tensor, named: Tensor, scor
     padded.scatter_(1, torch.where(named >= 0, named, stop).long(), -torch.inf)
     logits = padded[:, :stop]
     return torch.where(logits.isfinite(), logits, -torch.inf)
+
+
+def _lacking(variances: Tensor, scale: float) -> Tensor:
+    """Half the variance of logits (m, 1), of that of products (m,)."""
+    return (variances * scale**2).clamp_max(MOST_VARIANCE)[:, None] / 2

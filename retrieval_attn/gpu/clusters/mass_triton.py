@@ -18,7 +18,8 @@ from torch import Tensor
 
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters import mass as sizes
-from retrieval_attn.gpu.clusters.mass import MOST_VARIANCE, RUN, TABLE_WORDS, ClusterMass, RestPart, mass_grid
+from retrieval_attn.gpu.clusters.mass import RUN, TABLE_WORDS, ClusterMass, RestPart, mass_grid
+from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
 from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS

@@ -20,6 +20,9 @@ ALIGNED = 16
 """Bytes that a kernel loads at once: codes of a head begin on a multiple, and capacities are multiples."""
 SIGN = 128
 """A byte's highest bit, see `key_codes.SIGN`."""
+MOST_VARIANCE = 2.0
+"""Of a logit, what codes lack of it: where it is larger, few keys make a sum of exponentials, and its mean tells
+nothing of it."""
 _launching = threading.Lock()
 
 
@@ -43,27 +46,42 @@ class DeviceSpace(NamedTuple):
 
 
 class DeviceCodes:
-    """See the module. codes: (capacity, key_bytes) uint8, of which the first `length` are written."""
+    """See the module. codes: (capacity, key_bytes) uint8, of which the first `length` are written.
 
-    def __init__(self, space: DeviceSpace, codes: Tensor) -> None:
+    finer: codes of the same keys in more bytes, in host memory that the device can read; None: there are none.
+    """
+
+    def __init__(self, space: DeviceSpace, codes: Tensor, finer: DeviceCodes | None = None) -> None:
         """codes: memory to begin with, any contents; more is taken when keys outgrow it."""
-        self.space, self.codes, self.length = space, codes, 0
+        self.space, self.codes, self.finer, self.length = space, codes, finer, 0
 
     def add(self, keys: Tensor) -> bool:
         """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
         stop = self.length + len(keys)
         if stop > len(self.codes):
-            codes = self.codes.new_empty(capacity_for(stop + stop // 16), self.codes.shape[1])
+            codes = self._room(capacity_for(stop + stop // 16))
             codes[: self.length] = self.codes[: self.length]
             self.codes = codes
         if len(keys) and not encode(self.space, keys, self.codes[self.length : stop]):
             return False
+        if self.finer is not None:
+            self.finer.add(keys)
         self.length = stop
         return True
 
+    def cut(self, length: int) -> None:
+        """Forget the codes from `length` on."""
+        for codes in (self, self.finer):
+            if codes is not None:
+                codes.length = min(length, codes.length)
+
+    def _room(self, tokens: int) -> Tensor:
+        """Memory for the codes of so many keys."""
+        return self.codes.new_empty(tokens, self.codes.shape[1])
+
     def behind(self, first: int) -> DeviceCodes:
         """The codes from `first` on, in the same memory, as they are now; nothing may be added to them."""
-        codes = DeviceCodes(self.space, self.codes[first:])
+        codes = DeviceCodes(self.space, self.codes[first:], None if self.finer is None else self.finer.behind(first))
         codes.length = self.length - first
         return codes
 
@@ -78,6 +96,18 @@ class DeviceCodes:
         ids = scores.nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
         return torch.where(scores.isfinite().all(dim=1, keepdim=True), ids, -1)
 
+    def scores_of(self, queries: Tensor, ids: Tensor) -> Tensor:
+        """What codes say of queries (m, head_dim) times the keys of ids (m, n), float32 (m, n); -inf of ids < 0."""
+        codes = self.codes[ids.clamp_min(0).to(self.codes.device).long()].to(queries.device)
+        rows = [code_scores(self.space, own, query[None]) for own, query in zip(codes, queries, strict=True)]
+        bases, _ = estimated(self.space, queries)
+        return torch.where(ids >= 0, torch.cat(rows) + bases[:, None], -torch.inf)
+
+    def best_of(self, queries: Tensor, ids: Tensor, count: int) -> Tensor:
+        """Of ids (m, n) the `count` that these codes promise queries (m, head_dim) most, in the order of ids."""
+        places = self.scores_of(queries, ids).topk(count, dim=1).indices
+        return ids.gather(1, places.sort(dim=1).values)
+
 
 def capacity_for(tokens: int) -> int:
     """At least so many: what lies behind codes of so many keys is aligned."""
@@ -85,7 +115,16 @@ def capacity_for(tokens: int) -> int:
 
 
 def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
-    """Write the codes (n, key_bytes) of keys (n, head_dim); False, with any codes, if one is not finite."""
+    """Write the codes (n, key_bytes) of keys (n, head_dim); False, with any codes, if one is not finite.
+
+    codes: where the keys are, or in host memory, which has them once the current stream is done.
+    """
+    if codes.device != keys.device:
+        there = torch.empty_like(codes, device=keys.device)
+        if not encode(space, keys, there):
+            return False
+        codes.copy_(there, non_blocking=True)
+        return True
     kernels = kernels_for(keys, "codes.codes_triton")
     if kernels is not None:
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)

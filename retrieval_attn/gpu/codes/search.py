@@ -7,6 +7,9 @@ keys. A threshold is found by cutting its range, so a few keys more than k are n
 at every run. Queries of one key-value head go through the kernels in blocks and, where scratch memory has no room for
 the scores of all, in turns: the kernels are compiled alike for any number of queries.
 
+Where keys have finer codes in host memory, two kernels more (`refine_triton.py`) read those of the keys that were
+picked, over the bus, and name the best of them: a line of memory for each tells what the host would need many for.
+
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against.
 """
 
@@ -45,6 +48,8 @@ PAIR_BLOCK = 8
 """The same, where two rows over one text have few each."""
 WIDE_KEY = 192
 """Bytes per key from which on a program has room for the smaller block only."""
+FINE = 254
+"""Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
 MAX_NUMBERS = 1 << 16
 """Numbers among which a kernel can find a threshold: it counts in 16 bits."""
 QUESTION_SCORES = 512 << 20
@@ -55,15 +60,34 @@ CodeRange = tuple[DeviceCodes, int]
 
 
 class CodeShape(NamedTuple):
-    """What kernels are compiled for: bytes per key, best keys per query."""
+    """What kernels are compiled for: bytes per key, best keys per query; bytes of finer codes, of which `kept` of those
+    keys are named, or 0: all are.
+    """
 
     key_bytes: int
     k: int
+    finer_bytes: int = 0
+    kept: int = 0
+
+    @property
+    def named(self) -> int:
+        """Keys named per query at least, where there are as many."""
+        return self.kept or self.k
 
     @property
     def room(self) -> int:
-        """Most keys named per query: an eighth more than k, for the threshold need not be found to the key."""
-        return -(-(self.k + self.k // 8 + 8) // 32) * 32
+        """Most keys named per query."""
+        return _room_for(self.named)
+
+    @property
+    def picked_room(self) -> int:
+        """Most keys picked per query by their codes on the device."""
+        return _room_for(self.k)
+
+
+def _room_for(k: int) -> int:
+    """An eighth more than k: the threshold need not be found to the key."""
+    return -(-(k + k // 8 + 8) // 32) * 32
 
 
 class Scratch:
@@ -71,13 +95,13 @@ class Scratch:
 
     Rows are those of one turn. scores (queries, max_keys) float16, -inf for the keys that were named; least (queries,)
     float32, of those; best (queries, max_keys / group) float16, of every group; groups (queries, picked) int32, those
-    that were picked; hits (queries, room) int32, of their keys, numbered group by group, those that were named.
+    that were picked; hits (queries, room) int32, of their keys, numbered group by group, those that were picked.
     """
 
     def __init__(
         self, queries: int, max_keys: int, room: int, device: torch.device, *, has_memory: bool = True
     ) -> None:
-        """max_keys: per query, a power of 2 as `size_class` gives it. room: as in `CodeShape`.
+        """max_keys: per query, a power of 2 as `size_class` gives it. room: `CodeShape.picked_room`.
 
         has_memory: False for a search to which nothing is bound: it compiles the same kernels, which touch none of it.
         """
@@ -126,14 +150,72 @@ def size_class(keys: int) -> int:
     return max(MIN_CLASS, _power(keys))
 
 
-class CodeSearch:
+class CodedHeads:
+    """Codes of key-value heads as kernels find them, and the queries that were projected for them.
+
+    table: see TABLE_WORDS. planes (queries, 8, width) int8, centres and factors (queries,) float32: projected queries,
+    see `search_triton.py`. units, bases, variances (queries,) float32: unit * score + base is near q . k for a score
+    that kernels left, and how far off it is (`codes.estimated`).
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        queries: int,
+        key_bytes: int,
+        device: torch.device,
+        tables: SharedTables | None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """tables: where its table lies, which are then uploaded before `run`; None: in memory of its own."""
+        if tables is None:
+            self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
+            self._writer: Writer = TableWriter(self.table, waits=waits)
+        else:
+            self.table, self._writer = tables.take(entries, TABLE_WORDS, device)
+        self.planes = torch.zeros(queries, 8, max(MIN_WIDTH, _power(key_bytes)), dtype=torch.int8, device=device)
+        # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
+        # kernels are compiled for
+        self.centres, self.factors, self.units, self.bases, self.variances = (
+            torch.ones(queries, device=device) for _ in range(5)
+        )
+
+    def write(self, entries: Sequence[CodeRange | None], first: int) -> list[tuple[int, ...]]:
+        """Write rows of the table from `first` on, and return them; None: nothing is named. Raises BackendError."""
+        here = self.table.data_ptr()
+        rows = [[0] * TABLE_WORDS if entry is None else _words(*entry, here) for entry in entries]
+        if any(row[0] % ALIGNED for row in rows):
+            raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
+        self._writer.write(rows, first)
+        return [tuple(row) for row in rows]
+
+
+class FinerCodes(CodedHeads):
+    """What a search does with finer codes. picked (queries, picked_room) int32: the keys of each query, by row as its
+    queries have them; scores (queries, a power of 2) float32: what finer codes say of q . k for these.
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        queries: int,
+        shape: CodeShape,
+        device: torch.device,
+        tables: SharedTables | None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        super().__init__(entries, queries, shape.finer_bytes, device, tables, waits=waits)
+        self.picked = torch.empty(queries, shape.picked_room, dtype=torch.int32, device=device)
+        self.scores = torch.empty(queries, _power(shape.picked_room), dtype=torch.float32, device=device)
+
+
+class CodeSearch(CodedHeads):
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
-    planes (queries, 8, width) int8, centres and factors (queries,) float32: projected queries, see `search_triton.py`.
-    units, bases, variances (queries,) float32: unit * score + base is near q . k for a score that kernels left in
-    `Scratch`, and how far off it is (`codes.estimated`).
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
-    entries have codes of their own.
+    entries have codes of their own. finer: None: all keys that are picked are named.
     """
 
     def __init__(
@@ -146,31 +228,25 @@ class CodeSearch:
         *,
         block: int | None = None,
         tables: SharedTables | None = None,
+        waits: bool = True,
     ) -> None:
-        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: what suits so many. tables: where its
-        table lies, which are then uploaded before `run`; None: in memory of its own, written by `bind`.
+        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: what suits so many. tables: see
+        `CodedHeads`. waits: `bind` waits for the device, which otherwise must be done with the search before the next
+        `bind`; not with tables.
         """
+        sizes = batch * kv_heads, batch * q_heads
+        super().__init__(*sizes, shape.key_bytes, device, tables, waits=waits)
         self.shape, self.kv_heads = shape, kv_heads
+        self.finer = FinerCodes(*sizes, shape, device, tables, waits=waits) if shape.kept else None
         self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
         self._codes: list[tuple[int, ...]] = [(0,) * TABLE_WORDS] * len(self.entries)  # the table, as it was written
-        if tables is None:
-            self.table = torch.zeros(batch * kv_heads, TABLE_WORDS, dtype=torch.int64, device=device)
-            self._writer: Writer = TableWriter(self.table)
-        else:
-            self.table, self._writer = tables.take(batch * kv_heads, TABLE_WORDS, device)
-        width = max(MIN_WIDTH, _power(shape.key_bytes))
+        width = self.planes.shape[2]
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
         self.block = SMALL_BLOCK if width > WIDE_KEY else chosen
         self.tiles: QueryTiles | None = None
         if batch > 1:
             widths = {self.block} if width > WIDE_KEY else {self.block, max(self.block, PAIR_BLOCK), BLOCK}
             self.tiles = QueryTiles(batch * kv_heads, q_heads // kv_heads, tuple(sorted(widths)), device, tables)
-        self.planes = torch.zeros(batch * q_heads, 8, width, dtype=torch.int8, device=device)
-        # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
-        # kernels are compiled for
-        self.centres, self.factors, self.units, self.bases, self.variances = (
-            torch.ones(len(self.planes), device=device) for _ in range(5)
-        )
 
     def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
         """Codes of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
@@ -178,13 +254,10 @@ class CodeSearch:
         first: where the entries begin, in shared tables: others stay as they are. tiled: False where `write_tiles` is
         called afterwards, for several of these. Raises BackendError.
         """
-        here = self.table.data_ptr()
-        rows = [[0] * TABLE_WORDS if entry is None else _words(*entry, here) for entry in entries]
-        if any(row[0] % ALIGNED for row in rows):
-            raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
-        self._writer.write(rows, first)
+        if self.finer is not None:
+            self.finer.write([None if entry is None else _finer_of(entry) for entry in entries], first)
+        self._codes[first : first + len(entries)] = self.write(entries, first)
         self.entries[first : first + len(entries)] = entries
-        self._codes[first : first + len(entries)] = map(tuple, rows)
         if tiled:
             self.write_tiles()
 
@@ -213,17 +286,20 @@ class CodeSearch:
         scratch: Scratch,
         opaque: Callable[..., None],
         after: Callable[[Scratch, Turn], None] | None = None,
+        *,
+        scale: float = 1.0,
     ) -> None:
         """Name keys for query (batch, q_heads, 1, head_dim) in ids (batch * q_heads, room) int32; -1: no more.
 
         Fewer q_heads than it was made for will do, if they are a multiple of kv_heads.
         places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
         function that finds its arguments anew at every replay. after: called behind the kernels of each turn, while
-        `scratch` has what they left; not where plain PyTorch names the keys.
+        `scratch` has what they left; not where plain PyTorch names the keys. scale: of logits, which what is left of
+        keys that were picked, but not named, will be taken for.
         """
         kernels = kernels_for(query, "codes.search_triton") if scratch.suits_kernels else None
         if kernels is not None:
-            kernels.search(self, query, ids, places, scratch, after)
+            kernels.search(self, query, ids, places, scratch, after, scale)
         else:
             opaque(self._run_plainly, query, ids, places)
 
@@ -238,6 +314,8 @@ class CodeSearch:
                 continue
             codes, stop = entry
             hits = codes.find(flat[number], min(self.shape.k, stop), stop)
+            if codes.finer is not None and self.shape.kept:
+                hits = codes.finer.best_of(flat[number], hits, min(self.shape.kept, stop))
             for i in range(group):
                 ids[rows[number * group + i], : hits.shape[1]] = hits[i]
 
@@ -249,6 +327,14 @@ def _words(codes: DeviceCodes, count: int, here: int) -> list[int]:
     return [
         codes.codes.data_ptr() - here, space.query_projection.data_ptr(), count, space.estimate.data_ptr(), split
     ]  # fmt: skip
+
+
+def _finer_of(entry: CodeRange) -> CodeRange:
+    """The finer codes of an entry's keys. Raises BackendError where there are none."""
+    codes, count = entry
+    if codes.finer is None:
+        raise BackendError("keys are to be searched by finer codes, too, and have none; build the index again")
+    return codes.finer, count
 
 
 def _power(number: int) -> int:
@@ -277,17 +363,18 @@ class QuestionSearch(CodeSearch):
 
     def __init__(self, kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> None:
         """members: queries of each key-value head at most."""
-        super().__init__(1, kv_heads * members, kv_heads, shape, device, block=BLOCK)
-        self._writer = TableWriter(self.table, waits=False)
+        super().__init__(1, kv_heads * members, kv_heads, shape, device, block=BLOCK, waits=False)
 
-    def name(self, queries: Tensor, ids: Tensor, after: Callable[[Scratch, Turn], None] | None = None) -> bool:
+    def name(
+        self, queries: Tensor, ids: Tensor, after: Callable[[Scratch, Turn], None] | None = None, *, scale: float = 1.0
+    ) -> bool:
         """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does.
 
         Returns whether kernels did it, and so called `after`.
         """
-        scratch = question_scratch(len(queries), self.max_keys, self.shape.room, queries.device)
+        scratch = question_scratch(len(queries), self.max_keys, self.shape.picked_room, queries.device)
         query = queries[None, :, None]
-        self.run(query, ids, None, scratch, lambda function, *arguments: function(*arguments), after)
+        self.run(query, ids, None, scratch, lambda function, *arguments: function(*arguments), after, scale=scale)
         return kernels_for(query, "codes.search_triton") is not None and scratch.suits_kernels
 
 

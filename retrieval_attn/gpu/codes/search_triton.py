@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.search import SMALL_BLOCK, TABLE_WORDS, CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.refine_triton import refine
+from retrieval_attn.gpu.codes.search import FINE, SMALL_BLOCK, TABLE_WORDS, CodedHeads, CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
 BLOCK_KEYS = 128
@@ -30,10 +32,6 @@ NARROW_TILE, MOST_REGISTERS = 64, 64
 then fit a multiprocessor of an H100. With 70 seven fit, and the last of 1,056 come alone (33.6 us in place of 30.0)."""
 COLUMNS = 32
 """Numbers of a row at most, as keys are picked: what is chosen of it are the bits of a word."""
-MAX_ROUNDS = 24
-"""Cuts of a threshold's range at most: each leaves about a third, so 24 pass float32's resolution."""
-FINE = 254
-"""Steps of the second plane of a query in one of the first: the first is off by half a step at most."""
 MOST_SCORE = 32000.0
 """The largest score that codes could have, as it is stored: float16 has twice as much."""
 TILE_BYTES = 48 << 10
@@ -231,28 +229,6 @@ def _score_tiles_kernel(
 
 
 @triton.jit
-def _threshold(values, k, enough, ROUNDS: tl.constexpr):
-    """A number that at least `k` values reach, and hardly more than `enough` where they differ at all.
-
-    values: fewer than 65,536, in rows; -inf is none. Fewer than `k` of them: the least; none: inf.
-    """
-    low = tl.min(tl.where(values > -float("inf"), values, float("inf")))
-    high = tl.max(values)
-    count = tl.sum(tl.where(values >= low, 1, 0))
-    turn = 0
-    while (turn < ROUNDS) & (count > enough):
-        # two numbers are tried at once, for a sum over all threads is what a turn costs: 16 bits for each count
-        first, second = low + (high - low) * 0.33, low + (high - low) * 0.67
-        total = tl.sum(tl.where(values >= first, 1, 0) + tl.where(values >= second, 65536, 0))
-        above1, above2 = total & 65535, (total >> 16) & 65535
-        high = tl.where(above2 >= k, high, tl.where(above1 >= k, second, first))
-        low = tl.where(above2 >= k, second, tl.where(above1 >= k, first, low))
-        count = tl.where(above2 >= k, above2, tl.where(above1 >= k, above1, count))
-        turn += 1
-    return low
-
-
-@triton.jit
 def _ones(bits):
     """How many bits of an int32 are 1: sums of neighbouring bits, of pairs, of fours, and of bytes."""
     bits -= (bits >> 1) & 0x55555555
@@ -311,7 +287,7 @@ def _pick_kernel(
     # whole rows are loaded, or none: 16 bytes at once
     values = tl.load(best + at * GROUPS + number, mask=(first < length)[:, None], other=-float("inf"))
     values = tl.where(number < length, values.to(tl.float32), -float("inf"))
-    chosen = values >= _threshold(values, k, enough_groups, ROUNDS)
+    chosen = values >= threshold(values, k, enough_groups, ROUNDS)
     picked = _store_chosen(groups + at * PICKED, chosen, PICKED, group_rows, GROUP_COLUMNS)
     tl.debug_barrier()  # what was written is read by other threads of the program
 
@@ -321,10 +297,10 @@ def _pick_kernel(
     key = tl.load(groups + at * PICKED + first // GROUP, mask=inside, other=0) * GROUP + first % GROUP
     key = key[:, None] + tl.arange(0, COLUMNS)[None, :]
     values = tl.load(scores + at * max_keys + key, mask=inside[:, None], other=-float("inf")).to(tl.float32)
-    threshold = _threshold(values, k, enough, ROUNDS)
-    tl.store(least + at, threshold)
+    least_chosen = threshold(values, k, enough, ROUNDS)
+    tl.store(least + at, least_chosen)
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
-    named = _store_chosen(hits + at * room, values >= threshold, room, rows, COLUMNS)
+    named = _store_chosen(hits + at * room, values >= least_chosen, room, rows, COLUMNS)
     tl.debug_barrier()
     slot = tl.arange(0, ROOM)
     number = tl.load(hits + at * room + slot, mask=slot < named, other=0)
@@ -342,19 +318,17 @@ def search(
     places: Tensor | None,
     scratch: Scratch,
     after: Callable[[Scratch, Turn], None] | None,
+    scale: float,
 ) -> None:
     """See `CodeSearch.run`."""
-    batch, q_heads, _, dim = query.shape
-    shape, group, width = search.shape, scratch.group, search.planes.shape[2]
+    batch, q_heads = query.shape[:2]
+    shape, group, finer = search.shape, scratch.group, search.finer
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
-    enough, matrix = shape.k + shape.k // 16, triton.next_power_of_2(dim) ** 2
-    _project_kernel[(batch * q_heads,)](
-        query, search.table, search.planes,
-        search.centres, search.factors, search.units, search.bases, search.variances,
-        query.stride(0), query.stride(1), q_heads, members, dim,
-        WORDS=TABLE_WORDS, BYTES=shape.key_bytes, K=width, D=triton.next_power_of_2(dim), FINE=FINE,
-        MOST_SCORE=MOST_SCORE, num_warps=min(32, max(8, matrix // 2048)), **overlap(query.device),
-    )  # fmt: skip
+    enough = shape.k + shape.k // 16
+    _project(search, shape.key_bytes, query, members)
+    if finer is not None:
+        _project(finer, shape.finer_bytes, query, members)
+        named, ids, row_of, places = ids, finer.picked, places, None
     for turn in scratch.turns(entries, members):
         _score(search, scratch, turn, members)
         groups, numbers = scratch.max_keys // group, scratch.picked * group
@@ -362,14 +336,27 @@ def search(
         _pick_kernel[(turn.entries * turn.members,)](
             search.table, scratch.scores, scratch.least, scratch.best, scratch.groups, scratch.hits,
             scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
-            shape.room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
+            shape.picked_room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
             WORDS=TABLE_WORDS, GROUP=group, GROUPS=groups, PICKED=scratch.picked,
-            ROOM=triton.next_power_of_2(shape.room), GROUP_COLUMNS=_columns(groups, warps),
+            ROOM=triton.next_power_of_2(shape.picked_room), GROUP_COLUMNS=_columns(groups, warps),
             COLUMNS=min(_columns(numbers, warps), group), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
             num_warps=warps, **overlap(query.device),
         )  # fmt: skip
+        if finer is not None:
+            refine(search, finer, named, row_of, scratch, turn, members, scale)
         if after is not None:
             after(scratch, turn)
+
+
+def _project(heads: CodedHeads, key_bytes: int, query: Tensor, members: int) -> None:
+    """Project queries for the codes of these heads."""
+    (batch, q_heads, _, dim), columns = query.shape, triton.next_power_of_2(query.shape[3])
+    _project_kernel[(batch * q_heads,)](
+        query, heads.table, heads.planes, heads.centres, heads.factors, heads.units, heads.bases, heads.variances,
+        query.stride(0), query.stride(1), q_heads, members, dim,
+        WORDS=TABLE_WORDS, BYTES=key_bytes, K=heads.planes.shape[2], D=columns, FINE=FINE,
+        MOST_SCORE=MOST_SCORE, num_warps=min(32, max(8, columns**2 // 2048)), **overlap(query.device),
+    )  # fmt: skip
 
 
 def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> None:

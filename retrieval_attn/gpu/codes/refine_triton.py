@@ -1,0 +1,127 @@
+"""The Triton kernels that read finer codes, behind `search.py`. Imported only where there is Triton.
+
+The codes of some hundreds of keys of each query lie in host memory, here and there. What comes over the bus takes long
+and comes side by side, so that many programs ask for few keys each, and all of them at once; another kernel then keeps
+the best of a query.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels get their types from Triton)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
+from retrieval_attn.gpu.codes.search import FINE, TABLE_WORDS, CodeSearch, FinerCodes, Scratch, Turn
+from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, threshold
+from retrieval_attn.gpu.overlap_triton import begin, overlap
+
+BLOCK_KEYS = 64
+"""Keys of a program."""
+COLUMNS = 8
+"""Of a product of bytes at least; a query has two."""
+MOST_SCORE = 60000.0
+"""What is left of a score is a float16."""
+
+
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
+def _read_kernel(
+    table, planes, centres, factors, units, bases, picked, finer_scores, picked_room,
+    members, first_entry, first_member, count,
+    WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, PICKED: tl.constexpr, N: tl.constexpr,
+    COLUMNS: tl.constexpr, FINE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """What the finer codes of N keys that were picked for a query say of q . k; -inf where there is no key."""
+    i = tl.program_id(0)
+    entry = (first_entry + i // count).to(tl.int64)
+    query = entry * members + first_member + i % count
+    codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(table + entry * WORDS), 16)
+    byte, column, slot = tl.arange(0, K), tl.arange(0, COLUMNS), tl.program_id(1) * N + tl.arange(0, N)
+    begin(OVERLAP)
+    key = tl.load(picked + query * picked_room + slot, mask=slot < picked_room, other=-1)
+    inside = key >= 0
+    line = codes + key.to(tl.int64)[:, None] * BYTES + byte[None, :]
+    code = tl.load(line, mask=inside[:, None] & (byte < BYTES)[None, :], other=0)
+    # the two planes of the query are the first columns, as in `_score_keys`
+    own = planes + query * 8 * K + column[None, :] * K + byte[:, None]
+    here = (column < 2)[None, :]
+    products = tl.dot(code, tl.load(own, mask=here, other=0), out_dtype=tl.int32)
+    products = tl.dot(code & 63, tl.load(own + 2 * K, mask=here, other=0), products, out_dtype=tl.int32)
+    products = tl.dot(code & 15, tl.load(own + 4 * K, mask=here, other=0), products, out_dtype=tl.int32)
+    products = tl.dot(code & 3, tl.load(own + 6 * K, mask=here, other=0), products, out_dtype=tl.int32)
+    share = tl.where(column == 0, FINE, tl.where(column == 1, 1, 0))[None, :]
+    total = tl.sum(products * share, axis=1).to(tl.float32) - tl.load(centres + query)
+    value = total * (tl.load(units + query) * tl.load(factors + query)) + tl.load(bases + query)
+    tl.store(finer_scores + query * PICKED + slot, tl.where(inside, value, -float("inf")), mask=slot < picked_room)
+
+
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
+def _keep_kernel(
+    variances, code_units, code_bases, code_variances, least, scores, hits, picked, finer_scores, places, ids,
+    k, enough, picked_room, room, scale, members, first_entry, first_member, count, max_keys,
+    PICKED: tl.constexpr, ROOM: tl.constexpr, MOST_VARIANCE: tl.constexpr, MOST_SCORE: tl.constexpr,
+    HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Of the keys `picked` for a query, the `k` best by their finer codes to ids; of the others, to scores, what those
+    say of them.
+    """
+    i = tl.program_id(0)
+    at = i.to(tl.int64)
+    query = (first_entry + i // count).to(tl.int64) * members + first_member + i % count
+    row = query
+    if HAS_PLACES:
+        row = tl.load(places + query).to(tl.int64)
+    slot = tl.arange(0, PICKED)
+    begin(OVERLAP)
+    value = tl.load(finer_scores + query * PICKED + slot, mask=slot < picked_room, other=-float("inf"))
+    key = tl.load(picked + query * picked_room + slot, mask=slot < picked_room, other=-1)
+    least_named = threshold(value, k, enough, ROUNDS)
+    chosen = value >= least_named
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    is_named = chosen & (place < room)
+    # first to the device's own memory, for the host's takes whole lines far better than scattered words
+    tl.store(hits + at * picked_room + place, key, mask=is_named)
+    # what is left of a key that is not named is what its finer code says, with the variance that this lacks: whoever
+    # sums up takes that of the others for it
+    lacking = tl.minimum(tl.load(variances + query) * scale * scale, MOST_VARIANCE)
+    code_lacking = tl.minimum(tl.load(code_variances + query) * scale * scale, MOST_VARIANCE)
+    shift = (lacking - code_lacking) / (2 * scale) - tl.load(code_bases + query)
+    code_unit = tl.maximum(tl.load(code_units + query), 1e-30)
+    left = tl.minimum(tl.maximum((value + shift) / code_unit, -MOST_SCORE), MOST_SCORE)
+    tl.store(scores + at * max_keys + key, left.to(tl.float16), mask=(key >= 0) & (is_named == 0))
+    tl.store(least + at, tl.maximum(tl.load(least + at), (least_named + shift) / code_unit))
+    tl.debug_barrier()  # what was written is read by other threads of the program
+    number = tl.sum(is_named.to(tl.int32), axis=0)
+    slot = tl.arange(0, ROOM)
+    line = tl.load(hits + at * picked_room + slot, mask=slot < number, other=-1)
+    tl.store(ids + row * room + slot, line, mask=slot < room)
+
+
+def refine(
+    search: CodeSearch,
+    finer: FinerCodes,
+    ids: Tensor,
+    places: Tensor | None,
+    scratch: Scratch,
+    turn: Turn,
+    members: int,
+    scale: float,
+) -> None:
+    """Name the best of the keys that were picked for the queries of a turn in ids, as `CodeSearch.run` does."""
+    shape, k, picked = search.shape, search.shape.kept, finer.scores.shape[1]
+    queries, own = turn.entries * turn.members, (members, turn.first_entry, turn.first_member, turn.members)
+    _read_kernel[(queries, triton.cdiv(shape.picked_room, BLOCK_KEYS))](
+        finer.table, finer.planes, finer.centres, finer.factors, finer.units, finer.bases,
+        finer.picked, finer.scores, shape.picked_room, *own,
+        WORDS=TABLE_WORDS, BYTES=shape.finer_bytes, K=finer.planes.shape[2], PICKED=picked,
+        N=BLOCK_KEYS, COLUMNS=COLUMNS, FINE=FINE, num_warps=4, **overlap(finer.planes.device),
+    )  # fmt: skip
+    _keep_kernel[(queries,)](
+        finer.variances, search.units, search.bases, search.variances, scratch.least, scratch.scores, scratch.hits,
+        finer.picked, finer.scores, finer.picked if places is None else places, ids, k, k + k // 16,
+        shape.picked_room, shape.room, float(scale), *own, scratch.max_keys,
+        PICKED=picked, ROOM=triton.next_power_of_2(shape.room), MOST_VARIANCE=MOST_VARIANCE, MOST_SCORE=MOST_SCORE,
+        HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS, num_warps=4, **overlap(finer.planes.device),
+    )  # fmt: skip

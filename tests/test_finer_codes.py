@@ -1,0 +1,82 @@
+"""Contexts whose keys have finer codes on the host: asked, saved and opened; and what needs them and has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retrieval_attn as ra
+from retrieval_attn.context import stream_after
+from retrieval_attn.errors import BackendError
+from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
+from retrieval_attn.index.base import Training
+from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.store import ContextStore
+from tests.graph_cases import CONFIG, FINER
+from tests.tiny_models import build_model
+
+TOKENS = 900
+
+
+def context_of(config: ra.Config) -> ra.Context:
+    model = ra.enable(build_model("llama"), config)
+    return ra.Context(model, number_tokenizer(model.config.vocab_size), config)
+
+
+def ids_of(context: ra.Context, tokens: int) -> list[int]:
+    size = context._loop.model.config.vocab_size
+    return torch.randint(size, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+
+
+def answer(context: ra.Context, question: list[int]) -> list[str]:
+    return list(stream_after(context, question, ra.Sampling(max_new_tokens=12), "retrieval"))
+
+
+def finer_indexes(context: ra.Context) -> list[Any]:
+    indexes: list[Any] = list(context.cache.coded_indexes)
+    assert indexes and all(isinstance(one, DeviceIndex) and one.finer_space is not None for one in indexes)
+    return indexes
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_asked_saved_and_opened(tail: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many keys are named as finer codes leave; the same answer after opening."""
+    named: list[tuple[int, CodeShape]] = []
+    run = CodeSearch._run_plainly
+
+    def watched(self: CodeSearch, query: torch.Tensor, ids: torch.Tensor, places: torch.Tensor | None) -> None:
+        run(self, query, ids, places)
+        named.append((int((ids >= 0).sum(dim=1).max()), self.shape))
+
+    monkeypatch.setattr(CodeSearch, "_run_plainly", watched)
+    config = CONFIG.replace(**FINER, tail=tail, graph=False)
+    context = context_of(config)
+    context.read(ids_of(context, TOKENS), progress=False)
+    question = ids_of(context, 8)
+    first = answer(context, question)
+    assert named and {count for count, _ in named} == {34}
+    assert {shape.k for _, shape in named} == ({36} if tail else {72})
+    held = sum(one.nbytes for one in finer_indexes(context))
+    assert held >= 16 * sum(len(one) for one in finer_indexes(context)), "their bytes are the host's"
+    store = ContextStore(tmp_path / "store")
+    context.save("finer", store=store)
+    again = context_of(config).open("finer", store=store, progress=False)
+    for one, other in zip(finer_indexes(context), finer_indexes(again), strict=True):
+        assert (one.codes.rows().finer == other.codes.rows().finer).all()
+    assert answer(again, question) == first
+    again.kept.wait()
+
+
+def test_a_search_by_finer_codes_needs_some() -> None:
+    coder = DeviceCoder(torch.device("cpu"), 1)
+    keys = torch.randn(500, 32, generator=torch.Generator().manual_seed(3)).numpy()
+    index = DeviceIndex.make(keys, Format.FLOAT32, DeviceIndex.Options(key_bytes=16), Training(coder=coder.for_head(0)))
+    search = CodeSearch(1, 2, 1, CodeShape(16, 60, 32, 20), torch.device("cpu"))
+    with pytest.raises(BackendError, match="finer codes"):
+        search.bind([(index.device_codes(1, 500), 500)])

@@ -231,13 +231,8 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        finer = options.finer_for(head.head_dim)
-        text = (
-            "a finer code of every key: others lie on the GPU"
-            if finer
-            else "no bytes on the host: codes lie on the GPU"
-        )
-        return (HeldBytes(finer, None, text),)
+        held = options.finer_for(head.head_dim)
+        return (HeldBytes(held, None, f"{'a finer code of every key' if held else 'no bytes'}: codes lie on the GPU"),)
 
     @classmethod
     def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:

@@ -260,7 +260,7 @@ class HeadCodes:
         cls, space: CodeSpace, fmt: Format, memory: CodeMemory, finer: CodeSpace | None = None, lent: Loan | None = None
     ) -> HeadCodes:
         """memory: where codes will go. Within `beside` of its device."""
-        spaces = _Spaces(space, 2, memory.codes.device)
+        spaces = _Spaces(space, 1 if finer is None else 2, memory.codes.device)
         there = spaces.add(space), None if finer is None else spaces.add(finer)
         spaces.send()
         return cls(_empty_codes(memory, *there), fmt, lent)

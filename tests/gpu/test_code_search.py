@@ -221,6 +221,17 @@ def test_rows_without_codes_and_places(device: str) -> None:
     assert [turned[place] for place in places.tolist()] == straight
 
 
+@pytest.mark.parametrize("shape", [CodeShape(16, 60), CodeShape(16, 60, 32, 20)])
+def test_nothing_is_named_where_nothing_is_bound(device: str, shape: CodeShape) -> None:
+    """By the kernels of a search that has no memory yet: they are compiled ahead so."""
+    where = torch.device(device)
+    search, query = CodeSearch(2, 4, 2, shape, where), torch.randn(2, 4, 1, 32, device=where)
+    scratch = Scratch(8, size_class(1), shape.picked_room, where, has_memory=False)
+    ids = torch.full((8, shape.room), 77, dtype=torch.int32, device=where)
+    search.run(query, ids, None, scratch, lambda function, *given: function(*given))
+    assert bool((ids == -1).all())
+
+
 @pytest.mark.parametrize(
     "group,key_bytes,members",
     [(4, 16, [0, 0, 1, 0, None, 0]), (3, 16, [0] * 12), (37, 8, [0, 1, 0]), (4, 256, [0, 0, 0])],

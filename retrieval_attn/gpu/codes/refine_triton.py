@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
-from retrieval_attn.gpu.codes.search import FINE, TABLE_WORDS, CodeSearch, FinerCodes, Scratch, Turn
+from retrieval_attn.gpu.codes.search import FINE, TABLE_WORDS, CodedHeads, CodeSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
@@ -28,19 +28,20 @@ MOST_SCORE = 60000.0
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _read_kernel(
-    table, planes, centres, factors, units, bases, picked, finer_scores, picked_room,
+    table, planes, centres, factors, units, bases, keys, said, picked_room,
     members, first_entry, first_member, count,
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, PICKED: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, FINE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What the finer codes of N keys that were picked for a query say of q . k; -inf where there is no key."""
     i = tl.program_id(0)
+    at = i.to(tl.int64)
     entry = (first_entry + i // count).to(tl.int64)
     query = entry * members + first_member + i % count
     codes = table.to(tl.pointer_type(tl.int8), bitcast=True) + tl.multiple_of(tl.load(table + entry * WORDS), 16)
     byte, column, slot = tl.arange(0, K), tl.arange(0, COLUMNS), tl.program_id(1) * N + tl.arange(0, N)
     begin(OVERLAP)
-    key = tl.load(picked + query * picked_room + slot, mask=slot < picked_room, other=-1)
+    key = tl.load(keys + at * picked_room + slot, mask=slot < picked_room, other=-1)
     inside = key >= 0
     line = codes + key.to(tl.int64)[:, None] * BYTES + byte[None, :]
     code = tl.load(line, mask=inside[:, None] & (byte < BYTES)[None, :], other=0)
@@ -54,18 +55,18 @@ def _read_kernel(
     share = tl.where(column == 0, FINE, tl.where(column == 1, 1, 0))[None, :]
     total = tl.sum(products * share, axis=1).to(tl.float32) - tl.load(centres + query)
     value = total * (tl.load(units + query) * tl.load(factors + query)) + tl.load(bases + query)
-    tl.store(finer_scores + query * PICKED + slot, tl.where(inside, value, -float("inf")), mask=slot < picked_room)
+    tl.store(said + at * PICKED + slot, tl.where(inside, value, -float("inf")), mask=slot < picked_room)
 
 
 @triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
 def _keep_kernel(
-    variances, code_units, code_bases, code_variances, least, scores, hits, picked, finer_scores, places, ids,
+    variances, code_units, code_bases, code_variances, least, scores, hits, keys, said, places, ids,
     k, enough, picked_room, room, scale, members, first_entry, first_member, count, max_keys,
     PICKED: tl.constexpr, ROOM: tl.constexpr, MOST_VARIANCE: tl.constexpr, MOST_SCORE: tl.constexpr,
     HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys `picked` for a query, the `k` best by their finer codes to ids; of the others, to scores, what those
-    say of them.
+    """Of the keys that were picked for a query, the `k` best by their finer codes to ids; of the others, to scores,
+    what those say of them.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)
@@ -75,8 +76,8 @@ def _keep_kernel(
         row = tl.load(places + query).to(tl.int64)
     slot = tl.arange(0, PICKED)
     begin(OVERLAP)
-    value = tl.load(finer_scores + query * PICKED + slot, mask=slot < picked_room, other=-float("inf"))
-    key = tl.load(picked + query * picked_room + slot, mask=slot < picked_room, other=-1)
+    value = tl.load(said + at * PICKED + slot, mask=slot < picked_room, other=-float("inf"))
+    key = tl.load(keys + at * picked_room + slot, mask=slot < picked_room, other=-1)
     least_named = threshold(value, k, enough, ROUNDS)
     chosen = value >= least_named
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
@@ -101,7 +102,7 @@ def _keep_kernel(
 
 def refine(
     search: CodeSearch,
-    finer: FinerCodes,
+    finer: CodedHeads,
     ids: Tensor,
     places: Tensor | None,
     scratch: Scratch,
@@ -110,18 +111,19 @@ def refine(
     scale: float,
 ) -> None:
     """Name the best of the keys that were picked for the queries of a turn in ids, as `CodeSearch.run` does."""
-    shape, k, picked = search.shape, search.shape.kept, finer.scores.shape[1]
+    shape, k = search.shape, search.shape.kept
     queries, own = turn.entries * turn.members, (members, turn.first_entry, turn.first_member, turn.members)
     _read_kernel[(queries, triton.cdiv(shape.picked_room, BLOCK_KEYS))](
         finer.table, finer.planes, finer.centres, finer.factors, finer.units, finer.bases,
-        finer.picked, finer.scores, shape.picked_room, *own,
-        WORDS=TABLE_WORDS, BYTES=shape.finer_bytes, K=finer.planes.shape[2], PICKED=picked,
+        scratch.keys, scratch.said, shape.picked_room, *own,
+        WORDS=TABLE_WORDS, BYTES=shape.finer_bytes, K=finer.planes.shape[2], PICKED=scratch.picked,
         N=BLOCK_KEYS, COLUMNS=COLUMNS, FINE=FINE, num_warps=4, **overlap(finer.planes.device),
     )  # fmt: skip
     _keep_kernel[(queries,)](
         finer.variances, search.units, search.bases, search.variances, scratch.least, scratch.scores, scratch.hits,
-        finer.picked, finer.scores, finer.picked if places is None else places, ids, k, k + k // 16,
+        scratch.keys, scratch.said, scratch.hits if places is None else places, ids, k, k + k // 16,
         shape.picked_room, shape.room, float(scale), *own, scratch.max_keys,
-        PICKED=picked, ROOM=triton.next_power_of_2(shape.room), MOST_VARIANCE=MOST_VARIANCE, MOST_SCORE=MOST_SCORE,
-        HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS, num_warps=4, **overlap(finer.planes.device),
+        PICKED=scratch.picked, ROOM=triton.next_power_of_2(shape.room), MOST_VARIANCE=MOST_VARIANCE,
+        MOST_SCORE=MOST_SCORE, HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS, num_warps=4,
+        **overlap(finer.planes.device),
     )  # fmt: skip

@@ -95,7 +95,9 @@ class Scratch:
 
     Rows are those of one turn. scores (queries, max_keys) float16, -inf for the keys that were named; least (queries,)
     float32, of those; best (queries, max_keys / group) float16, of every group; groups (queries, picked) int32, those
-    that were picked; hits (queries, room) int32, of their keys, numbered group by group, those that were picked.
+    that were picked; hits (queries, room) int32, of their keys, numbered group by group, those that were picked. Where
+    there are finer codes, keys (queries, room) int32: these keys; said (queries, picked) float32: what codes say of
+    them.
     """
 
     def __init__(
@@ -103,7 +105,8 @@ class Scratch:
     ) -> None:
         """max_keys: per query, a power of 2 as `size_class` gives it. room: `CodeShape.picked_room`.
 
-        has_memory: False for a search to which nothing is bound: it compiles the same kernels, which touch none of it.
+        has_memory: False for a search to which nothing is bound: it compiles the same kernels, which touch none of what
+        grows with keys.
         """
         self.queries, self.max_keys = queries, max_keys
         self.picked = _power(room)
@@ -118,6 +121,8 @@ class Scratch:
         self.best = torch.empty(rows, max_keys // self.group, dtype=torch.float16, device=device)
         self.groups = torch.empty(rows, self.picked, dtype=torch.int32, device=device)
         self.hits = torch.empty(rows, room, dtype=torch.int32, device=device)
+        self.keys = torch.empty(queries, room, dtype=torch.int32, device=device)  # written whatever is bound, and read
+        self.said = torch.empty(queries, self.picked, dtype=torch.float32, device=device)
 
     @property
     def suits_kernels(self) -> bool:
@@ -191,26 +196,6 @@ class CodedHeads:
         return [tuple(row) for row in rows]
 
 
-class FinerCodes(CodedHeads):
-    """What a search does with finer codes. picked (queries, picked_room) int32: the keys of each query, by row as its
-    queries have them; scores (queries, a power of 2) float32: what finer codes say of q . k for these.
-    """
-
-    def __init__(
-        self,
-        entries: int,
-        queries: int,
-        shape: CodeShape,
-        device: torch.device,
-        tables: SharedTables | None,
-        *,
-        waits: bool = True,
-    ) -> None:
-        super().__init__(entries, queries, shape.finer_bytes, device, tables, waits=waits)
-        self.picked = torch.empty(queries, shape.picked_room, dtype=torch.int32, device=device)
-        self.scores = torch.empty(queries, _power(shape.picked_room), dtype=torch.float32, device=device)
-
-
 class CodeSearch(CodedHeads):
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
@@ -237,7 +222,7 @@ class CodeSearch(CodedHeads):
         sizes = batch * kv_heads, batch * q_heads
         super().__init__(*sizes, shape.key_bytes, device, tables, waits=waits)
         self.shape, self.kv_heads = shape, kv_heads
-        self.finer = FinerCodes(*sizes, shape, device, tables, waits=waits) if shape.kept else None
+        self.finer = CodedHeads(*sizes, shape.finer_bytes, device, tables, waits=waits) if shape.kept else None
         self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
         self._codes: list[tuple[int, ...]] = [(0,) * TABLE_WORDS] * len(self.entries)  # the table, as it was written
         width = self.planes.shape[2]

@@ -265,12 +265,13 @@ def _pick_kernel(
     table, scores, least, best, groups, hits, places, ids, k, enough_groups, enough, room,
     members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PLACES: tl.constexpr, REFINES: tl.constexpr,
+    ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The groups whose best scores are among the `k` best, and of their keys those whose scores are.
 
-    A group that is left out has k groups before it, each with a better key than its own best.
+    A group that is left out has k groups before it, each with a better key than its own best. REFINES: ids are those
+    of the turn, for kernels that name the best of them.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)
@@ -279,6 +280,8 @@ def _pick_kernel(
     row = entry * members + first_member + i % count
     if HAS_PLACES:
         row = tl.load(places + row).to(tl.int64)
+    if REFINES:
+        row = at
 
     begin(OVERLAP)
     group_rows: tl.constexpr = GROUPS // GROUP_COLUMNS
@@ -328,22 +331,22 @@ def search(
     _project(search, shape.key_bytes, query, members)
     if finer is not None:
         _project(finer, shape.finer_bytes, query, members)
-        named, ids, row_of, places = ids, finer.picked, places, None
     for turn in scratch.turns(entries, members):
         _score(search, scratch, turn, members)
         groups, numbers = scratch.max_keys // group, scratch.picked * group
         warps = _warps(max(groups, numbers))
         _pick_kernel[(turn.entries * turn.members,)](
             search.table, scratch.scores, scratch.least, scratch.best, scratch.groups, scratch.hits,
-            scratch.groups if places is None else places, ids, shape.k, min(enough, scratch.picked), enough,
+            scratch.groups if places is None else places, ids if finer is None else scratch.keys, shape.k,
+            min(enough, scratch.picked), enough,
             shape.picked_room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
             WORDS=TABLE_WORDS, GROUP=group, GROUPS=groups, PICKED=scratch.picked,
             ROOM=triton.next_power_of_2(shape.picked_room), GROUP_COLUMNS=_columns(groups, warps),
-            COLUMNS=min(_columns(numbers, warps), group), HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS,
-            num_warps=warps, **overlap(query.device),
+            COLUMNS=min(_columns(numbers, warps), group), HAS_PLACES=places is not None and finer is None,
+            REFINES=finer is not None, ROUNDS=MAX_ROUNDS, num_warps=warps, **overlap(query.device),
         )  # fmt: skip
         if finer is not None:
-            refine(search, finer, named, row_of, scratch, turn, members, scale)
+            refine(search, finer, ids, places, scratch, turn, members, scale)
         if after is not None:
             after(scratch, turn)
 

@@ -115,8 +115,8 @@ def test_saved_codes_come_back_in_parts(
             assert np.array_equal(found.ids, wanted.ids) and np.array_equal(found.scores, wanted.scores)
             for index in (made, back):
                 index.insert(more[head])
-        for one, same in ((made.space, back.space), (made.finer_space, back.finer_space)):
-            for part, other_part in zip(one or (), same or (), strict=True):
+        for one, same_space in ((made.space, back.space), (made.finer_space, back.finer_space)):
+            for part, other_part in zip(one or (), same_space or (), strict=True):
                 assert np.array_equal(np.asarray(part), np.asarray(other_part))
         assert (made.finer_space is not None) == bool(options)
 

@@ -24,6 +24,7 @@ from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import Weights, plan
 from retrieval_attn.memory.units import parse_bytes, show_bytes
+from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.loading import (
     checkpoint_config,
     choose_device,
@@ -61,7 +62,7 @@ class LLM:
         config: Config | None = None,
         **overrides: Any,
     ) -> None:
-        """Load `name_or_path` (a folder or a hub name).
+        """Load `name_or_path` (a folder, a hub name, or "bundled": the small test model of this package).
 
         device: "auto" is CUDA when there is one, else the CPU. dtype: "auto" is the checkpoint's own on a GPU
         and float32 on the CPU, where 16-bit arithmetic is slower. quantization: of the linear layers' weights when they
@@ -76,7 +77,7 @@ class LLM:
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
         tensor_parallel, yarn = bool(overrides.pop("tensor_parallel", False)), overrides.pop("yarn", None)
-        self.config = resolve(config, overrides)
+        self.config, name_or_path = resolve(config, overrides), model_path(name_or_path)
         check_threads(self.config.threads)
         self.device = choose_device(device)
         if self.device.type == "cpu":

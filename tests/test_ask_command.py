@@ -17,6 +17,7 @@ import pytest
 from retrieval_attn import stream
 from retrieval_attn.cli import main
 from retrieval_attn.commands import loading
+from retrieval_attn.model.bundled import BUNDLED
 from tests.tiny_models import QUESTION, tiny_model
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. " * 60
@@ -183,8 +184,8 @@ def test_ctrl_c_from_a_keyboard(document: str) -> None:
 
 def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:
     """On a small GPU a short text must not be refused for what the model's longest would need."""
-    assert loading._needed(str(loading.BUNDLED), 500) == 1524
-    assert loading._needed(str(loading.BUNDLED), 10**9) < 10**9
+    assert loading._needed(str(BUNDLED), 500) == 1524
+    assert loading._needed(str(BUNDLED), 10**9) < 10**9
 
 
 def test_output_that_nobody_reads(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from numba import int32, int64
 
 import retrieval_attn as ra
 from retrieval_attn.cli import main
-from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.compiled import jobs as jobs_module
 from retrieval_attn.compiled import place
 from retrieval_attn.compiled.jobs import Compilation, Job, missing, wait_until_compiled
@@ -26,6 +25,7 @@ from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, wait_for_builders
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import keep_best
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.model.bundled import BUNDLED
 from tests.test_structure import ROOT
 
 SERVER = Job("retrieval_attn.cpu.ahead:server")
@@ -265,7 +265,7 @@ def test_loading_a_model_begins_what_its_reads_wait_for(
     monkeypatch.setattr(Compilation, "_do", later)
     monkeypatch.setattr("retrieval_attn.engine.ready.early_jobs", quick)
     monkeypatch.setattr("retrieval_attn.engine.ready.kernel_jobs", quick)
-    llm = ra.LLM(BUNDLED, device="cpu", host_dtype="bfloat16")
+    llm = ra.LLM("bundled", device="cpu", host_dtype="bfloat16")
     assert begun == [] and missing([SERVER]) and len(jobs_module._under_way) == 1
     held.set()
     assert llm.read("The sky is blue. " * 90, progress=False).num_tokens > 0

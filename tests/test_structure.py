@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "eval": {"", "errors", "config", "eval"},
 }
 # Small public modules below the top that the evaluation uses: loading of models and devices, sizes, indexes, files.
-EVAL_MAY_USE = {"model.loading", "memory.units", "index", "index.replace"}
+EVAL_MAY_USE = {"model.bundled", "model.loading", "memory.units", "index", "index.replace"}
 # Parts of the evaluation that measure inside the machine, or put another method on the same hooks, and every module
 # inside that they reach: a new one is named here or the test fails.
 INSTRUMENTS = ("recording", "bench", "baselines")

@@ -27,8 +27,8 @@ import httpx
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
-from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.llm import LLM
+from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.server.prompts import Prompts
 from tests.server.process import WORDS, Served, serving
 

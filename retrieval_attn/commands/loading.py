@@ -11,11 +11,10 @@ from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.config import QUANTIZATIONS, YARN_FLAG, Config, Retrieve
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.memory.units import parse_tokens
+from retrieval_attn.model.bundled import model_path
 
 if TYPE_CHECKING:
     from retrieval_attn.llm import LLM
-
-BUNDLED = Path(__file__).parents[1] / "eval" / "needle_model"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -77,7 +76,7 @@ def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool =
     with no_collection():
         from retrieval_attn.llm import LLM
 
-    name = str(BUNDLED) if args.model == "bundled" else args.model
+    name = model_path(args.model)
     llm = LLM(
         name,
         device=args.device,

@@ -10,15 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrieval_attn.commands.loading import (
-    BUNDLED,
-    add_config_arguments,
-    add_model_arguments,
-    add_store_argument,
-    config_of,
-)
+from retrieval_attn.commands.loading import add_config_arguments, add_model_arguments, add_store_argument, config_of
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
+from retrieval_attn.model.bundled import model_path
 
 if TYPE_CHECKING:
     from retrieval_attn.server.spec import EngineSpec
@@ -153,7 +148,7 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         "max_context": None if args.max_context is None else parse_tokens(args.max_context, "--max-context"),
     }
     return EngineSpec(
-        str(BUNDLED) if args.model == "bundled" else args.model,
+        model_path(args.model),
         loading,
         config_of(args).to_dict(),
         rows=args.rows,

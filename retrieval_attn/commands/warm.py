@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from retrieval_attn.config import HOST_DTYPES, Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_tokens
+from retrieval_attn.model.bundled import BUNDLED
 
 if TYPE_CHECKING:
     from retrieval_attn.compiled.jobs import Job
-
-BUNDLED = Path(__file__).parents[1] / "eval" / "needle_model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

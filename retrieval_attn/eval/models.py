@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.model.bundled import BUNDLED as BUNDLED_MODEL
+from retrieval_attn.model.bundled import model_path
 
 __all__ = ["BUNDLED_MODEL", "load_description", "load_model", "model_digest", "model_path"]
-
-BUNDLED_MODEL = Path(__file__).parent / "needle_model"
-
-
-def model_path(name: str) -> str:
-    """What transformers loads for `name`: a folder or a hub id; "bundled" is the bundled model."""
-    return str(BUNDLED_MODEL) if name == "bundled" else name
 
 
 def load_model(name: str, device: str, dtype: str, yarn: float | None = None) -> Any:

@@ -24,9 +24,9 @@ import torch
 from transformers import AutoTokenizer
 
 import retrieval_attn as ra
-from retrieval_attn.commands.loading import BUNDLED
 from retrieval_attn.commands.serve import NEEDED
 from retrieval_attn.eval.bench.random_model import layers_text, random_model
+from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.server.spec import EngineSpec
 from tests.server.process import serving

@@ -198,6 +198,9 @@ def test_what_finer_codes_say_is_counted_in(
         # kernels pick a few keys more: what they name is no worse, but for what 16 bits of a query lose
         ranked = (said[some].sort(descending=True).values[:20] for some in (named, best))
         assert float((next(ranked) - next(ranked)).min()) > -1e-3
+    straight, places = case.ids.clone(), torch.arange(15, -1, -1, device=case.ids.device)
+    case.run(scoring, places)
+    assert torch.equal(case.ids[places], straight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -128,7 +128,7 @@ def named(search: CodeSearch, query: Tensor, places: Tensor | None = None, room:
     """
     count = query.shape[0] * query.shape[1]
     ids = torch.full((count, search.shape.room), 77, dtype=torch.int32, device=query.device)
-    scratch = shared_scratch({}, count, size_class(max(room, search.max_keys)), search.shape.room, query.device)
+    scratch = shared_scratch({}, count, size_class(max(room, search.max_keys)), search.shape.picked_room, query.device)
 
     def opaque(function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
@@ -187,18 +187,25 @@ def test_sizes_of_long_contexts(keys: int, wanted: int) -> None:
         check_named(found, search, codes[i // 4], sizes[i // 4], query[i // 4, i % 4])
 
 
+@pytest.mark.parametrize("finer", [False, True])
 @pytest.mark.parametrize("rows", [1000, 10, 3])
-def test_many_queries_in_blocks_and_turns(device: str, rows: int) -> None:
+def test_many_queries_in_blocks_and_turns(device: str, rows: int, finer: bool) -> None:
     """Each gets what it gets alone, however many there are and however few have room at once."""
     heads, members, wanted = 2, 37, 20
     search, codes = search_of(device, [650, 649], group=1, dim=16, key_bytes=8, wanted=wanted)
     shape, where = search.shape, torch.device(device)
+    if finer:
+        shape = CodeShape(8, 60, 16, wanted)
+        search = CodeSearch(2, 1, 1, shape, where)
+        for seed, size in enumerate((650, 649)):
+            space, keys = made(16, 8, size, seed)
+            codes[seed] = on(device, space, keys, made(16, 16, size, seed)[0])
     ranges: list[tuple[DeviceCodes, int] | None] = [(codes[0], 650), (codes[1], 649)]
     query = torch.randn(heads, members, 1, 16, generator=torch.Generator().manual_seed(2)).to(device)
     many = QuestionSearch(heads, members + 3, shape, where)
     many.bind(ranges)
     ids = torch.full((heads * members, shape.room), 77, dtype=torch.int32, device=device)
-    scratch = Scratch(min(rows, heads * members), size_class(650), shape.room, where)
+    scratch = Scratch(min(rows, heads * members), size_class(650), shape.picked_room, where)
     many.run(query.view(1, -1, 1, 16), ids, None, scratch, lambda function, *given: function(*given))
     search.bind(ranges)
     for member in (0, 9, 10, 31, 32, 36):

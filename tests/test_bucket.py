@@ -28,7 +28,7 @@ from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture import emulate
 from retrieval_attn.gpu.capture.exchange import VARIABLE
 from retrieval_attn.gpu.codes.search import MIN_CLASS
-from tests.graph_cases import DEVICE, ROARGRAPH
+from tests.graph_cases import DEVICE, FINER, ROARGRAPH
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_rows import Pair, feed, read
 from tests.tiny_models import LAYERS, build_model
@@ -128,6 +128,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "roargraph": ROARGRAPH,
     "device": DEVICE,
     "device, no estimates": {**DEVICE, "tail": False},
+    "device, finer": {**FINER, "index_options": {"key_bytes": 16, "rescore": 36, "finer_bytes": 64}},
 }
 
 

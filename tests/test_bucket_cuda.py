@@ -27,7 +27,7 @@ from tests.tiny_models import build_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiled", "fresh_decoders")]
 
-SELDOM = ["device", "device, no estimates", "by heads"]
+SELDOM = ["device", "device, no estimates", "device, finer", "by heads"]
 CUDA_KINDS: dict[str, dict[str, Any]] = {
     **KINDS,
     "device, all keys named": {**DEVICE, "retrieve": 1 << 13},

@@ -73,6 +73,25 @@ def test_asked_saved_and_opened(tail: bool, tmp_path: Path, monkeypatch: pytest.
     again.kept.wait()
 
 
+def test_opened_where_a_device_cannot_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers by the codes that it can read, of which all are named."""
+    config = CONFIG.replace(**FINER, graph=False)
+    context = context_of(config)
+    context.read(ids_of(context, TOKENS), progress=False)
+    store = ContextStore(tmp_path / "store")
+    context.save("finer", store=store)
+    for module in ("offload.codes", "memory.device_room"):
+        monkeypatch.setattr(f"retrieval_attn.{module}.reads_host", lambda device: False)
+    plain = context_of(config.replace(index_options={"key_bytes": 8, "rescore": 36}))
+    plain.read(ids_of(context, TOKENS), progress=False)
+    again = context_of(config).open("finer", store=store, progress=False)
+    indexes: list[Any] = list(again.cache.coded_indexes)
+    assert all(one.codes.device.finer is None and one.codes.finer_nbytes == 0 for one in indexes)
+    question = ids_of(context, 8)
+    assert answer(again, question) == answer(plain, question)
+    again.kept.wait()
+
+
 def test_a_search_by_finer_codes_needs_some() -> None:
     coder = DeviceCoder(torch.device("cpu"), 1)
     keys = torch.randn(500, 32, generator=torch.Generator().manual_seed(3)).numpy()

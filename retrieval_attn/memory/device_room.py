@@ -49,7 +49,13 @@ class IndexChoice:
         self._decided = False
 
     def take(self, decided: Config) -> None:
-        """The index is the one that `config` named when a saved context was read."""
+        """The index is the one that `config` named when a saved context was read, but for finer codes that the device
+        here cannot read.
+        """
+        model, options = None if self._model is None else self._model(), dict(decided.index_options)
+        if options.get("finer_bytes") and model is not None and not reads_host(input_device(model)):
+            del options["finer_bytes"]
+            decided = decided.replace(index_options=options)
         self.config, self.spec = decided, IndexSpec.of(decided.index, decided.index_options)
         self._decided = True
 

@@ -26,7 +26,7 @@ from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.finer import FinerRows, RowSlabs
+from retrieval_attn.offload.finer import FinerRows, RowSlabs, reads_host
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import stored_on, unpack
@@ -97,7 +97,11 @@ class DeviceCoder:
     def restored(
         self, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None, head: int | None = None
     ) -> HeadCodes:
-        """The codes that had these rows. Raises MemoryPlanError where there is no room."""
+        """The codes that had these rows; without finer ones where the device cannot read them. Raises MemoryPlanError
+        where there is no room.
+        """
+        if finer is not None and not reads_host(self._device):
+            finer = None
         with beside(self._device):
             memory = self._room_for(len(rows.codes), space, finer)
             if self._sent is not None and self._device.type == "cuda":

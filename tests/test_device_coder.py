@@ -10,7 +10,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
+from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.base import Training
 from retrieval_attn.index.device import DeviceIndex
@@ -156,6 +156,24 @@ def test_finer_codes_are_those_of_the_same_keys(device: str, memory: str, monkey
     assert said[0, 1] == -np.inf
     np.testing.assert_allclose(said[ids.cpu().numpy() >= 0], exact[ids.cpu().numpy() >= 0], atol=4.0)
     assert finer.best_of(queries, ids, 2)[0].tolist() == [0, 700]
+
+
+def test_keys_that_find_no_room_are_not_added_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pieces of them had room, on the device and on the host."""
+    monkeypatch.setattr("retrieval_attn.offload.codes.SENT_AT_ONCE", 1000)
+    keys = np.random.default_rng(11).standard_normal((9000, 64), dtype=np.float32)
+    options = DeviceIndex.Options(key_bytes=16, rescore=6, finer_bytes=32)
+    coder = DeviceCoder(CPU, 1)
+    index = DeviceIndex.make(keys[:3000], Format.FLOAT32, options, Training(coder=coder.for_head(0)))
+
+    def refused(*given: Any) -> Any:
+        raise MemoryPlanError("no room")
+
+    monkeypatch.setattr("retrieval_attn.offload.finer.host_rows", refused)
+    with pytest.raises(MemoryPlanError):
+        index.insert(keys[3000:])
+    held: Any = index.codes
+    assert len(index) == held.device.length == held.device.finer.length == 3000
 
 
 def test_options_of_finer_codes() -> None:

@@ -240,8 +240,8 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> CodeSizes:
-        picked = rescore_count(max(1, options.rescore // 2) if estimated else options.rescore, k)
-        finer, kept = options.finer_for(head_dim), kept_count(k, estimated)
+        picked, kept = (named_count(rescore, k, estimated) for rescore in (options.rescore, RESCORE))
+        finer = options.finer_for(head_dim)
         return CodeSizes(options.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
 
     @classmethod
@@ -339,7 +339,7 @@ class DeviceIndex(RunsIndex):
             return candidate_search(request, request.candidates, request.named, keeps_all=True)
         needed = self.rescore_count(request.k)
         if self.finer_space is not None:
-            needed = min(needed, kept_count(request.k, False))
+            needed = min(needed, rescore_count(RESCORE, request.k))
         return candidate_search(request, request.candidates, needed)
 
     def search_likeness(self, k: int, visible: int) -> Hashable | None:
@@ -376,9 +376,11 @@ class DeviceIndex(RunsIndex):
         return 0 if isinstance(self.codes, HostCodes) else self.codes.nbytes
 
 
-def kept_count(k: int, estimated: bool) -> int:
-    """How many of the best by finer codes get an exact score: what codes of the usual size name."""
-    return rescore_count(max(1, RESCORE // 2) if estimated else RESCORE, k)
+def named_count(rescore: int, k: int, estimated: bool) -> int:
+    """Keys that codes name where `rescore` of them per key wanted get an exact score; of finer codes RESCORE, as of
+    codes of the usual size.
+    """
+    return rescore_count(max(1, rescore // 2) if estimated else rescore, k)
 
 
 def _space_and_rows(

@@ -44,6 +44,11 @@ class IndexChoice:
             )
         self._decided = False
 
+    @property
+    def _loaded(self) -> Any:
+        """The model, as long as there is one."""
+        return None if self._model is None else self._model()
+
     def reset(self) -> None:
         """The next first tokens decide anew; until then `config` and `spec` stay, for forks that read before."""
         self._decided = False
@@ -52,7 +57,7 @@ class IndexChoice:
         """The index is the one that `config` named when a saved context was read, but for finer codes that the device
         here cannot read.
         """
-        model, options = None if self._model is None else self._model(), dict(decided.index_options)
+        model, options = self._loaded, dict(decided.index_options)
         if options.get("finer_bytes") and model is not None and not reads_host(input_device(model)):
             del options["finer_bytes"]
             decided = decided.replace(index_options=options)
@@ -61,7 +66,7 @@ class IndexChoice:
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""
-        model = None if self._model is None else self._model()
+        model = self._loaded
         if not self._decided and self._requested.index == "auto" and model is not None:
             possible = self._requested
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.finer import FinerRows, RowSlabs, reads_host
+from retrieval_attn.offload.finer import FinerRows, host_rows, reads_host
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import stored_on, unpack
@@ -53,6 +53,25 @@ class CodeMemory(NamedTuple):
     finer: Tensor | None = None
 
 
+class HeadSlabs:
+    """Memory for codes of a layer's heads, of all of them at once: allocators round each of many up to their pages."""
+
+    def __init__(
+        self, heads: int, device: torch.device, taken: Callable[[int, int, int, torch.device], Tensor]
+    ) -> None:
+        """taken: new memory (heads, tokens, key_bytes) uint8, for a device."""
+        self._heads, self._device, self._taken = heads, device, taken
+        self._lock = threading.Lock()
+        self._slab: list[Tensor] = []
+
+    def take(self, tokens: int, key_bytes: int) -> Tensor:
+        """(tokens, key_bytes) uint8, any contents. Raises MemoryPlanError."""
+        with self._lock:
+            if not self._slab or self._slab[-1].shape != (tokens, key_bytes):
+                self._slab = list(self._taken(self._heads, tokens, key_bytes, self._device).unbind(0))
+            return self._slab.pop()
+
+
 class DeviceCoder:
     """Makes codes for the heads of one layer (a `Coder`), in memory taken for all of them at once."""
 
@@ -60,10 +79,8 @@ class DeviceCoder:
         """heads: key-value heads that codes will be asked for, again and again. sent: sends restored codes; without it
         they are there when `restored` returns.
         """
-        self._device, self._heads, self._sent = device, heads, sent
-        self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._slab: list[Tensor] = []
-        self._finer = RowSlabs(heads, device)
+        self._device, self._sent, self._turn = device, sent, threading.Lock()
+        self._codes, self._finer = HeadSlabs(heads, device, _taken), HeadSlabs(heads, device, host_rows)
         self._lent: Loan | None = None
 
     def for_head(self, head: int) -> HeadCoder:
@@ -85,7 +102,7 @@ class DeviceCoder:
         """See `sketch.coding.RowCoder`: the device holds codes of one head at a time. Raises MemoryPlanError, too."""
         with self._turn:
             with beside(self._device):
-                memory = _take(capacity_for(len(keys)), space.key_bytes, device=self._device)
+                memory = _taken(1, capacity_for(len(keys)), space.key_bytes, self._device)[0]
                 codes = HeadCodes.empty(space, fmt, CodeMemory(memory), lent=self._lent_to(head))
             codes.add(keys)
             return codes.rows().codes
@@ -119,13 +136,9 @@ class DeviceCoder:
 
     def _room_for(self, expected: int, space: CodeSpace, finer: CodeSpace | None) -> CodeMemory:
         """Memory for the codes of one head, on the stream of `beside`."""
-        shape = capacity_for(expected + SPARE_TOKENS), space.key_bytes
-        host = None if finer is None else self._finer.take(shape[0], finer.key_bytes)
-        with self._lock:
-            if not self._slab or self._slab[-1].shape != shape:
-                # one block for all: the allocator rounds each of many up to its own pages
-                self._slab = list(_take(self._heads, *shape, device=self._device).unbind(0))
-            return CodeMemory(self._slab.pop(), host)
+        tokens = capacity_for(expected + SPARE_TOKENS)
+        host = None if finer is None else self._finer.take(tokens, finer.key_bytes)
+        return CodeMemory(self._codes.take(tokens, space.key_bytes), host)
 
 
 class SentCodes:
@@ -147,7 +160,7 @@ class SentCodes:
         """The codes of the first keys of a head, on a GPU; they leave with the next `flush`."""
         device = memory.codes.device
         there = _empty_codes(memory, self._space(space, device), None if finer is None else self._space(finer, device))
-        _set_length(there, len(rows.codes))
+        there.hold(len(rows.codes))
         codes = HeadCodes(there, fmt, sent=self)
         self._codes.append((codes, rows))
         return codes
@@ -216,13 +229,6 @@ def _empty_codes(memory: CodeMemory, space: DeviceSpace, finer: DeviceSpace | No
     return DeviceCodes(space, memory.codes, rows)
 
 
-def _set_length(codes: DeviceCodes, length: int) -> None:
-    """So many are written."""
-    codes.length = length
-    if codes.finer is not None:
-        codes.finer.length = length
-
-
 def _send(some: list[tuple[HeadCodes, CodeRows]]) -> None:
     device = some[0][0].device.codes.device
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(_sending_stream(device)):
@@ -284,7 +290,7 @@ class HeadCodes:
         """
         self.copy(rows)
         self._lent = None
-        _set_length(self.device, len(rows.codes))
+        self.device.hold(len(rows.codes))
 
     def copy(self, rows: CodeRows) -> None:
         """The bytes of `fill`, by the current stream, without waiting: through page-locked memory, a part while the
@@ -308,11 +314,12 @@ class HeadCodes:
             try:
                 for rows in self._on_device(keys, device):
                     if not codes.add(rows):
-                        codes.cut(length)
                         raise NotFiniteError(NOT_FINITE)
-            except torch.OutOfMemoryError as error:
-                codes.cut(length)
-                raise _no_room(error) from error
+            except (torch.OutOfMemoryError, MemoryPlanError, NotFiniteError) as error:
+                codes.hold(length)  # all of the keys are added, or none
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise _no_room(error) from error
+                raise
 
     def _on_device(self, keys: np.ndarray[Any, Any], device: torch.device) -> Iterator[Tensor]:
         """Keys (n, head_dim), as stored, there: in pieces."""
@@ -340,7 +347,7 @@ class HeadCodes:
         return CodeRows(held.numpy(), there)
 
     def cut(self, length: int) -> None:
-        self.device.cut(length)
+        self.device.hold(min(length, self.device.length))
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
         where = self.device.codes.device
@@ -410,9 +417,9 @@ def _copied(rows: np.ndarray[Any, Any], room: Tensor) -> np.ndarray[Any, Any]:
 _outbox, _inbox = _PinnedBuffer(), _PinnedBuffer()
 
 
-def _take(*shape: int, device: torch.device) -> Tensor:
+def _taken(heads: int, tokens: int, key_bytes: int, device: torch.device) -> Tensor:
     try:
-        return torch.empty(shape, dtype=torch.uint8, device=device)
+        return torch.empty(heads, tokens, key_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise _no_room(error) from error
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 
 import numpy as np
 import torch
@@ -29,22 +28,6 @@ class FinerRows(DeviceCodes):
 
     def _room(self, tokens: int) -> Tensor:
         return host_rows(1, tokens, self.codes.shape[1], self.space.shift.device)[0]
-
-
-class RowSlabs:
-    """Host memory for the finer codes of a layer's heads, taken for all of them at once."""
-
-    def __init__(self, heads: int, device: torch.device) -> None:
-        self._heads, self._device = heads, device
-        self._lock = threading.Lock()
-        self._slab: list[Tensor] = []
-
-    def take(self, tokens: int, key_bytes: int) -> Tensor:
-        """(tokens, key_bytes) uint8, any contents. Raises MemoryPlanError."""
-        with self._lock:
-            if not self._slab or self._slab[-1].shape != (tokens, key_bytes):
-                self._slab = list(host_rows(self._heads, tokens, key_bytes, self._device).unbind(0))
-            return self._slab.pop()
 
 
 @functools.cache

@@ -69,11 +69,11 @@ class DeviceCodes:
         self.length = stop
         return True
 
-    def cut(self, length: int) -> None:
-        """Forget the codes from `length` on."""
-        for codes in (self, self.finer):
-            if codes is not None:
-                codes.length = min(length, codes.length)
+    def hold(self, length: int) -> None:
+        """The codes of the first `length` keys count, of all that are written."""
+        self.length = length
+        if self.finer is not None:
+            self.finer.hold(length)
 
     def _room(self, tokens: int) -> Tensor:
         """Memory for the codes of so many keys."""

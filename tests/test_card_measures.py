@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from retrieval_attn.engine import fused_layers
+from retrieval_attn.gpu.attention import flash
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import LAYERS
 from tools.card.four_bits import made
 from tools.card.int4 import steps_by
 from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
+from tools.card.near import MIN_CHUNK, near_reads
 from tools.card.runs import Lane, lanes, run_measure
 from tools.card.table import measures
 from tools.card.tests import outcomes
@@ -178,6 +180,25 @@ def test_steps_run_by_kernels_or_by_modules(monkeypatch: pytest.MonkeyPatch) -> 
         with steps_by(way, model) as taken:
             assert Decoded(model, True).steps.replays
         assert set(taken) == {layers}
+
+
+@pytest.mark.parametrize(
+    ("queries", "window", "seen"), [(MIN_CHUNK, 100, MIN_CHUNK + 100), (MIN_CHUNK, None, 300), (1, 100, 300)]
+)
+def test_near_reads_attend_to_what_is_near(queries: int, window: int | None, seen: int) -> None:
+    """A chunk attends to so many keys within, a token to all; afterwards all attend to all."""
+    query, key, value = (
+        torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (queries, 300, 300)
+    )
+
+    def attended(first: int) -> flash.Partial:
+        return flash.attend(query, key[:, :, first:], value[:, :, first:], scale=1.0, causal=True)
+
+    wanted, all_keys = attended(300 - seen), attended(0)
+    with near_reads(window):
+        torch.testing.assert_close(attended(0), wanted)
+    torch.testing.assert_close(attended(0), all_keys)
+    assert (seen == 300) == torch.equal(wanted.lse, all_keys.lse)
 
 
 def test_models_are_made_in_four_bits() -> None:

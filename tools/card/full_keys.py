@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.units import show_bytes
+from tools.card.near import add_read_window, near_reads
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
 
@@ -36,6 +38,10 @@ def main() -> int:
     parser.add_argument("--lengths", default="8k,16k,32k,64k,128k")
     parser.add_argument("--tokens", type=as_tokens, default=64)
     parser.add_argument("--ways", default="auto,full", help="kinds of index, such as sketch (default: %(default)s)")
+    parser.add_argument(
+        "--index-options", type=json.loads, default={}, metavar="JSON", help="of ways but auto and full"
+    )
+    add_read_window(parser)
     args = parser.parse_args()
     lengths = [as_tokens(one) for one in args.lengths.split(",")]
     args.length = max(lengths)
@@ -44,9 +50,12 @@ def main() -> int:
     for length in lengths:
         ids = subject.ids(length)
         for way in args.ways.split(","):
-            rows.append({"length": length, "way": way, **one_row(llm, llm.config.replace(index=way), ids, args)})
+            options = args.index_options if way not in ("auto", "full") else {}
+            config = llm.config.replace(index=way, index_options=options)
+            with near_reads(args.read_window):
+                rows.append({"length": length, "way": way, **one_row(llm, config, ids, args)})
             print(rows[-1], file=sys.stderr, flush=True)
-    save_found(args, subject, {"rows": rows})
+    save_found(args, subject, {"read_window": args.read_window, "rows": rows})
     return 0
 
 

@@ -34,6 +34,7 @@ from retrieval_attn.memory.units import GIB, parse_bytes
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
 from tools.card.four_bits import SHAPES, made
+from tools.card.near import add_read_window, near_reads
 from tools.card.runs import card_names
 from tools.card.subject import answered, save_found
 
@@ -66,7 +67,8 @@ def of_length(model: Any, config: ra.Config, length: int, args: argparse.Namespa
     rows = []
     try:
         began = time.perf_counter()
-        context.read(ids, progress=False)
+        with near_reads(args.read_window):
+            context.read(ids, progress=False)
         seconds = time.perf_counter() - began
         for way in WAYS:
             with steps_by(way, model) as taken:
@@ -93,6 +95,7 @@ def main() -> int:
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
+    add_read_window(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
@@ -101,8 +104,8 @@ def main() -> int:
     began = time.perf_counter()
     model = made(args.shape, device, args.seed, args.layers)
     found: dict[str, Any] = {
-        "shape": args.shape, "layers": args.layers, "made_seconds": time.perf_counter() - began,
-        "weights_gib": held_bytes(model) / GIB,
+        "shape": args.shape, "layers": args.layers, "read_window": args.read_window,
+        "made_seconds": time.perf_counter() - began, "weights_gib": held_bytes(model) / GIB,
     }  # fmt: skip
     model.generation_config.eos_token_id = []
     gc.collect()

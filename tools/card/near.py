@@ -1,0 +1,49 @@
+"""Long texts that are read quickly: all layers read all chunks, but a chunk attends to what is near it.
+
+For memory, and for times per token by codes or by all keys, which do not depend on what keys hold: a million tokens are
+read in a minute, not in ten. A measure that used it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from retrieval_attn.eval.flags import as_tokens
+from retrieval_attn.gpu.attention import flash
+from retrieval_attn.gpu.attention.backends import Call
+
+__all__ = ["MIN_CHUNK", "add_read_window", "near_reads"]
+
+MIN_CHUNK = 64
+"""Tokens from which on queries that follow each other are taken for a chunk of a read."""
+
+
+def add_read_window(parser: argparse.ArgumentParser) -> None:
+    """The flag --read-window."""
+    parser.add_argument(
+        "--read-window", type=as_tokens, metavar="TOKENS",
+        help="simplified reads: chunks attend to so many tokens before them (default: to all)",
+    )  # fmt: skip
+
+
+@contextmanager
+def near_reads(window: int | None) -> Iterator[None]:
+    """Within, a chunk attends to its own tokens and the `window` before them; None: to all."""
+    if window is None:
+        yield
+        return
+
+    def call(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool = False, *others: Any) -> Call:
+        kept = query.shape[2] + window
+        if causal and query.shape[2] >= MIN_CHUNK and key.shape[2] > kept:
+            key, value = key[:, :, -kept:], value[:, :, -kept:]
+        return Call(query, key, value, scale, causal, *others)
+
+    with mock.patch.object(flash, "Call", call):
+        yield

@@ -22,7 +22,7 @@ from tests.tiny_models import LAYERS
 from tools.card.four_bits import made
 from tools.card.int4 import steps_by
 from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
-from tools.card.near import MIN_CHUNK, near_reads
+from tools.card.near import near_reads
 from tools.card.runs import Lane, lanes, run_measure
 from tools.card.table import measures
 from tools.card.tests import outcomes
@@ -182,9 +182,7 @@ def test_steps_run_by_kernels_or_by_modules(monkeypatch: pytest.MonkeyPatch) -> 
         assert set(taken) == {layers}
 
 
-@pytest.mark.parametrize(
-    ("queries", "window", "seen"), [(MIN_CHUNK, 100, MIN_CHUNK + 100), (MIN_CHUNK, None, 300), (1, 100, 300)]
-)
+@pytest.mark.parametrize(("queries", "window", "seen"), [(64, 100, 164), (64, None, 300), (1, 100, 300)])
 def test_near_reads_attend_to_what_is_near(queries: int, window: int | None, seen: int) -> None:
     """A chunk attends to so many keys within, a token to all; afterwards all attend to all."""
     query, key, value = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from typing import Any
@@ -19,17 +18,19 @@ from typing import Any
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.eval.bench.methods import parse
 from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.units import show_bytes
 from tools.card.near import add_read_window, near_reads
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
 
-def measured(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
+def measured(context: ra.Context, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
     """Read, and answer; milliseconds of the last answer."""
     began = time.perf_counter()
-    context.read(ids, progress=False)
-    return {"read_seconds": time.perf_counter() - began, **answered(context, ids, tokens)}
+    with near_reads(args.read_window):
+        context.read(ids, progress=False)
+    return {"read_seconds": time.perf_counter() - began, **answered(context, ids, args.tokens)}
 
 
 def main() -> int:
@@ -37,25 +38,23 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", default="8k,16k,32k,64k,128k")
     parser.add_argument("--tokens", type=as_tokens, default=64)
-    parser.add_argument("--ways", default="auto,full", help="kinds of index, such as sketch (default: %(default)s)")
-    parser.add_argument(
-        "--index-options", type=json.loads, default={}, metavar="JSON", help="of ways but auto and full"
-    )
+    parser.add_argument("--ways", default="auto,full", help="kinds of index, such as device:key_bytes=32 (%(default)s)")
     add_read_window(parser)
     args = parser.parse_args()
     lengths = [as_tokens(one) for one in args.lengths.split(",")]
     args.length = max(lengths)
+    ways = parse(args.ways, known=())
     llm, subject = llm_of(args)
+    if args.read_window is not None:
+        subject.simplifications.append(f"chunks were read with the {args.read_window} tokens before them alone")
     rows = []
     for length in lengths:
         ids = subject.ids(length)
-        for way in args.ways.split(","):
-            options = args.index_options if way not in ("auto", "full") else {}
-            config = llm.config.replace(index=way, index_options=options)
-            with near_reads(args.read_window):
-                rows.append({"length": length, "way": way, **one_row(llm, config, ids, args)})
+        for spec in ways:
+            config = llm.config.replace(index=spec.name, index_options=spec.options)
+            rows.append({"length": length, "way": spec.label, **one_row(llm, config, ids, args)})
             print(rows[-1], file=sys.stderr, flush=True)
-    save_found(args, subject, {"read_window": args.read_window, "rows": rows})
+    save_found(args, subject, {"rows": rows})
     return 0
 
 
@@ -66,7 +65,7 @@ def one_row(llm: Any, config: ra.Config, ids: list[int], args: argparse.Namespac
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
-            found = measured(ra.Context(llm.model, llm.tokenizer, config), ids, args.tokens)
+            found = measured(ra.Context(llm.model, llm.tokenizer, config), ids, args)
         except (ra.RetrievalAttentionError, torch.OutOfMemoryError) as error:
             return {"problem": f"{type(error).__name__}: {error}"[:300]}
     if torch.cuda.is_available():

@@ -18,10 +18,7 @@ from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.gpu.attention import flash
 from retrieval_attn.gpu.attention.backends import Call
 
-__all__ = ["MIN_CHUNK", "add_read_window", "near_reads"]
-
-MIN_CHUNK = 64
-"""Tokens from which on queries that follow each other are taken for a chunk of a read."""
+__all__ = ["add_read_window", "near_reads"]
 
 
 def add_read_window(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +31,14 @@ def add_read_window(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def near_reads(window: int | None) -> Iterator[None]:
-    """Within, a chunk attends to its own tokens and the `window` before them; None: to all."""
+    """Within, a chunk of several tokens attends to itself and the `window` tokens before it; None: to all."""
     if window is None:
         yield
         return
 
     def call(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool = False, *others: Any) -> Call:
         kept = query.shape[2] + window
-        if causal and query.shape[2] >= MIN_CHUNK and key.shape[2] > kept:
+        if causal and key.shape[2] > kept:
             key, value = key[:, :, -kept:], value[:, :, -kept:]
         return Call(query, key, value, scale, causal, *others)
 

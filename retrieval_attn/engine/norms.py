@@ -1,7 +1,7 @@
 """A model's RMS norms as one kernel each, while a step of one token is recorded.
 
 A module is taken if its class is called an RMS norm, nobody watches or has replaced its `forward`, and for numbers of
-its own shape `gpu/norm.py` gives what it gives, but for one rounding. Gemma's, which add 1 to the weight, do not.
+its own shape `gpu/norm.py` gives what it gives, but for one rounding: by its weight, or by 1 + weight (Gemma, Qwen3.5).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def fused_norms(model: PreTrainedModel) -> Iterator[int]:
     with ExitStack() as stack:
         taken = 0
         if _runs_kernels(model):
-            known: dict[Any, bool] = {}
+            known: dict[Any, bool | None] = {}
             for module in modules_of(model):
-                if is_rms_norm(module) and _same(module, known):
+                counted = _known_counting(module, known) if is_rms_norm(module) else None
+                if counted is not None:
                     stack.callback(module.__dict__.pop, "forward")
-                    module.__dict__["forward"] = _Fused(module)
+                    module.__dict__["forward"] = _Fused(module, counted)
                     taken += 1
         yield taken
 
@@ -47,15 +48,15 @@ def _runs_kernels(model: PreTrainedModel) -> bool:
 class _Fused:
     """`forward` of one norm."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._eps = module, eps_of(module)
+    def __init__(self, module: nn.Module, from_one: bool) -> None:
+        self._module, self._eps, self._from_one = module, eps_of(module), from_one
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self._module.weight
         if hidden_states.dtype != weight.dtype:  # weights of another precision decide the answer's
             other: Tensor = type(self._module).forward(self._module, hidden_states)
             return other
-        return rms_norm(hidden_states, weight, self._eps)
+        return rms_norm(hidden_states, weight, self._eps, self._from_one)
 
 
 def eps_of(module: nn.Module) -> float:
@@ -71,15 +72,25 @@ def is_rms_norm(module: nn.Module) -> bool:
     return named and not watched and isinstance(weight, Tensor) and weight.ndim == 1 and len(module._parameters) == 1
 
 
-def _same(module: nn.Module, known: dict[Any, bool]) -> bool:
-    """Whether both ways give the same numbers; modules of one class, size and eps are compared once."""
+def _known_counting(module: nn.Module, known: dict[Any, bool | None]) -> bool | None:
+    """See `counts_from_one`; modules of one class, size and eps are compared once."""
     weight: Any = module.weight
     kind = type(module), weight.shape, weight.dtype, weight.device, eps_of(module)
     if kind not in known:
-        generator = torch.Generator(weight.device).manual_seed(0)
-        numbers = torch.randn(ROWS, weight.shape[0], generator=generator, device=weight.device).to(weight.dtype)
-        with torch.no_grad():
-            own, fused = module(numbers), rms_norm(numbers, weight, eps_of(module))
-        rounding = 4 * torch.finfo(weight.dtype).eps
-        known[kind] = own.dtype == fused.dtype and torch.allclose(own, fused, rtol=rounding, atol=rounding)
+        known[kind] = counts_from_one(module)
     return known[kind]
+
+
+def counts_from_one(module: nn.Module) -> bool | None:
+    """Whether an RMS norm multiplies by 1 + weight, and not by its weight; None: `rms_norm` gives neither."""
+    weight: Any = module.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    numbers = torch.randn(ROWS, weight.shape[0], generator=generator, device=weight.device).to(weight.dtype)
+    rounding = 4 * torch.finfo(weight.dtype).eps
+    with torch.no_grad():
+        own = module(numbers)
+        for from_one in (False, True):
+            fused = rms_norm(numbers, weight, eps_of(module), from_one)
+            if own.dtype == fused.dtype and torch.allclose(own, fused, rtol=rounding, atol=rounding):
+                return from_one
+    return None

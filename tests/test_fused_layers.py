@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import retrieval_attn as ra
+from retrieval_attn.engine import fused_attending, fused_parts, fused_states
 from retrieval_attn.engine import fused_layers as module
 from retrieval_attn.engine.fused_layers import fused_layers
 from tests.graph_cases import MODELS, Decoded, enabled
@@ -67,13 +68,13 @@ def test_replays_equal_eager_decoding(name: str, options: dict[str, Any], caplog
 @pytest.mark.usefixtures("emulated_graphs")
 def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A part that is off by a hundredth: the layer keeps its modules, and the log says what differs."""
-    add = module.add_product
-    monkeypatch.setattr(module, "add_product", lambda hidden, *rest: add(hidden, *rest) + 0.01 * hidden)
+    add = fused_attending.add_product
+    monkeypatch.setattr(fused_attending, "add_product", lambda hidden, *rest: add(hidden, *rest) + 0.01 * hidden)
     with caplog.at_level(logging.INFO, module.__name__):
         assert taken(enabled("llama")) == 0
     assert "0 of 2 layers run in fused kernels" in caplog.text
     assert "layers [0, 1] keep their modules: its output differs from that of its kernels" in caplog.text
-    monkeypatch.setattr(module, "add_product", lambda hidden, *rest: add(hidden, *rest) * torch.nan)
+    monkeypatch.setattr(fused_attending, "add_product", lambda hidden, *rest: add(hidden, *rest) * torch.nan)
     assert taken(enabled("llama")) == 0
 
 
@@ -109,9 +110,10 @@ def test_a_part_that_only_looks_alike_stays_a_module(llama: Any) -> None:
     ids = random_ids(1, 1)
     layer = llama.model.layers[1]
     layer.mlp = _Halved(layer.mlp)
-    fused = module._fused(layer, 1, 1)
+    fused: Any = module._fused(layer, 1, 1)
     assert fused._parts.feed is None
-    assert module._fused(llama.model.layers[0], 0, 1)._parts.feed is not None
+    other: Any = module._fused(llama.model.layers[0], 0, 1)
+    assert other._parts.feed is not None
     with torch.no_grad():
         expected = llama(ids, past_key_values=ra.RetrievalCache(llama)).logits
         with fused_layers(llama, 1) as count:
@@ -152,7 +154,7 @@ def test_longer_forwards_go_the_layers_own_way(llama: Any, monkeypatch: pytest.M
     with torch.no_grad():
         expected = llama(ids, past_key_values=ra.RetrievalCache(llama)).logits
         with fused_layers(llama, 1) as count:
-            monkeypatch.setattr(module, "project", None)
+            monkeypatch.setattr(fused_attending, "project", None)
             own = llama(ids, past_key_values=ra.RetrievalCache(llama)).logits
     assert count == LAYERS
     assert torch.equal(own, expected)
@@ -179,7 +181,7 @@ def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPa
     layer = llama.model.layers[0]
     _, known = module._tried[layer]
     assert known == dict.fromkeys(
-        (False, True), module._Trial(True, module._Scoring(layer.self_attn.scaling, None, None))
+        (False, True), module._Trial(True, fused_attending.Scoring(layer.self_attn.scaling, None, None))
     )
     weight = layer.mlp.up_proj.weight
     weight.data = weight.data.clone()
@@ -194,22 +196,29 @@ def test_an_error_puts_all_back(llama: Any) -> None:
     assert [layer.forward for layer in llama.model.layers] == before
 
 
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of layers that are called from now on."""
+    seen: list[str] = []
+    places: tuple[tuple[Any, tuple[str, ...]], ...] = (
+        (fused_attending, ("project", "add_product")), (fused_parts, ("gated", "add_product")),
+        (fused_states, ("two_products", "delta_step", "add_product")),
+    )  # fmt: skip
+    for place, kernels in places:
+        for kernel in kernels:
+            own = getattr(place, kernel)
+
+            def call(*given: Any, own: Any = own, kernel: str = kernel) -> Any:
+                seen.append(kernel)
+                return own(*given)
+
+            monkeypatch.setattr(place, kernel, call)
+    return seen
+
+
 @pytest.mark.parametrize(("name", "calls"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 4), ("gpt_oss", 2)])
 def test_kernels_are_loaded_without_a_step(name: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a layer of this make launches, once; nothing where Triton does not run."""
-    seen: list[str] = []
-
-    def counted(kernel: str) -> Any:
-        own = getattr(module, kernel)
-
-        def call(*given: Any) -> Any:
-            seen.append(kernel)
-            return own(*given)
-
-        return call
-
-    for kernel in ("project", "gated", "add_product"):
-        monkeypatch.setattr(module, kernel, counted(kernel))
+    seen = launches_of(monkeypatch)
     module.load_layer_kernels(enabled(name))
     assert len(seen) == calls
     monkeypatch.setattr(module, "_runs_kernels", lambda model: False)

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 import retrieval_attn as ra
+from retrieval_attn.engine import fused_attending, unpacking
 from retrieval_attn.engine import fused_layers as module
-from retrieval_attn.engine import unpacking
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.gpu import packed
 from retrieval_attn.model.packed import packed_weights
 from retrieval_attn.model.quantization import held_bytes, int4_config
 from tests.graph_cases import CONFIG, Decoded, tiny_model
 from tests.packed_weights import multiplied, quantise
-from tests.test_fused_layers import taken, trials_of
+from tests.test_fused_layers import launches_of, taken, trials_of
 from tests.tiny_models import LAYERS, random_ids
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -108,8 +108,8 @@ def test_layers_are_taken_and_answer_alike(name: str, rows: int) -> None:
             own = model(ids[:, :1], past_key_values=caches[1]).logits
     assert count == LAYERS
     assert float((own - expected).norm() / expected.norm()) < 0.02
-    parts = module._parts(model.model.layers[0], rows)
-    assert parts.feed is not None and parts.attending.query.kernels == parts.feed.up.kernels == "packed_triton"
+    parts: Any = module._parts(model.model.layers[0], rows)
+    assert parts.feed is not None and parts.attending.query.kernels == parts.feed.gated.up.kernels == "packed_triton"
 
 
 def test_another_order_of_numbers_is_seen(
@@ -117,7 +117,7 @@ def test_another_order_of_numbers_is_seen(
 ) -> None:
     """Kernels that took the upper half of words first: every layer keeps its modules."""
     unpacked = packed.unpacked
-    project = module.project
+    project = fused_attending.project
 
     def swapped(*given: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -126,7 +126,7 @@ def test_another_order_of_numbers_is_seen(
 
     assert taken(llama) == LAYERS
     module._tried.clear()
-    monkeypatch.setattr(module, "project", swapped)
+    monkeypatch.setattr(fused_attending, "project", swapped)
     with caplog.at_level(logging.INFO, module.__name__):
         assert taken(llama) == 0
     assert "layers [0, 1] keep their modules: its key differs from that of its kernels" in caplog.text
@@ -156,7 +156,7 @@ def test_plain_and_packed_matrices_in_one_layer(llama: Any) -> None:
     assert own is not None
     output.weight = nn.Parameter(own.matrix)
     assert taken(llama) == taken(llama, 2) == LAYERS
-    parts = module._parts(llama.model.layers[0], 1)
+    parts: Any = module._parts(llama.model.layers[0], 1)
     assert (parts.output.kernels, parts.attending.query.kernels) == ("products_triton", "packed_triton")
 
 
@@ -170,15 +170,7 @@ def test_weights_that_moved_are_tried_again(llama: Any, monkeypatch: pytest.Monk
 
 
 def test_kernels_are_loaded_without_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    for kernel in ("project", "gated", "add_product"):
-        own = getattr(module, kernel)
-
-        def call(*given: Any, own: Any = own) -> Any:
-            seen.append(own.__name__)
-            return own(*given)
-
-        monkeypatch.setattr(module, kernel, call)
+    seen = launches_of(monkeypatch)
     module.load_layer_kernels(llama)
     assert seen == ["project", "add_product", "gated", "add_product"]
 

@@ -33,7 +33,5 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tens
     out, dim = torch.empty_like(hidden), hidden.shape[-1]
     width = triton.next_power_of_2(dim)
     warps = max(1, min(16, width // 512))
-    _norm_kernel[(hidden.numel() // dim,)](
-        hidden, weight, out, eps, dim, FROM_ONE=from_one, D=width, num_warps=warps
-    )
+    _norm_kernel[(hidden.numel() // dim,)](hidden, weight, out, eps, dim, FROM_ONE=from_one, D=width, num_warps=warps)
     return out

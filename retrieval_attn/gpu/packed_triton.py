@@ -26,8 +26,8 @@ from torch import Tensor
 
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 from retrieval_attn.gpu.packed import STRIP, PackedWeights
-from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Rotation
-from retrieval_attn.gpu.products_triton import largest, normed, projected, turned
+from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Projected, Rotation
+from retrieval_attn.gpu.products_triton import largest, normed, pair, projected, turned
 
 MAGIC = 0x43004300
 """Two numbers of bfloat16, 128 each: their last four bits are free. An argument of kernels, because an instruction has
@@ -71,7 +71,7 @@ def _in_order(x, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def _products(
     words, scales, numbers, norm, magic, rows, dim, ahead, eps,
-    GROUP: tl.constexpr, ONE: tl.constexpr, HAS_NORM: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, ONE: tl.constexpr, HAS_NORM: tl.constexpr, FROM_ONE: tl.constexpr, WHOLE: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products (8 * T, M), float32, of T tiles of rows with rows of numbers.
@@ -93,8 +93,9 @@ def _products(
             inside = None if WHOLE else start + place < dim
             x = tl.load(numbers + start + place, mask=inside, other=None if WHOLE else 0.0)
             if HAS_NORM:
-                factor = tl.load(norm + start + place, mask=inside, other=None if WHOLE else 0.0)
-                x = (x.to(tl.float32) * factor.to(tl.float32)).to(numbers.dtype.element_ty)
+                factor = tl.load(norm + start + place, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
+                factor = factor + 1 if FROM_ONE else factor
+                x = (x.to(tl.float32) * factor).to(numbers.dtype.element_ty)
                 inside = None if WHOLE else start + column < dim
                 own = tl.load(numbers + start + column, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
                 squares += own * own
@@ -125,8 +126,8 @@ def _project_kernel(
     numbers, norm, query, key, value, query_scales, key_scales, value_scales, query_bias, key_bias, value_bias,
     cosines, sines, out_query, out_key, out_value,
     magic, rows, dim, long, query_ahead, key_ahead, value_ahead, eps, q_heads, kv_heads, head_dim,
-    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, TURNS: tl.constexpr,
-    OVERLAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, FROM_ONE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TURNS: tl.constexpr, OVERLAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per T / 2 tiles of the first half of a head and those of the second that they are turned with."""
     cuts = head_dim // (8 * T)
@@ -150,7 +151,7 @@ def _project_kernel(
     begin(OVERLAP)
     both = _products(
         words + tile[:, None].to(tl.int64) * long, scales + row[None, :], numbers, norm, magic, rows, dim, ahead, eps,
-        GROUP, ONE, ONE, WHOLE, M, T, W, STAGES,
+        GROUP, ONE, ONE, FROM_ONE, WHOLE, M, T, W, STAGES,
     )  # fmt: skip
     a, b = _halves(both, T, M)
     member, low = tl.arange(0, M), place + tl.arange(0, 4 * T)
@@ -170,7 +171,7 @@ def _project_kernel(
 def _gated_kernel(
     numbers, norm, gate, up, gate_scales, up_scales, gate_bias, up_bias, out,
     magic, rows, dim, long, ahead, inner, eps,
-    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, FROM_ONE: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +183,7 @@ def _gated_kernel(
     scales = tl.where(row < 4 * T, gate_scales + place, up_scales + place)[None, :]
     begin(OVERLAP)
     both = _products(
-        words, scales, numbers, norm, magic, rows, dim, ahead, eps, GROUP, ONE, ONE, WHOLE, M, T, W, STAGES
+        words, scales, numbers, norm, magic, rows, dim, ahead, eps, GROUP, ONE, ONE, FROM_ONE, WHOLE, M, T, W, STAGES
     )
     a, b = _halves(both, T, M)
     member, place = tl.arange(0, M), tl.program_id(0) * (4 * T) + tl.arange(0, 4 * T)
@@ -206,7 +207,7 @@ def _add_kernel(
     begin(OVERLAP)
     a = _products(
         words + tile[:, None].to(tl.int64) * long, scales + place[None, :], numbers, numbers, magic, rows, dim, ahead,
-        0.0, GROUP, ONE, False, WHOLE, M, T, W, STAGES,
+        0.0, GROUP, ONE, False, False, WHOLE, M, T, W, STAGES,
     )  # fmt: skip
     if HAS_BIAS:
         a += tl.load(bias + place).to(tl.float32)[:, None]
@@ -216,19 +217,25 @@ def _add_kernel(
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
 
 
-def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
     """See `products.project`."""
+    return projected(hidden, into, rotation, _launch_project)
 
-    def launch(hidden: Tensor, weights: Sequence[Any], heads: list[int], *rest: Any, **options: Any) -> None:
-        options |= _options(hidden, weights[0], into.head_dim, PROJECT)
-        _project_kernel[(sum(heads) * (into.head_dim // 8 // options["T"]),)](
-            hidden, into.norm.weight,
-            *(one.words for one in weights), *(one.scales.view(torch.int32) for one in weights), *rest,
-            MAGIC, *hidden.shape, weights[0].strips * STRIP, *(one.scales.stride(0) // 2 for one in weights),
-            into.norm.eps, heads[0], heads[1], into.head_dim, **options,
-        )  # fmt: skip
 
-    return projected(hidden, into, rotation, launch)
+def two_products(hidden: Tensor, norm: Norm, first: PackedWeights, second: PackedWeights) -> tuple[Tensor, Tensor]:
+    """See `products.two_products`."""
+    return pair(hidden, norm, first, second, _launch_project)
+
+
+def _launch_project(
+    hidden: Tensor, norm: Norm, weights: Sequence[Any], heads: Sequence[int], head_dim: int, *rest: Any, **options: Any
+) -> None:
+    options |= _options(hidden, weights[0], head_dim, PROJECT)
+    _project_kernel[(sum(heads) * (head_dim // 8 // options["T"]),)](
+        hidden, norm.weight, *(one.words for one in weights), *(one.scales.view(torch.int32) for one in weights), *rest,
+        MAGIC, *hidden.shape, weights[0].strips * STRIP, *(one.scales.stride(0) // 2 for one in weights), norm.eps,
+        heads[0], heads[1], head_dim, FROM_ONE=norm.from_one, **options,
+    )  # fmt: skip
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:
@@ -243,7 +250,7 @@ def gated(hidden: Tensor, into: Gated) -> Tensor:
     _gated_kernel[(inner // 4 // options["T"],)](
         hidden, into.norm.weight, gate.words, up.words, gate.scales.view(torch.int32), up.scales.view(torch.int32),
         hidden if gate.bias is None else gate.bias, hidden if up.bias is None else up.bias, out,
-        MAGIC, rows, dim, gate.strips * STRIP, ahead // 2, inner, into.norm.eps,
+        MAGIC, rows, dim, gate.strips * STRIP, ahead // 2, inner, into.norm.eps, FROM_ONE=into.norm.from_one,
         HAS_GATE_BIAS=gate.bias is not None, HAS_UP_BIAS=up.bias is not None, **options,
     )  # fmt: skip
     return out

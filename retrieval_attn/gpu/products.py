@@ -2,7 +2,8 @@
 
 A decoder layer of one token is some 20 small kernels around its matrix products: on an H100 a step of Llama-3-8B takes
 2 ms of 8 longer with them. Three kernels hold all of them but attention: `project` (norm, query, key, value, rotary
-embedding), `gated` (norm, gate, up, SiLU) and `add_product` (output or down projection, residual).
+embedding), `gated` (norm, gate, up, SiLU) and `add_product` (output or down projection, residual). Layers that keep a
+state begin with `two_products` (norm, two projections).
 
 Weights are plain, or of 4 bits (`packed.py`). Each product has a Triton kernel for either kind (`products_triton.py`,
 `packed_triton.py`), which rounds once, at the end, and the same in plain PyTorch, which
@@ -80,13 +81,16 @@ class Norm(NamedTuple):
 
     weight: Tensor
     eps: float
+    from_one: bool = False
 
 
 class Attending(NamedTuple):
     """What stands before attention.
 
     query (q_heads * head_dim, in), key and value (kv_heads * head_dim, in). query_norm, key_norm: of each head's
-    numbers, before they are turned (Qwen3); None: there is none. The three weights are alike, see `alike`.
+    numbers, before they are turned (Qwen3); None: there is none. The three weights are alike, see `alike`. turned: of a
+    head's numbers the first so many are turned (Qwen3.5); 0: all. gates: behind each head of query stands one of
+    numbers that are not turned, whose sigmoids attention's output is multiplied by.
     """
 
     norm: Norm
@@ -96,6 +100,27 @@ class Attending(NamedTuple):
     head_dim: int
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    turned: int = 0
+    gates: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's numbers are turned."""
+        return self.turned or self.head_dim
+
+    @property
+    def q_heads(self) -> int:
+        """Query heads, gates not counted."""
+        return self.query.shape[0] // self.head_dim // (2 if self.gates else 1)
+
+
+class Projected(NamedTuple):
+    """query (rows, q_heads, head_dim), key and value (rows, kv_heads, head_dim), after RoPE; gate as query, or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor | None = None
 
 
 class Gated(NamedTuple):
@@ -107,7 +132,7 @@ class Gated(NamedTuple):
 
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, each (rows, head_dim): of a rotary embedding that turns number j with number j + head_dim / 2."""
+"""Cosines and sines, each (rows, rotary_dim): of a rotary embedding that turns number j with j + rotary_dim / 2."""
 
 
 def fits(weights: AnyWeights, rows: int) -> bool:
@@ -127,19 +152,21 @@ def _kind(weights: AnyWeights) -> tuple[object, ...]:
     return kind
 
 
-def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (rows, q_heads, head_dim), key and value (rows, kv_heads, head_dim) of hidden (rows, in), after RoPE."""
+def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
+    """What attention is asked for hidden (rows, in)."""
     kernels = kernels_for(hidden, into.query.kernels)
     if kernels is not None:
-        found: tuple[Tensor, Tensor, Tensor] = kernels.project(hidden, into, rotation)
+        found: Projected = kernels.project(hidden, into, rotation)
         return found
-    normal = rms_norm(hidden, *into.norm)
+    normal, gate = rms_norm(hidden, *into.norm), None
     query, key, value = (
         _product(normal, one).view(len(hidden), -1, into.head_dim) for one in (into.query, into.key, into.value)
     )
+    if into.gates:
+        query, gate = query[:, ::2], query[:, 1::2]
     query = query if into.query_norm is None else rms_norm(query, *into.query_norm)
     key = key if into.key_norm is None else rms_norm(key, *into.key_norm)
-    return _turned(query, rotation), _turned(key, rotation), value
+    return Projected(_turned(query, rotation), _turned(key, rotation), value, gate)
 
 
 def _product(numbers: Tensor, weights: AnyWeights) -> Tensor:
@@ -148,8 +175,19 @@ def _product(numbers: Tensor, weights: AnyWeights) -> Tensor:
 
 def _turned(heads: Tensor, rotation: Rotation) -> Tensor:
     cosines, sines = (one[:, None] for one in rotation)
-    low, high = heads.chunk(2, dim=-1)
-    return heads * cosines + torch.cat((-high, low), dim=-1) * sines
+    part, rest = heads.split([cosines.shape[-1], heads.shape[-1] - cosines.shape[-1]], dim=-1)
+    low, high = part.chunk(2, dim=-1)
+    return torch.cat((part * cosines + torch.cat((-high, low), dim=-1) * sines, rest), dim=-1)
+
+
+def two_products(hidden: Tensor, norm: Norm, first: AnyWeights, second: AnyWeights) -> tuple[Tensor, Tensor]:
+    """Products (rows, out) of the normed hidden (rows, in) with two weights, alike and both with a bias or neither."""
+    kernels = kernels_for(hidden, first.kernels)
+    if kernels is not None:
+        found: tuple[Tensor, Tensor] = kernels.two_products(hidden, norm, first, second)
+        return found
+    normal = rms_norm(hidden, *norm)
+    return _product(normal, first), _product(normal, second)
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:

@@ -23,16 +23,19 @@ from torch import Tensor
 
 from retrieval_attn.gpu.norm_triton import rms_norm
 from retrieval_attn.gpu.overlap_triton import begin, overlap
-from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Rotation, Weights
+from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Projected, Rotation, Weights
 
 DEEP_TILE_BYTES = 160 * 1024
 """Shared memory from which four stages of 512 columns fit."""
+PAIRED = 128
+"""Rows of a weight of `two_products` that count as a head, at most."""
 
 
 @triton.jit
 def _products(
     numbers, norm, first, second, rows, dim, eps,
-    HAS_NORM: tl.constexpr, TWO: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    HAS_NORM: tl.constexpr, FROM_ONE: tl.constexpr, TWO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Products (M, N) of rows of numbers with N rows each of `first` and `second`, (N, 1) pointers.
 
@@ -52,7 +55,8 @@ def _products(
             x = tl.load(numbers + start + every).to(tl.float32)
             if HAS_NORM:
                 squares += x * x
-                x *= tl.load(norm + start + every).to(tl.float32)
+                factor = tl.load(norm + start + every).to(tl.float32)
+                x *= factor + 1 if FROM_ONE else factor
             sum_first += weights_first.to(tl.float32) * x
             if TWO:
                 sum_second += weights_second.to(tl.float32) * x
@@ -87,7 +91,7 @@ def turned(a, b, cosines, sines, at, half, inside):
 def _project_kernel(
     numbers, norm, query, key, value, query_bias, key_bias, value_bias, cosines, sines, out_query, out_key, out_value,
     rows, dim, eps, q_heads, kv_heads, head_dim,
-    HAS_BIAS: tl.constexpr, TURNS: tl.constexpr, OVERLAP: tl.constexpr,
+    FROM_ONE: tl.constexpr, HAS_BIAS: tl.constexpr, TURNS: tl.constexpr, OVERLAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One program per N numbers of the first half of a head and those of the second half that they are turned with."""
@@ -104,7 +108,7 @@ def _project_kernel(
     first = weight + (head * head_dim + low)[:, None].to(tl.int64) * dim
     second = weight + (head * head_dim + high)[:, None].to(tl.int64) * dim
     begin(OVERLAP)
-    a, b = _products(numbers, norm, first, second, rows, dim, eps, M == 1, True, M, N, K)
+    a, b = _products(numbers, norm, first, second, rows, dim, eps, M == 1, FROM_ONE, True, M, N, K)
     if HAS_BIAS:
         a += tl.load(bias + head * head_dim + low).to(tl.float32)[None, :]
         b += tl.load(bias + head * head_dim + high).to(tl.float32)[None, :]
@@ -119,41 +123,51 @@ def _project_kernel(
 
 @triton.jit
 def _turn_kernel(
-    query, key, query_norm, key_norm, cosines, sines, query_eps, key_eps, q_heads, kv_heads, head_dim,
-    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, OVERLAP: tl.constexpr, H: tl.constexpr,
+    query, key, turned_query, query_norm, key_norm, cosines, sines, query_eps, key_eps, q_heads, kv_heads, head_dim,
+    apart, rotary_dim,
+    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, QUERY_FROM_ONE: tl.constexpr, KEY_FROM_ONE: tl.constexpr,
+    OVERLAP: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """One program per head of a row: norm it and turn it, in place."""
+    """One program (one warp) per head of a row: norm it and turn its first `rotary_dim` numbers; keys in place.
+
+    apart: from one head of query to the next.
+    """
     heads = q_heads + kv_heads
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    half, low = head_dim // 2, tl.arange(0, H)
-    inside = low < half
+    place = tl.arange(0, H)
+    half, inside, turns = rotary_dim // 2, place < head_dim, place < rotary_dim
+    other = tl.where(place < half, place + half, tl.where(turns, place - half, place))  # what a number is turned with
     begin(OVERLAP)
     if head < q_heads:
-        at, norm, eps = query + (row * q_heads + head) * head_dim + low, query_norm, query_eps
+        source, norm, eps = query + (row * q_heads + head) * apart, query_norm, query_eps
+        target = turned_query + (row * q_heads + head) * head_dim
     else:
-        at, norm, eps = key + (row * kv_heads + head - q_heads) * head_dim + low, key_norm, key_eps
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+        source, norm, eps = key + (row * kv_heads + head - q_heads) * head_dim, key_norm, key_eps
+        target = source
+    a = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
     if (HAS_QUERY & (head < q_heads)) | (HAS_KEY & (head >= q_heads)):
-        scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / head_dim + eps)
-        a *= scale * tl.load(norm + low, mask=inside, other=0.0).to(tl.float32)
-        b *= scale * tl.load(norm + low + half, mask=inside, other=0.0).to(tl.float32)
-    a, b = turned(a, b, cosines, sines, row * head_dim + low, half, inside)
-    tl.store(at, a.to(query.dtype.element_ty), mask=inside)
-    tl.store(at + half, b.to(query.dtype.element_ty), mask=inside)
+        scale = tl.rsqrt(tl.sum(a * a, axis=0) / head_dim + eps)
+        more = tl.where(head < q_heads, 1.0 if QUERY_FROM_ONE else 0.0, 1.0 if KEY_FROM_ONE else 0.0)
+        a *= scale * (tl.load(norm + place, mask=inside, other=0.0).to(tl.float32) + more)
+        b *= scale * (tl.load(norm + other, mask=inside, other=0.0).to(tl.float32) + more)
+    cosine = tl.load(cosines + row * rotary_dim + place, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + row * rotary_dim + place, mask=turns, other=0.0).to(tl.float32)
+    a = a * cosine + tl.where(place < half, -b, b) * sine
+    tl.store(target + place, a.to(query.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     numbers, norm, gate, up, gate_bias, up_bias, out, rows, dim, inner, eps,
-    HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    FROM_ONE: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One program per N numbers of silu(gate) * up."""
     member, place = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
     at = place[:, None].to(tl.int64) * dim
     begin(OVERLAP)
-    a, b = _products(numbers, norm, gate + at, up + at, rows, dim, eps, M == 1, True, M, N, K)
+    a, b = _products(numbers, norm, gate + at, up + at, rows, dim, eps, M == 1, FROM_ONE, True, M, N, K)
     if HAS_GATE_BIAS:
         a += tl.load(gate_bias + place).to(tl.float32)[None, :]
     if HAS_UP_BIAS:
@@ -172,7 +186,7 @@ def _add_kernel(
     member, place = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
     row = weight + place[:, None].to(tl.int64) * dim
     begin(OVERLAP)
-    a, _ = _products(numbers, numbers, row, row, rows, dim, 0.0, False, False, M, N, K)
+    a, _ = _products(numbers, numbers, row, row, rows, dim, 0.0, False, False, False, M, N, K)
     if HAS_BIAS:
         a += tl.load(bias + place).to(tl.float32)[None, :]
     inside = (member < rows)[:, None]
@@ -181,26 +195,31 @@ def _add_kernel(
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
 
 
-def project(hidden: Tensor, into: Attending, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
     """See `products.project`."""
-
-    def launch(hidden: Tensor, weights: Sequence[Any], heads: list[int], *rest: Any, **options: Any) -> None:
-        options |= _options(hidden, into.head_dim // 2, pairs=True)
-        _project_kernel[(sum(heads) * (into.head_dim // 2 // options["N"]),)](
-            hidden, into.norm.weight, *(one.weight for one in weights), *rest, *hidden.shape, into.norm.eps,
-            heads[0], heads[1], into.head_dim, **options,
-        )  # fmt: skip
-
-    return projected(hidden, into, rotation, launch)
+    return projected(hidden, into, rotation, _launch_project)
 
 
-def projected(
-    hidden: Tensor, into: Attending, rotation: Rotation, launch: Callable[..., None]
-) -> tuple[Tensor, Tensor, Tensor]:
+def two_products(hidden: Tensor, norm: Norm, first: Weights, second: Weights) -> tuple[Tensor, Tensor]:
+    """See `products.two_products`."""
+    return pair(hidden, norm, first, second, _launch_project)
+
+
+def _launch_project(
+    hidden: Tensor, norm: Norm, weights: Sequence[Any], heads: Sequence[int], head_dim: int, *rest: Any, **options: Any
+) -> None:
+    options |= _options(hidden, head_dim // 2, pairs=True)
+    _project_kernel[(sum(heads) * (head_dim // 2 // options["N"]),)](
+        hidden, norm.weight, *(one.weight for one in weights), *rest, *hidden.shape, norm.eps, heads[0], heads[1],
+        head_dim, FROM_ONE=norm.from_one, **options,
+    )  # fmt: skip
+
+
+def projected(hidden: Tensor, into: Attending, rotation: Rotation, launch: Callable[..., None]) -> Projected:
     """See `products.project`: what does not depend on the kind of weights.
 
-    launch: launches the kernel of a kind, given hidden, the weights, the heads of each, and then biases, rotation, what
-    is to be written, and constants.
+    launch: launches the kernel of a kind, given hidden, the norm, the weights, the heads of each, what a head is, and
+    then biases, rotation, what is to be written, and constants.
     """
     hidden = normed(hidden, into.norm)
     cosines, sines = (one.contiguous() for one in rotation)
@@ -208,25 +227,46 @@ def projected(
     heads = [one.shape[0] // into.head_dim for one in weights]
     query, key, value = (hidden.new_empty(len(hidden), count, into.head_dim) for count in heads)
     biases = [hidden if one.bias is None else one.bias for one in weights]
-    normed_heads = into.query_norm is not None or into.key_norm is not None
+    whole = into.rotary_dim == into.head_dim and not into.gates
+    turns = whole and into.query_norm is None and into.key_norm is None
     launch(
-        hidden, weights, heads, *biases, cosines, sines, query, key, value,
-        HAS_BIAS=into.query.bias is not None, TURNS=not normed_heads,
+        hidden, into.norm, weights, heads, into.head_dim, *biases, cosines, sines, query, key, value,
+        HAS_BIAS=into.query.bias is not None, TURNS=turns,
     )  # fmt: skip
-    if normed_heads:
-        _turn_heads(query, key, into, (cosines, sines))
-    return query, key, value
+    if turns:
+        return Projected(query, key, value)
+    turned_query = _turn_heads(query, key, into, (cosines, sines))
+    return Projected(turned_query, key, value, query[:, 1::2] if into.gates else None)
 
 
-def _turn_heads(query: Tensor, key: Tensor, into: Attending, rotation: Rotation) -> None:
-    """Norm and turn query (rows, q_heads, head_dim) and key (rows, kv_heads, head_dim), in place."""
+def pair(hidden: Tensor, norm: Norm, first: Any, second: Any, launch: Callable[..., None]) -> tuple[Tensor, Tensor]:
+    """See `products.two_products`: as queries and keys of heads that are turned by nothing. launch: see `projected`."""
+    hidden = normed(hidden, norm)
+    weights = first, second, second
+    head_dim = min(largest(one.shape[0], PAIRED) for one in weights)
+    out, other = (hidden.new_empty(len(hidden), one.shape[0]) for one in (first, second))
+    biases = [hidden if one.bias is None else one.bias for one in weights]
+    heads = first.shape[0] // head_dim, second.shape[0] // head_dim, 0
+    launch(
+        hidden, norm, weights, heads, head_dim, *biases, hidden, hidden, out, other, other,
+        HAS_BIAS=first.bias is not None, TURNS=False,
+    )  # fmt: skip
+    return out, other
+
+
+def _turn_heads(query: Tensor, key: Tensor, into: Attending, rotation: Rotation) -> Tensor:
+    """Norm and turn query (rows, heads, head_dim), which is returned, and key (rows, kv_heads, head_dim), in place."""
     query_norm, key_norm = (one or Norm(query, 0.0) for one in (into.query_norm, into.key_norm))
-    (rows, q_heads, head_dim), kv_heads = query.shape, key.shape[1]
-    _turn_kernel[(rows * (q_heads + kv_heads),)](
-        query, key, query_norm.weight, key_norm.weight, *rotation, query_norm.eps, key_norm.eps, q_heads, kv_heads,
-        head_dim, HAS_QUERY=into.query_norm is not None, HAS_KEY=into.key_norm is not None,
-        H=triton.next_power_of_2(head_dim // 2), num_warps=1, **overlap(query.device),
+    rows, kv_heads, head_dim = key.shape
+    turned_query = query.new_empty(rows, into.q_heads, head_dim)
+    _turn_kernel[(rows * (into.q_heads + kv_heads),)](
+        query, key, turned_query, query_norm.weight, key_norm.weight, *rotation, query_norm.eps, key_norm.eps,
+        into.q_heads, kv_heads, head_dim, 2 * head_dim if into.gates else head_dim, into.rotary_dim,
+        HAS_QUERY=into.query_norm is not None, HAS_KEY=into.key_norm is not None,
+        QUERY_FROM_ONE=query_norm.from_one, KEY_FROM_ONE=key_norm.from_one,
+        H=triton.next_power_of_2(head_dim), num_warps=1, **overlap(query.device),
     )  # fmt: skip
+    return turned_query
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:
@@ -239,7 +279,7 @@ def gated(hidden: Tensor, into: Gated) -> Tensor:
     options = _options(hidden, inner, pairs=True)
     _gated_kernel[(inner // options["N"],)](
         hidden, into.norm.weight, gate.weight, up.weight, hidden if gate.bias is None else gate.bias,
-        hidden if up.bias is None else up.bias, out, rows, dim, inner, into.norm.eps,
+        hidden if up.bias is None else up.bias, out, rows, dim, inner, into.norm.eps, FROM_ONE=into.norm.from_one,
         HAS_GATE_BIAS=gate.bias is not None, HAS_UP_BIAS=up.bias is not None, **options,
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ from retrieval_attn.gpu import packed, products
 from retrieval_attn.gpu.packed import PackedWeights, unpacked
 from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights
 from tests.gpu.test_decode_kernels import INTERPRETED
+from tests.gpu.test_products import parts_of
 from tests.packed_weights import pack, random_weights
 
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
@@ -57,8 +58,8 @@ class Case:
         given = torch.randn(*shape, generator=self._generator) * size + mean
         return given.to(torch.bfloat16).to(self._device, self.dtype)
 
-    def norm(self, dim: int) -> Norm:
-        return Norm(self.numbers(dim, size=0.3, mean=1.0), 1e-5)
+    def norm(self, dim: int, from_one: bool = False) -> Norm:
+        return Norm(self.numbers(dim, size=0.3, mean=0.0 if from_one else 1.0), 1e-5, from_one)
 
     def weights(self, out: int, dim: int, **options: Any) -> tuple[PackedWeights, Weights]:
         own, exact = random_weights(out, dim, self._generator, **options)
@@ -71,9 +72,7 @@ class Case:
         """What kernels add to the exact answer is at most twice what rounding at each module and weight does."""
         own, right = call(*given), call(*exact)
         modules = call(*_on_cpu(given)) if self._device == "cuda" else own
-        for a, b, c in zip(
-            *((one if isinstance(one, tuple) else (one,)) for one in (own, modules, right)), strict=True
-        ):
+        for a, b, c in zip(*(parts_of(one) for one in (own, modules, right)), strict=True):
             assert a.dtype == self.dtype and a.shape == b.shape == c.shape
             noise = float((b.double() - c).norm() / c.norm())
             assert noise < 0.02  # of the modules themselves: exact weights are those that were packed
@@ -125,6 +124,31 @@ def test_project(
 
 
 @pytest.mark.parametrize("rows", ROWS)
+def test_project_as_qwen35(case: Case, rows: int) -> None:
+    """Norms that count from one, a part of each head that is turned, gates between the heads of the query."""
+    head_dim, dim, turned = 64, 768, 16
+    (query, query_exact), (key, key_exact), (value, value_exact) = (
+        case.weights(count * head_dim, dim) for count in (6, 1, 1)
+    )
+    norms = [case.norm(one, True) for one in (dim, head_dim, head_dim)]
+    exact_norms = [one._replace(weight=one.weight.double().cpu()) for one in norms]
+    into = Attending(norms[0], query, key, value, head_dim, *norms[1:], turned, True)
+    exact = Attending(exact_norms[0], query_exact, key_exact, value_exact, head_dim, *exact_norms[1:], turned, True)
+    given = case.numbers(rows, dim, size=3.0), (case.numbers(rows, turned), case.numbers(rows, turned))
+    case.require(products.project, (given[0], into, given[1]), (_exact(given[0]), exact, _exact(given[1])))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("out", "other", "bias"), [(320, 128, False), (48, 16, True)])
+def test_two_products(case: Case, rows: int, out: int, other: int, bias: bool) -> None:
+    """Projections of different sizes from one normed input."""
+    norm, hidden = case.norm(768, True), case.numbers(rows, 768, size=3.0)
+    (first, first_exact), (second, second_exact) = (case.weights(size, 768, bias=bias) for size in (out, other))
+    exact = norm._replace(weight=norm.weight.double().cpu()), first_exact, second_exact
+    case.require(products.two_products, (hidden, norm, first, second), (_exact(hidden), *exact))
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
     ("dim", "inner", "bias", "group"),
     [
@@ -136,10 +160,10 @@ def test_project(
     ],
 )
 def test_feed(case: Case, rows: int, dim: int, inner: int, bias: bool, group: int) -> None:
-    norm, hidden = case.norm(dim), case.numbers(rows, dim, size=3.0)
+    norm, hidden = case.norm(dim, bias), case.numbers(rows, dim, size=3.0)
     (gate, gate_exact), (up, up_exact) = (case.weights(inner, dim, bias=bias, group=group) for _ in range(2))
     assert products.alike(gate, up) and not products.alike(gate, up_exact)
-    exact = Gated(Norm(norm.weight.double().cpu(), norm.eps), gate_exact, up_exact)
+    exact = Gated(norm._replace(weight=norm.weight.double().cpu()), gate_exact, up_exact)
     case.require(products.gated, (hidden, Gated(norm, gate, up)), (_exact(hidden), exact))
     down, down_exact = case.weights(dim, inner, bias=bias, group=group)
     fed, before = case.numbers(rows, inner), hidden.clone()

@@ -50,8 +50,8 @@ class Numbers:
     def weights(self, out: int, dim: int, bias: bool = False) -> Weights:
         return Weights(self(out, dim, size=dim**-0.5), self(out, size=0.3) if bias else None)
 
-    def norm(self, dim: int) -> Norm:
-        return Norm(self(dim, size=0.3, mean=1.0), 1e-5)
+    def norm(self, dim: int, from_one: bool = False) -> Norm:
+        return Norm(self(dim, size=0.3, mean=0.0 if from_one else 1.0), 1e-5, from_one)
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -64,6 +64,11 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def parts_of(found: Any) -> list[Tensor]:
+    """The tensors that a call has given: one, or those of a tuple."""
+    return [one for one in found if one is not None] if isinstance(found, tuple) else [found]
+
+
 def require_no_noisier(call: Callable[..., Any], *given: Any) -> None:
     """What the kernels add to the exact answer is at most twice what rounding once at each module does.
 
@@ -71,7 +76,7 @@ def require_no_noisier(call: Callable[..., Any], *given: Any) -> None:
     """
     own = call(*given)
     modules, right = call(*changed(given, Tensor.cpu)), call(*changed(given, lambda one: one.double().cpu()))
-    for a, b, c in zip(*((one if isinstance(one, tuple) else (one,)) for one in (own, modules, right)), strict=True):
+    for a, b, c in zip(*(parts_of(one) for one in (own, modules, right)), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape == c.shape
         noise = float((b.double() - c).norm() / c.norm())
         bound = SUMS_IN_FLOAT32 if a.dtype == torch.float32 else 2 * noise
@@ -99,11 +104,38 @@ def test_project(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("head_dim", "turned", "gates"), [(256, 64, True), (64, 16, False), (32, 0, True)])
+def test_project_as_qwen35(device: str, dtype: torch.dtype, rows: int, head_dim: int, turned: int, gates: bool) -> None:
+    """Norms that count from one, a part of each head that is turned, gates between the heads of the query."""
+    numbers, dim = Numbers(device, dtype), 512
+    query = numbers.weights(3 * head_dim * (2 if gates else 1), dim)
+    key, value = (numbers.weights(head_dim, dim) for _ in range(2))
+    norms = numbers.norm(head_dim, True), numbers.norm(head_dim, True)
+    into = Attending(numbers.norm(dim, True), query, key, value, head_dim, *norms, turned, gates)
+    rotation = numbers(rows, into.rotary_dim), numbers(rows, into.rotary_dim)
+    given = numbers(rows, dim, size=3.0), into, rotation
+    found = products.project(*given)
+    assert found.query.shape == (rows, 3, head_dim) and (found.gate is not None) == gates
+    require_no_noisier(products.project, *given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("out", "other", "bias"), [(640, 384, False), (48, 16, True)])
+def test_two_products(device: str, dtype: torch.dtype, rows: int, out: int, other: int, bias: bool) -> None:
+    """Projections of different sizes from one normed input."""
+    numbers, dim = Numbers(device, dtype), 512
+    weights = numbers.weights(out, dim, bias), numbers.weights(other, dim, bias)
+    require_no_noisier(products.two_products, numbers(rows, dim, size=3.0), numbers.norm(dim, True), *weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("dim", "inner", "bias"), [(512, 1280, False), (48, 72, True)])
 def test_feed(device: str, dtype: torch.dtype, rows: int, dim: int, inner: int, bias: bool) -> None:
     numbers = Numbers(device, dtype)
     hidden = numbers(rows, dim, size=3.0)
-    into = Gated(numbers.norm(dim), numbers.weights(inner, dim, bias), numbers.weights(inner, dim, bias))
+    into = Gated(numbers.norm(dim, bias), numbers.weights(inner, dim, bias), numbers.weights(inner, dim, bias))
     require_no_noisier(products.gated, hidden, into)
     down = numbers.weights(dim, inner - inner % 16, bias)
     assert products.fits(down, rows)

@@ -130,10 +130,13 @@ def test_project_as_qwen35(case: Case, rows: int) -> None:
     (query, query_exact), (key, key_exact), (value, value_exact) = (
         case.weights(count * head_dim, dim) for count in (6, 1, 1)
     )
-    norms = [case.norm(one, True) for one in (dim, head_dim, head_dim)]
-    exact_norms = [one._replace(weight=one.weight.double().cpu()) for one in norms]
-    into = Attending(norms[0], query, key, value, head_dim, *norms[1:], turned, True)
-    exact = Attending(exact_norms[0], query_exact, key_exact, value_exact, head_dim, *exact_norms[1:], turned, True)
+    norm, query_norm, key_norm = (case.norm(one, True) for one in (dim, head_dim, head_dim))
+    into = Attending(norm, query, key, value, head_dim, query_norm, key_norm, turned, True)
+    exact_norms = [one._replace(weight=one.weight.double().cpu()) for one in (norm, query_norm, key_norm)]
+    exact = into._replace(
+        norm=exact_norms[0], query=query_exact, key=key_exact, value=value_exact, query_norm=exact_norms[1],
+        key_norm=exact_norms[2],
+    )  # fmt: skip
     given = case.numbers(rows, dim, size=3.0), (case.numbers(rows, turned), case.numbers(rows, turned))
     case.require(products.project, (given[0], into, given[1]), (_exact(given[0]), exact, _exact(given[1])))
 

@@ -20,7 +20,7 @@ from tests.gpu.test_products import SUMS_IN_FLOAT32, Numbers, changed
 
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]  # interpreted, bfloat16 is cut off
-SHAPES = [(4, 12, 128, 128, 4, 4), (3, 3, 16, 64, 4, 6), (2, 8, 64, 16, 3, 3)]
+SHAPES = [(4, 12, 128, 128, 4, 4), (12, 12, 16, 64, 4, 6), (6, 24, 64, 16, 3, 3)]
 """Heads of keys and of values, their numbers, taps of the convolution, inputs that are kept."""
 
 
@@ -62,20 +62,23 @@ def case(device: str, dtype: torch.dtype, rows: int, shape: tuple[int, ...], bia
 def test_steps_are_no_noisier_than_modules(
     device: str, dtype: torch.dtype, rows: int, bias: bool, shape: tuple[int, ...]
 ) -> None:
-    """Three tokens, one after the other: what is given and what is left behind."""
+    """Three tokens, one after the other: what is given and what is left behind. Of all heads and tokens together: the
+    norm makes much of what a head that answers nearly nothing was rounded by.
+    """
     given = case(device, dtype, rows, shape, bias)
     changes: tuple[Any, ...] = (Tensor.clone, lambda one: one.cpu().clone(), lambda one: one.cpu().double())
-    own, modules, right = (changed(given, change) for change in changes)
-    for token in range(3):
-        outs = []
-        for asked, rule, states in (own, modules, right):
-            turned = Asked(*(one.roll(token, -1) for one in asked))
-            outs.append((delta_step(turned, rule, states), *states))
-        for number, (a, b, c) in enumerate(zip(*outs, strict=True)):
-            assert a.dtype == b.dtype and a.shape == b.shape == c.shape
-            noise = float((b.double() - c).norm() / c.norm())
-            bound = 8 * SUMS_IN_FLOAT32 if dtype == torch.float32 else max(2 * noise, SUMS_IN_FLOAT32)
-            assert float((a.double().cpu() - c).norm() / c.norm()) <= bound, (token, number)
+    own, modules, right = (_tokens(*changed(given, change)) for change in changes)
+    for a, b, c in zip(own, modules, right, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape == c.shape
+        noise = float((b.double() - c).norm() / c.norm())
+        bound = 8 * SUMS_IN_FLOAT32 if dtype == torch.float32 else max(2 * noise, SUMS_IN_FLOAT32)
+        assert float((a.double().cpu() - c).norm() / c.norm()) <= bound
+
+
+def _tokens(asked: Asked, rule: DeltaRule, states: States) -> tuple[Tensor, Tensor, Tensor]:
+    """What three tokens give, and what they leave behind."""
+    out = [delta_step(Asked(*(one.roll(token, -1) for one in asked)), rule, states) for token in range(3)]
+    return torch.stack(out), *states
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -103,6 +106,6 @@ def test_it_is_transformers_rule(device: str, shape: tuple[int, ...]) -> None:
 
 def test_what_does_not_fit() -> None:
     _, rule, _ = case("cpu", torch.float32, 1, SHAPES[1], False)
-    assert not rule._replace(k_dim=8).is_whole and not rule._replace(v_heads=4).is_whole
+    assert not rule._replace(k_dim=8).is_whole and not rule._replace(v_heads=14).is_whole
     assert not rule._replace(taps=rule.taps[1:]).is_whole and not rule._replace(taps=rule.taps.t()).is_whole
     assert not rule._replace(norm=rule.norm[1:]).is_whole and not rule._replace(v_dim=48).is_whole

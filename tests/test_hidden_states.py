@@ -11,18 +11,22 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.engine import hidden_states
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.offload import hidden
 from retrieval_attn.offload.hidden import Ferry
+from tests.test_hybrid import new_model, shared_model
 from tests.test_prefill import check_same_bytes, hooked, retrieving
-from tests.tiny_models import build_model, random_ids
+from tests.tiny_models import build_model, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, index="flat")
 TOKENS = 400
 CHUNK = 96
 """Not a divisor of TOKENS: the last chunk is shorter."""
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"]
+"""Models most of whose layers keep a state. One that has no rotary embedding (Nemotron-H) is refused."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +54,40 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, in
 def logits_and_cache(name: str, place: str, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
     """The last token's logits after reading `ids`, with hidden states in `place`."""
     config = CONFIG.replace(hidden_states=place)
-    with retrieving(config, CHUNK, name) as model:
+    with reading(config, name) as model:
         cache = ra.RetrievalCache(model, config)
         return model(ids, past_key_values=cache, logits_to_keep=1, **options).logits, cache
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2", "gemma3", "qwen3_moe", "gpt_oss", "phi3"])
+@contextlib.contextmanager
+def reading(config: ra.Config, name: str = "llama") -> Iterator[Any]:
+    """As `retrieving` in chunks of these tests, hybrids too."""
+    model: Any = shared_model(name) if name in HYBRIDS else tiny_model(name)
+    ra.enable(model, config, prefill_chunk=CHUNK)
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        ra.disable(model)
+
+
+def states(cache: Any) -> list[torch.Tensor]:
+    """Of the layers that keep one, in order."""
+    return [state for layer in cache.layers if isinstance(layer, StateLayer) for _, state in layer.states()]
+
+
+def check_same_states(one: Any, other: Any) -> None:
+    """Every state of two caches has the same bits."""
+    assert len(states(one)) == len(states(other))
+    assert all(torch.equal(mine, its) for mine, its in zip(states(one), states(other), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral_sliding", "gemma2", "gemma3", "qwen3_moe", "gpt_oss", "phi3", *HYBRIDS]
+)
 def test_the_host_path_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, and keys and values on the host, whatever a model does to embeddings; every chunk of every layer and of
-    the final norm went up and down once.
+    """Logits, keys and values on the host, and states, whatever a model does to embeddings; every chunk of every layer
+    and of the final norm went up and down once.
     """
     ids = random_ids(2, TOKENS)
     expected, cache = logits_and_cache(name, "device", ids)
@@ -66,27 +95,54 @@ def test_the_host_path_gives_the_same_bits(name: str, monkeypatch: pytest.Monkey
         logits, other = logits_and_cache(name, "host", ids)
     assert torch.equal(logits, expected)
     check_same_bytes(cache, other)
+    check_same_states(cache, other)
+    assert bool(states(cache)) == (name in HYBRIDS)
     chunks = [(start, min(start + CHUNK, TOKENS)) for start in range(0, TOKENS, CHUNK)]
     layers = len(cache.layers)
     assert [trip[1:] for trip in trips if trip[0] == "fetch"] == chunks * (layers + 1)
     assert [trip[1:] for trip in trips if trip[0] == "store"] == chunks * (layers + 2)  # the embedding's, too
 
 
-def test_padded_rows_and_whole_answers() -> None:
+@pytest.mark.parametrize("name", ["llama", *HYBRIDS])
+def test_padded_rows_and_whole_answers(name: str) -> None:
     """Two rows of which one is padded; `output_hidden_states` gets every layer's, none overwritten by the next."""
     ids = random_ids(2, TOKENS)
     mask = torch.ones_like(ids)
     mask[0, :37] = 0
     options = {"attention_mask": mask, "output_hidden_states": True}
-    answers = []
+    answers, caches = [], []
     for place in ("device", "host"):
         config = CONFIG.replace(hidden_states=place)
-        with retrieving(config, CHUNK) as model:
-            cache = ra.RetrievalCache(model, config)
-            answers.append(model(ids, past_key_values=cache, **options))
+        with reading(config, name) as model:
+            caches.append(ra.RetrievalCache(model, config))
+            answers.append(model(ids, past_key_values=caches[-1], **options))
+    check_same_states(*caches)
     for one, two in zip(answers[0].hidden_states, answers[1].hidden_states, strict=True):
         assert torch.equal(one, two)
     assert torch.equal(answers[0].logits, answers[1].logits)
+
+
+@pytest.mark.parametrize("name", ["llama", *HYBRIDS])
+def test_more_text_after_a_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, one that is a single chunk, a long one with a padded row: states and keys go from one to the next."""
+    pieces = list(random_ids(2, 2 * TOKENS + CHUNK).split([TOKENS, CHUNK, TOKENS], dim=1))
+    mask = torch.ones(2, 2 * TOKENS + CHUNK, dtype=torch.long)
+    mask[0, :37] = 0
+    found = []
+    for place in ("device", "host"):
+        config = CONFIG.replace(hidden_states=place)
+        with reading(config, name) as model, counted(monkeypatch) as trips:
+            cache = ra.RetrievalCache(model, config)
+            logits, journeys = [], []
+            for piece in pieces:
+                known = mask[:, : cache.get_seq_length() + piece.shape[1]]
+                logits.append(model(piece, past_key_values=cache, attention_mask=known).logits)
+                journeys.append(len(trips))
+        assert journeys[0] == journeys[1] and (0 < journeys[1] < journeys[2]) == (place == "host")
+        found.append((torch.cat(logits, dim=1), cache))
+    assert torch.equal(found[0][0], found[1][0])
+    check_same_bytes(found[0][1], found[1][1])
+    check_same_states(found[0][1], found[1][1])
 
 
 def test_a_chunk_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +201,32 @@ def test_models_that_cannot_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert trips
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_state_of_before_a_chunk_is_put_back(name: str) -> None:
+    """The device's memory ends behind a layer's mixer: its state has gone ahead, and comes back with half the chunk."""
+    ids = random_ids(1, TOKENS)
+    answers = []
+    for place in ("device", "host"):
+        config = CONFIG.replace(hidden_states=place)
+        calls: list[int] = []
+
+        def refuse(module: Any, args: Any, calls: list[int] = calls) -> None:
+            calls.append(args[0].shape[1])
+            if len(calls) == 3:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+        with reading(config, name) as model:
+            expected = model(ids, past_key_values=ra.RetrievalCache(model, config)).logits
+            layer = next(one for one in model.model.layers if not hasattr(one, "self_attn"))
+            with hooked(layer.feed_forward if name == "lfm2" else layer.mlp, refuse):
+                cache = ra.RetrievalCache(model, config)
+                answers.append((model(ids, past_key_values=cache).logits, cache))
+        assert calls[:4] == [CHUNK, CHUNK, CHUNK, CHUNK // 2]
+    torch.testing.assert_close(answers[0][0], expected)
+    assert torch.equal(answers[0][0], answers[1][0])
+    check_same_states(answers[0][1], answers[1][1])
+
+
 def test_a_failed_reading_leaves_nothing_behind() -> None:
     """After an error in a layer the next prompt is read as ever."""
     config = CONFIG.replace(hidden_states="host")
@@ -186,6 +268,27 @@ def test_the_device_holds_chunks_only() -> None:
     check_same_bytes(answers[0][1], answers[1][1])
     states = ids.shape[1] * 3072 * 2
     assert peaks[1] < peaks[0] - states + 4 * 2048 * 3072 * 2, peaks
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_on_a_gpu_have_the_same_bits(name: str) -> None:
+    """Masks and positions are made where hidden states lie, and used where layers compute."""
+    model: Any = new_model(name).to("cuda")
+    ids = random_ids(2, TOKENS).to("cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    found = []
+    with torch.no_grad():
+        for place in ("device", "host"):
+            config = CONFIG.replace(hidden_states=place, prefill_chunk=CHUNK)
+            ra.enable(model, config)
+            cache = ra.RetrievalCache(model, config)
+            found.append((model(ids, past_key_values=cache, attention_mask=mask).logits, cache))
+            ra.disable(model)
+    assert torch.equal(found[0][0], found[1][0])
+    check_same_bytes(found[0][1], found[1][1])
+    check_same_states(found[0][1], found[1][1])
 
 
 @pytest.mark.cuda

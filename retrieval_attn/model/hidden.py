@@ -12,8 +12,8 @@ from retrieval_attn.model.layers import decoder_parts, unknown_beside_layers
 from retrieval_attn.model.multimodal import is_multimodal
 from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 
-_SPLIT_TYPES = ("full_attention", "sliding_attention")
-"""Layers that read a prompt in chunks."""
+_SPLIT_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+"""Layers that read a prompt in chunks: those with keys, and those whose state goes from chunk to chunk."""
 
 
 def why_not_on_host(model: Any) -> str | None:
@@ -36,5 +36,5 @@ def why_never_on_host(model: Any) -> str | None:
         return f"{', '.join(unknown)} beside its layers may look at them"
     types, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     if others := sorted(set(types) - set(_SPLIT_TYPES)):
-        return f"its layers of type {', '.join(others)} keep a state instead of keys"
+        return f"its layers of type {', '.join(others)} are not known to read a prompt in chunks"
     return None

@@ -51,7 +51,8 @@ class Config:
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
         None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.
-    prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill).
+    prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill). index="auto" takes
+        fewer for a prompt where that makes room for codes on the device.
     hidden_states: where the hidden states of a prompt lie while it is read, "device" or "host" (page-locked memory, of
         which chunks visit the device). "auto": on the device if they fit.
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 import pytest
@@ -27,39 +26,55 @@ def test_codes_go_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert chosen_index(llama3_8b(), AUTO, 131072, 8 * GIB).index == "device"
     assert "codes of all keys lie on the device" in caplog.text
-    assert chosen_index(llama3_8b(), AUTO, 131072, 2 * GIB) is AUTO
+    assert chosen_index(llama3_8b(), AUTO, 131072, GIB) is AUTO
     assert "do not fit" in caplog.text
     assert plan(llama3_8b(), config={"index": "device"}, host_memory="64GiB").fits
 
 
-def test_a_chunk_that_makes_room_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """It does: with that chunk codes fit, with twice as much they do not. Where none does, nothing is advised."""
+def test_a_chunk_that_makes_room_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """The largest of halves with which codes fit, and the largest codes that do; with twice as much at once none fit.
+    Its plan fits. Where no chunk makes room the keys stay on the host.
+    """
+    caplog.set_level(logging.INFO)
     free = int(2.6 * GIB)
-    assert chosen_index(llama3_8b(), AUTO, 131072, free) is AUTO
-    found = re.search(r"prefill_chunk=(\d+) makes room", caplog.text)
-    assert found is not None
-    chunk = int(found[1])
-    chosen = [chosen_index(llama3_8b(), AUTO.replace(prefill_chunk=size), 131072, free) for size in (chunk, 2 * chunk)]
-    assert [one.index for one in chosen] == ["device", "auto"] and 512 <= chunk < 8192
+    chosen = chosen_index(llama3_8b(), AUTO, 131072, free)
+    chunk = chosen.prefill_chunk
+    assert chosen.index == "device" and 512 <= chunk < 8192 and 8192 % chunk == 0
+    assert f"prefill_chunk={chunk} makes room for them" in caplog.text
+    limit = free + plan(llama3_8b()).shape.weight_bytes + DEVICE_RESERVE
+    smallest = {"key_bytes": 16, "rescore": 16, "finer_bytes": 64}
+    for size, options, fits in ((chunk, chosen.index_options, True), (2 * chunk, smallest, False)):
+        config = AUTO.replace(index="device", index_options=dict(options), prefill_chunk=size)
+        assert (plan(llama3_8b(), 131072, limit, config=config).device_bytes <= limit) == fits
+    asked = chosen_index(llama3_8b(), AUTO.replace(prefill_chunk=chunk), 131072, free)
+    assert asked == chosen and max(record.levelno for record in caplog.records) == logging.INFO
     caplog.clear()
-    assert chosen_index(llama3_8b(), AUTO, 131072, GIB) is AUTO and not caplog.text
+    assert chosen_index(llama3_8b(), AUTO, 131072, GIB) is AUTO and "do not fit" in caplog.text
+
+
+def test_smaller_codes_come_before_a_smaller_chunk() -> None:
+    """At each chunk from the largest codes to the smallest, then the chunk is halved."""
+    found = [chosen_index(llama3_8b(), AUTO, 131072, int(gib * GIB)) for gib in (6, 4.2, 3.4, 3, 2.6, 2.2, 1.8)]
+    order = [(-one.prefill_chunk, -(dict(one.index_options).get("key_bytes") or 64)) for one in found]
+    assert order == sorted(order) and len({chunk for chunk, _ in order}) > 2 and len({size for _, size in order}) > 2
 
 
 @pytest.mark.parametrize(
-    ("tokens", "free_gib", "options"),
+    ("tokens", "free_gib", "options", "many_chunk"),
     [
-        (262144, 8.2, {}),
-        (393216, 8.2, {"key_bytes": 48, "rescore": 3}),
-        (524288, 8.2, {"key_bytes": 32, "rescore": 6, "finer_bytes": 64}),
-        (524288, 7.5, {"key_bytes": 24, "rescore": 12, "finer_bytes": 64}),
-        (1048576, 8.2, None),
+        (262144, 8.2, {}, 8192),
+        (393216, 8.2, {"key_bytes": 48, "rescore": 3}, 512),
+        (524288, 8.2, {"key_bytes": 32, "rescore": 6, "finer_bytes": 64}, None),
+        (524288, 7.5, {"key_bytes": 24, "rescore": 12, "finer_bytes": 64}, None),
+        (1048576, 8.2, None, None),
     ],
 )
 def test_smaller_codes_where_the_usual_ones_do_not_fit(
-    tokens: int, free_gib: float, options: dict[str, int] | None
+    tokens: int, free_gib: float, options: dict[str, int] | None, many_chunk: int | None
 ) -> None:
     """What a card of 24 GiB has beside Llama-3-8B's weights: codes shrink with the context, and name more keys. The
-    plan of what was chosen fits; more retrieved keys than a program can pick among leave the keys to the host.
+    plan of what was chosen fits; more retrieved keys than a program can pick among leave the keys to the host unless
+    codes of the usual size fit in chunks of many_chunk.
     """
     free = int(free_gib * GIB)
     chosen = chosen_index(llama3_8b(), AUTO, tokens, free)
@@ -72,7 +87,9 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
     alone = dict(chosen_index(llama3_8b(), AUTO, tokens, free, finer=False).index_options)
     assert alone == {name: value for name, value in options.items() if name != "finer_bytes"}
     many = AUTO.replace(retrieve=1000)
-    assert (chosen_index(llama3_8b(), many, tokens, free) is many) == bool(options)
+    left = chosen_index(llama3_8b(), many, tokens, free)
+    usual = many if many_chunk is None else many.replace(index="device", prefill_chunk=many_chunk)
+    assert left == usual
 
 
 def test_no_finer_codes_where_a_device_cannot_read_them(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from retrieval_attn.cache.layer import LayeredCache
 from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedModelError
+from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.memory.device_room import free_device_bytes, reading_layout
 from retrieval_attn.model.hidden import why_not_on_host
@@ -34,6 +35,7 @@ class _Forward(threading.local):
         self.latest: weakref.ref[Tensor] | None = None
         self.layout = Layout()
         self.ferry: Ferry | None = None
+        self.chunk: int | None = None
 
 
 class HiddenStates:
@@ -70,9 +72,24 @@ class HiddenStates:
         """What takes chunks to and from the host in the calling thread's forward; None: they lie on the device."""
         return self._forward.ferry
 
+    @property
+    def chunk(self) -> int | None:
+        """Tokens that go through a layer at once in the calling thread's forward; None: as many as is asked for."""
+        return self._forward.chunk
+
+    def shrink(self, chunk: int) -> None:
+        """For the rest of the calling thread's forward so many tokens go through at once."""
+        self._forward.chunk = chunk
+
     def begin(self, cache: Any, tokens: int, batch: int, chunk: int) -> None:
-        """A forward of `tokens` tokens of `batch` rows begins, in chunks of `chunk`. Raises UnsupportedModelError."""
+        """A forward of `tokens` tokens of `batch` rows begins, in chunks of `chunk`, or of fewer tokens where room for
+        codes of their keys takes that. Raises UnsupportedModelError.
+        """
         cache.index.decide(tokens, batch)
+        if not cache.get_seq_length() and cache.index.chunk is not None:
+            self._forward.chunk = chunk = min(chunk, cache.index.chunk)
+        if tokens <= chunk:
+            return
         config = where_possible(self.model, cache.index.config.replace(prefill_chunk=chunk))
         held = cache.get_seq_length() + tokens
         self._forward.layout = reading_layout(self.model.config, config, held, free_device_bytes(self.model), batch)
@@ -83,7 +100,7 @@ class HiddenStates:
     def end(self) -> None:
         """The forward is over, or failed."""
         ferry = self.ferry
-        self._forward.ferry, self._forward.layout = None, Layout()
+        self._forward.ferry, self._forward.layout, self._forward.chunk = None, Layout(), None
         if ferry is not None:
             ferry.close()
 
@@ -139,7 +156,7 @@ class NotedHolder:
         cache = layered_cache(args, kwargs)
         given = (*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
         ids = next((item for item in given if isinstance(item, Tensor)), None)
-        if cache is None or ids is None or ids.ndim < 2 or ids.shape[1] <= self._chunk():
+        if cache is None or ids is None or ids.ndim < 2 or ids.shape[1] <= min(self._chunk(), SKETCH_FROM - 1):
             return self._original(*args, **kwargs)
         try:
             self._states.begin(cache, ids.shape[1], len(ids), self._chunk())

@@ -194,14 +194,17 @@ class _Stream:
     def chunk(self) -> int:
         """Tokens that go through at once: what the calling thread has asked for (`chunks_of`), or the wrapped layers'.
 
-        Halved where memory does not suffice.
+        Fewer in a forward that leaves room for codes (`HiddenStates.begin`). Halved where memory does not suffice.
         """
-        return _asked_chunks().get(self.model, self._chunk)
+        fewer = self.states.chunk
+        return _asked_chunks().get(self.model, self._chunk) if fewer is None else fewer
 
     @chunk.setter
     def chunk(self, chunk: int) -> None:
         asked = _asked_chunks()
-        if self.model in asked:
+        if self.states.chunk is not None:
+            self.states.shrink(chunk)
+        elif self.model in asked:
             asked[self.model] = chunk
         else:
             self._chunk = chunk

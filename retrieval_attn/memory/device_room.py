@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from retrieval_attn.config import Config
@@ -22,7 +23,7 @@ from retrieval_attn.offload.finer import reads_host
 
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
-"""Tokens of a chunk that is advised: below, reading slows down."""
+"""Tokens of a chunk that `auto` takes: below, reading slows down."""
 _ANY_DIM = 128
 """Kinds keep codes on the device for every head_dim or for none."""
 
@@ -43,6 +44,14 @@ class IndexChoice:
                 "them; use retrieve=100, or another index, such as 'auto'"
             )
         self._decided = False
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens that go through a layer at once while the first ones are read, where codes fit with no more; None:
+        as many as the caller says. Later tokens come when what reading took is free again.
+        """
+        chunk = self.config.prefill_chunk
+        return chunk if chunk < self._requested.prefill_chunk else None
 
     @property
     def _loaded(self) -> Any:
@@ -100,8 +109,9 @@ def chosen_index(
     Enough for reading so many tokens of each of `batch` sequences, in the tightest layout that the options allow, and
     for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
     which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
-    finer codes there leave of these. A scan on the device takes a tenth of the host's time, and nothing is built while
-    the device waits; the choice is logged.
+    finer codes there leave of these. Where none fit beside a chunk of config.prefill_chunk tokens, that is halved until
+    some do. A scan on the device takes a tenth of the host's time, and nothing is built while the device waits; the
+    choice is logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
         return config
@@ -113,45 +123,43 @@ def chosen_index(
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    for options in code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer):
-        coded = config.replace(index="device", index_options=options)
+    for coded in _coded_configs(config, code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer), tokens):
         needed = _needed(shape, coded, tokens, batch, free)
         if needed <= free:
+            taken = f"; prefill_chunk={coded.prefill_chunk} makes room for them and is taken for this read"
             log.info(
                 "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each (reading takes %s, %s "
-                "is free)",
+                "is free)%s",
                 tokens,
-                IndexSpec.of("device", options).device_bytes(shape.key_dim).held,
+                IndexSpec.of("device", coded.index_options).device_bytes(shape.key_dim).held,
                 show_bytes(needed),
                 show_bytes(free),
+                "" if coded.prefill_chunk == config.prefill_chunk else taken,
             )
             return coded
-    smaller = _roomy_chunk(shape, coded, tokens, batch, free)
-    log.log(
-        logging.INFO if smaller is None else logging.WARNING,
-        "index 'auto' for %d tokens: codes of all keys do not fit on the device (reading takes %s with the smallest, "
-        "%s is free)%s",
+    log.info(
+        "index 'auto' for %d tokens: codes of all keys do not fit on the device (reading takes %s with the smallest "
+        "codes and chunks, %s is free)",
         tokens,
         show_bytes(needed),
         show_bytes(free),
-        "" if smaller is None else f"; prefill_chunk={smaller} makes room for them, and tokens come sooner",
     )
     return config
+
+
+def _coded_configs(config: Config, sizes: Sequence[Mapping[str, int]], tokens: int) -> Iterator[Config]:
+    """`config` with codes on the device, the preferred first: of all `sizes` with its chunk, then with half of it."""
+    chunk = min(config.prefill_chunk, tokens)
+    for options in sizes:
+        yield config.replace(index="device", index_options=options)
+    while (chunk := chunk // 2) >= LEAST_CHUNK:
+        for options in sizes:
+            yield config.replace(index="device", index_options=options, prefill_chunk=chunk)
 
 
 def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:
     """Bytes that reading takes beside what is there, in the layout that fits `free` best."""
     return DeviceSize(shape, config, tokens, batch).fitting(free + _there(shape)).reading_bytes - _there(shape)
-
-
-def _roomy_chunk(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int | None:
-    """The largest chunk with which `free` bytes are enough, half the planned one or less; None: no chunk is."""
-    chunk = min(config.prefill_chunk, tokens) // 2
-    while chunk >= LEAST_CHUNK:
-        if _needed(shape, config.replace(prefill_chunk=chunk), tokens, batch, free) <= free:
-            return chunk
-        chunk //= 2
-    return None
 
 
 def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Layout:

@@ -75,17 +75,19 @@ class DeviceSize:
 
     @property
     def chunk_token_bytes(self) -> int:
-        """Activations per prompt token that goes through a layer: the larger of MLP and attention.
+        """Activations per prompt token that goes through a layer: the largest of MLP, attention and a state's mixer.
 
         MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside them.
-        Attention: query and output in the model's dtype and two float32 partials that are being merged.
+        Attention: query and output in the model's dtype and two float32 partials that are being merged. A mixer:
+        `memory/activations.py`.
         """
         shape = self.shape
         residual = 3 * shape.hidden * shape.dtype_bytes
         mlp = 3 * shape.mlp_width * shape.dtype_bytes
         heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
         partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
-        return self.batch * (residual + max(mlp, heads + partials))
+        mixer = shape.state_chunk_bytes if shape.state_layers else 0
+        return self.batch * max(residual + mlp, residual + heads + partials, mixer)
 
     def unusable(self, chunk: int) -> int:
         """Bytes that the allocator cannot hand out while a chunk of so many tokens is read."""
@@ -116,10 +118,9 @@ class DeviceSize:
         copied to the host, cosines and sines, codes, and a cluster for each of these.
         """
         shape = self.shape
-        rope = 2 * shape.key_dim * shape.dtype_bytes
         hidden = 0 if self.layout.hidden_on_host else self.hidden_token_bytes
         kv = self.batch * self.kv_layers * shape.kv_layer_bytes
-        return hidden + kv + self.coded_token_bytes + cluster_bytes(self)[0] + self.codes.building + rope
+        return hidden + kv + self.coded_token_bytes + cluster_bytes(self)[0] + self.codes.building + rotary_bytes(self)
 
     @property
     def codes(self) -> DeviceBytes:
@@ -189,6 +190,11 @@ class DeviceSize:
     def decode_bytes(self) -> int:
         """Bytes while generating."""
         return self.fixed_bytes + self.context * (self.coded_token_bytes + cluster_bytes(self)[0])
+
+
+def rotary_bytes(size: DeviceSize) -> int:
+    """Bytes of cosines and sines per token, of each row: padded ones have positions of their own."""
+    return size.batch * size.shape.rotary_numbers * size.shape.dtype_bytes
 
 
 def state_bytes(size: DeviceSize) -> tuple[int, int]:

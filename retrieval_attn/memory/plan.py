@@ -1,7 +1,8 @@
 """What a model needs at a context length, before anything is loaded: `plan(...)`. Arithmetic only.
 
 The formulas follow layer-major prefill (engine/prefill.py) and this package's caches. They reproduce, to 1 %, live
-bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to 1M.
+bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to 1M, and
+through a layer of Qwen3.5-27B that keeps a state (tests/test_activations.py).
 Speeds are not predicted; bytes per token are, and at named bandwidths these give a floor.
 """
 
@@ -22,6 +23,7 @@ from retrieval_attn.memory.device import (
     cluster_bytes,
     most_chunk,
     most_context,
+    rotary_bytes,
     state_bytes,
 )
 from retrieval_attn.memory.host import HostSize
@@ -271,7 +273,7 @@ class _Arithmetic:
             Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
             Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
             Item("prefill: KV being copied", kv * (size.kv_layers - 1), "of the layer before, to the host"),
-            Item("prefill: rotary tables", n * 2 * shape.key_dim * shape.dtype_bytes, "cosines and sines"),
+            Item("prefill: rotary tables", n * rotary_bytes(size), "cosines and sines"),
             Item("prefill: one chunk", self.chunk * size.chunk_token_bytes, f"{self.chunk:,} tokens"),
             Item("blocks of no use", size.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
             Item(

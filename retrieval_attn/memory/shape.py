@@ -31,8 +31,10 @@ class ModelShape:
     mlp_width: widest MLP activation per token: intermediate size, or of all experts that one token visits.
     embedding_parameters: of the input embedding; head_parameters: of the output's, 0 where it is the same table.
     ranks_split_heads: whether transformers' tensor parallel gives every rank its own key-value heads.
-    state_layers: layers that keep a state of `state_layer_bytes` instead of keys (0 bytes where the config does not say
-    how large it is). hidden_movable: whether hidden states may lie on the host while a model of one device reads.
+    rotary_numbers: cosines and sines per token. state_layers: layers that keep a state of `state_layer_bytes` instead
+    of keys (0 bytes where the config does not say how large it is); a token that goes through one takes
+    `state_chunk_bytes` (0: not known). hidden_movable: whether hidden states may lie on the host while a model of one
+    device reads.
     """
 
     name: str
@@ -58,8 +60,10 @@ class ModelShape:
     embedding_parameters: int
     head_parameters: int
     ranks_split_heads: bool
+    rotary_numbers: int
     state_layers: int = 0
     state_layer_bytes: int = 0
+    state_chunk_bytes: int = 0
     hidden_movable: bool = True
 
     @property
@@ -196,6 +200,7 @@ def _shape(
 ) -> ModelShape:
     from transformers.cache_utils import get_layer_types_and_kwargs
 
+    from retrieval_attn.memory.activations import rotary_numbers, state_chunk_bytes
     from retrieval_attn.model.hidden import why_never_on_host
 
     text = config.get_text_config(decoder=True)
@@ -231,8 +236,10 @@ def _shape(
         embedding_parameters=embedding,
         head_parameters=head,
         ranks_split_heads=splits_heads(text),
+        rotary_numbers=rotary_numbers(model, key_dim),
         state_layers=sum(kind_of in ("linear_attention", "conv") for kind_of in types),
         state_layer_bytes=_state_bytes(text, width),
+        state_chunk_bytes=state_chunk_bytes(model, text, width),
         hidden_movable=why_never_on_host(model) is None,
     )
 

@@ -1,0 +1,143 @@
+"""What the plan says of rotary tables and of a state's layers against what transformers' own modules make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.config import Config
+from retrieval_attn.memory.device import DeviceSize, rotary_bytes
+from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.model.layers import decoder_parts
+from tests import multimodal_models
+from tests.live_bytes import LiveBytes, on_meta
+from tests.test_hybrid import CONFIGS as HYBRIDS
+from tests.test_hybrid import new_model, shared_model
+from tests.tiny_models import CONFIGS, config_of, random_ids, tiny_model
+from tools.card.four_bits import SHAPES
+
+CHUNK = 4096
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def table_bytes(model: Any, rows: int, tokens: int) -> int:
+    """Bytes of all cosines and sines that a forward of so many tokens makes."""
+    seen: list[int] = []
+
+    def noted(module: Any, args: Any, out: tuple[torch.Tensor, ...]) -> None:
+        seen.append(sum(table.nbytes for table in out))
+
+    hooks = [rotary.register_forward_hook(noted) for rotary in decoder_parts(model).rotaries]
+    try:
+        with torch.no_grad():
+            place = torch.arange(tokens).expand(rows, -1)
+            model(input_ids=random_ids(rows, tokens), position_ids=place, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(seen)
+
+
+def tiny(name: str) -> Any:
+    if name in HYBRIDS:
+        return shared_model(name)
+    return tiny_model(name) if name in CONFIGS else multimodal_models.shared_model(name)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *HYBRIDS, *multimodal_models.NAMES])
+def test_rotary_tables_have_as_many_bytes_as_planned(name: str) -> None:
+    """Partial rotation, halves, tables of each type of layer, three axes, none: of a model and of its config."""
+    model = tiny(name)
+    for source in (model, model.config):
+        size = DeviceSize(model_shape(source, "float32"), Config(), 24, batch=2)
+        assert 24 * rotary_bytes(size) == table_bytes(model, 2, 24)
+
+
+def test_tables_that_are_rescaled_as_positions_come_are_counted() -> None:
+    """Without a look at positions, which the meta device cannot give."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "partial_rotary_factor": 0.5}
+    model = new_model("qwen3_next", rope_parameters=rope)
+    assert model_shape(model.config).rotary_numbers == table_bytes(model, 1, 10) // 10 // 4 == 16
+
+
+def layer_peak(config: Any, chunk: int) -> int:
+    """Most bytes alive in the first decoder layer's forward of a second chunk, its input too. On the meta device."""
+
+    def traced() -> int:
+        model = AutoModelForCausalLM.from_config(config).eval()
+        cache: Any = _StateCache()
+        tables = torch.empty(1, chunk, 64)
+
+        def forward() -> None:
+            layer, states = model.model.layers[0], torch.empty(1, chunk, config.hidden_size)
+            layer(states, position_embeddings=(tables, tables), attention_mask=None, past_key_values=cache)
+
+        with torch.no_grad():
+            forward()
+            known = [*model.parameters(), *model.buffers(), tables, *(state for _, state in cache.layers[0].states())]
+            with LiveBytes(known) as live:
+                forward()
+        return live.peak
+
+    return int(on_meta(traced, torch.bfloat16))
+
+
+class _StateCache:
+    """As much of a cache as a layer with a state asks for."""
+
+    def __init__(self) -> None:
+        self.layers = [StateLayer()]
+
+    def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:
+        return bool(self.layers[layer].has_previous_state[state_idx])
+
+    def update_conv_state(self, states: torch.Tensor, layer: int, **options: Any) -> torch.Tensor:
+        return self.layers[layer].update_conv_state(states, **options)
+
+    def update_recurrent_state(self, states: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.layers[layer].update_recurrent_state(states)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_5_text", {}),
+        ("qwen3_5_text", {"hidden_size": 2048, "intermediate_size": 512, "linear_num_value_heads": 16}),
+        ("qwen3_5_text", {"linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 64}),
+        ("qwen3_next", {**EXPERTS, "hidden_size": 2048, "linear_num_value_heads": 32}),
+    ],
+)
+def test_a_chunk_in_a_layer_with_a_state(model_type: str, changes: dict[str, Any]) -> None:
+    """Qwen3.5-27B's shape and others, live bytes traced through transformers' layer without flash-linear-attention."""
+    sizes = {**SHAPES["qwen3.5-27b"][1], "num_hidden_layers": 4, **changes}
+    config = config_of(model_type, dtype="bfloat16", **sizes)
+    size = DeviceSize(model_shape(config), Config(), 1 << 20)
+    assert size.chunk_token_bytes == pytest.approx(layer_peak(config, CHUNK) / CHUNK, rel=0.01)
+
+
+def test_an_mlp_that_takes_more_than_a_state_counts() -> None:
+    """The largest of what a token passes through, and of a part of a model without such layers no state."""
+    sizes = {**SHAPES["qwen3.5-27b"][1], "num_hidden_layers": 4}
+    wide = model_shape(config_of("qwen3_5_text", dtype="bfloat16", **{**sizes, "intermediate_size": 1 << 17}))
+    assert DeviceSize(wide, Config(), 1 << 20).chunk_token_bytes == 3 * (5120 + (1 << 17)) * 2
+    full = config_of("qwen3_5_text", dtype="bfloat16", **{**sizes, "layer_types": ["full_attention"] * 4})
+    assert DeviceSize(model_shape(full), Config(), 1 << 20).chunk_token_bytes == 3 * (5120 + 17408) * 2
+
+
+def test_the_plan_of_a_27b_hybrid() -> None:
+    """At a million tokens: tables of a quarter of the head, and 353 KiB per token of a chunk; an MLP takes 132."""
+    config = config_of("qwen3_5_text", dtype="bfloat16", max_position_embeddings=1 << 20, **SHAPES["qwen3.5-27b"][1])
+    answer = plan(config, 1 << 20, "24GiB", "128GiB", config={"prefill_chunk": 1024})
+    items = {item.name: item.bytes for item in answer.device}
+    assert items["prefill: rotary tables"] == (1 << 20) * 2 * 64 * 2
+    assert items["prefill: one chunk"] == 1024 * 361504

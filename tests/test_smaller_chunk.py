@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.engine import hidden_states, prefill
 from retrieval_attn.memory import device_room
 from retrieval_attn.store import ContextStore
 from tests.test_finer_codes import context_of, ids_of
-from tests.test_prefill import hooked
+from tests.test_prefill import check_same_bytes, hooked
 from tests.tiny_models import build_model, random_ids
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=2, prefill_chunk=200)
@@ -90,6 +92,21 @@ def test_the_answers_are_those_of_the_planned_chunk(monkeypatch: pytest.MonkeyPa
         with torch.no_grad():
             found.append(model(random_ids(1, TOKENS), past_key_values=ra.RetrievalCache(model, CONFIG)).logits)
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_paused_read_ends_with_more_cells_than_planned() -> None:
+    """An engine's reads plan with the chunk that was asked for; those to come are granted as they come."""
+    context = context_of(CONFIG)
+    cache = ra.RetrievalCache(context.model, CONFIG)
+    ids = ids_of(context, TOKENS)
+    read = PausedRead(AnswerLoop(context.model, context.tokenizer), cache, ids)
+    planned = read.cells_left
+    while not read.done:
+        read.go(1)
+        assert read.wait(60.0)
+    assert read.error is None and read.cells_left == 0 and read.cells_done > planned
+    context.read(ids, progress=False)
+    check_same_bytes(cache, context.cache)
 
 
 def test_a_saved_context_does_not_keep_it(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ Retrieve = int | float | Literal["all", "auto"]
 Quantization = Literal["int8", "int4", "bnb-8bit", "bnb-4bit"]
 GraphMode = bool | Literal["auto"]
 TailMode = bool | Literal["auto"]
-HiddenStatesPlace = Literal["auto", "device", "host"]
+Place = Literal["auto", "device", "host"]
 MEAN_RETRIEVE = 100
 """Keys per head that `retrieve="auto"` shares out: the default of `retrieve`, so that a token costs as much."""
 
@@ -78,7 +78,7 @@ class Config:
     index_options: Mapping[str, Any] = field(default_factory=dict)
     train_queries: int | None = None
     prefill_chunk: int = 8192
-    hidden_states: HiddenStatesPlace = "auto"
+    hidden_states: Place = "auto"
     exact_append: bool = True
     decode_tokens: int = 8
     spill: int = 512

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.config import Config, Quantization, resolve
+from retrieval_attn.config import Config, Place, Quantization, resolve
 from retrieval_attn.context import Context
 from retrieval_attn.engine.ready import compiling_early
 from retrieval_attn.engine.switch import enable
@@ -22,7 +22,7 @@ from retrieval_attn.gpu.memory import cap, device_memory
 from retrieval_attn.index.threads import check_threads, say_if_threads_spin
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
-from retrieval_attn.memory.plan import Weights, plan
+from retrieval_attn.memory.plan import Plan, Weights, plan
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.loading import (
@@ -35,6 +35,7 @@ from retrieval_attn.model.loading import (
 )
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
+from retrieval_attn.offload.host_table import move_table
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import checked_text
 
@@ -73,10 +74,13 @@ class LLM:
         device_map: layers on several GPUs, as transformers takes it ("auto"). tensor_parallel: heads shared by the
         processes of a torchrun, one GPU each. With either, gpu_memory holds for each GPU; weights that a device_map
         keeps on "cpu" or "disk" are not planned for. yarn: a factor, so many times the checkpoint's positions by YaRN,
-        for longer texts (Qwen3-8B has 40,960). Further keywords (threads, window, ...) are fields of Config.
+        for longer texts (Qwen3-8B has 40,960). embedding: where the input embedding lies, "device" or "host", of which
+        a token reads one row; "auto" is the host where weights take more than half of one GPU's memory, unless the
+        output has the same table. Further keywords (threads, window, ...) are fields of Config.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
         tensor_parallel, yarn = bool(overrides.pop("tensor_parallel", False)), overrides.pop("yarn", None)
+        place: Place = overrides.pop("embedding", "auto")
         self.config, name_or_path = resolve(config, overrides), model_path(name_or_path)
         check_threads(self.config.threads)
         self.device = choose_device(device)
@@ -91,8 +95,9 @@ class LLM:
                 f"max_context={max_context} is beyond the model's {limit} positions; lower it, or stretch them by yarn."
             )
         self.max_context: int = max_context or limit or DEFAULT_CONTEXT
-        weights: Weights = {"dtype": chosen_dtype(quantization, dtype, self.device), "quantization": quantization}
-        self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
+        kind = chosen_dtype(quantization, dtype, self.device)
+        weights: Weights = {"dtype": kind, "quantization": quantization, "embedding": place}
+        needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
         with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device):
             self.tokenizer = load(AutoTokenizer, name_or_path)
             self.model = self._loaded(
@@ -105,6 +110,8 @@ class LLM:
                 yarn=yarn,
             )
         self.device = input_device(self.model)
+        if needed is not None and needed.shape.host_table_bytes:
+            move_table(self.model)
         enable(self.model, self.config)
 
     def _require_memory(
@@ -114,14 +121,16 @@ class LLM:
         weights: Weights,
         device_map: str | Mapping[str, Any] | None,
         tensor_parallel: bool,
-    ) -> None:
+    ) -> Plan | None:
+        """The plan by which the model may be loaded; None: nothing is planned."""
+        needed = None
         if self.device.type != "cuda":
             if gpu_memory is not None:
                 raise MemoryPlanError(
                     f"gpu_memory={gpu_memory!r} was given, but the model would run on {self.device}; drop it, or use "
                     'device="cuda" on a machine with a GPU.'
                 )
-            return
+            return None
         asked = None if gpu_memory is None else parse_bytes(gpu_memory, "gpu_memory")
         used = [self.device] if device_map is None else cuda_devices(device_map)
         memories = {place: device_memory(place) for place in used}
@@ -143,6 +152,7 @@ class LLM:
             needed.require()
         for place in used:
             cap(place, asked)
+        return needed
 
     def _loaded(self, name_or_path: str | Path, **options: Any) -> PreTrainedModel:
         try:

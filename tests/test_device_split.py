@@ -45,7 +45,7 @@ def test_heads_are_divided_and_the_embedding_is_not(shape: ModelShape) -> None:
 def test_two_gpus_hold_what_one_cannot(shape: ModelShape) -> None:
     """16 GiB cards: one is too small for the weights alone, two are enough either way."""
     config = llama3_8b()
-    one = plan(config, gpu_memory="16GiB", host_memory="1TiB", config={"hidden_states": "device"})
+    one = plan(config, gpu_memory="16GiB", host_memory="1TiB", config={"hidden_states": "device"}, embedding="device")
     assert not one.fits
     for split, processes in (("layers", 1), ("heads", 2)):
         two = plan(config, gpu_memory="16GiB", host_memory="1TiB", gpus=(2, split))

@@ -49,7 +49,7 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
     except RetrievalAttentionError as error:
         log.warning("memory of the host is not checked before reading: %s", error)
         return
-    needed = needs.host_bytes - HOST_RESERVE  # the process is there already
+    needed = needs.host_bytes - HOST_RESERVE - needs.shape.host_table_bytes  # the process is there already
     available = available_host_bytes()
     if needed > available:
         parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in needs.host[:-1])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, Unpack
 
-from retrieval_attn.config import Config, resolve
+from retrieval_attn.config import Config, Place, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.memory.device import (
     DEVICE_RESERVE,
@@ -28,7 +28,7 @@ from retrieval_attn.memory.device import (
 )
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
-from retrieval_attn.memory.split import part_of
+from retrieval_attn.memory.split import part_of, with_embedding
 from retrieval_attn.memory.units import GIB, host_memory_bytes, parse_bytes, show_bytes
 
 # Interpreter, libraries and pinned staging buffers.
@@ -53,6 +53,7 @@ class Weights(TypedDict, total=False):
 
     dtype: Any
     quantization: str | None
+    embedding: Place
 
 
 @dataclass(frozen=True)
@@ -170,19 +171,25 @@ def plan(
     gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. config: retrieval options (`Config`
     or a mapping). gpus: how many GPUs of `gpu_memory` each share the model's layers (device_map); a pair (how many,
     "heads"): its heads (tensor parallel, a process for each). dtype: of weights and KV; None is the config's.
-    quantization: as `LLM` takes it. Raises ConfigError, InputDataError, UnsupportedModelError; a plan that does not fit
-    is returned, not raised.
+    quantization, embedding: as `LLM` takes them, of a model that is yet to be loaded. Raises ConfigError,
+    InputDataError, UnsupportedModelError; a plan that does not fit is returned, not raised.
     """
+    from torch import nn
+
     if unknown := sorted(set(weights) - set(Weights.__annotations__)):
-        raise ConfigError(f"plan does not know {', '.join(unknown)}; beside its own it takes dtype and quantization.")
+        raise ConfigError(
+            f"plan does not know {', '.join(unknown)}; beside its own it takes dtype, quantization and embedding."
+        )
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")
     options = resolve(config, {})
     device_limit = parse_bytes(gpu_memory, "gpu_memory")
     host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
-    shape = model_shape(model_or_config_or_path, **weights)
+    shape = model_shape(model_or_config_or_path, weights.get("dtype"), weights.get("quantization"))
     count, split = gpus if isinstance(gpus, tuple) and len(gpus) == 2 else (gpus, "layers")
+    if count == 1 and not isinstance(model_or_config_or_path, nn.Module):
+        shape = with_embedding(shape, weights.get("embedding", "auto"), device_limit)
     part = part_of(shape, count, split)
     # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`) or captures a step
     placed = options if count == 1 else options.replace(hidden_states="device", graph=False)
@@ -300,10 +307,12 @@ class _Arithmetic:
             Item("keys and values", n * size.token_bytes, stored),
             Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
             Item("clusters", size.cluster_bytes(n), "tail: a byte per key and head, and sums"),
+            Item("input embedding", shape.host_table_bytes, "a row of it for each token crosses to the GPU"),
             Item("prefill: hidden states", n * self._hidden_on_host(self.device_size), "page-locked, while reading"),
             Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
-        return tuple(item for item in items if item.bytes or item.name not in ("clusters", "prefill: hidden states"))
+        often_empty = "clusters", "input embedding", "prefill: hidden states"
+        return tuple(item for item in items if item.bytes or item.name not in often_empty)
 
     def _hidden_on_host(self, size: DeviceSize) -> int:
         """Bytes of host memory per token of context for hidden states while it is read."""
@@ -320,7 +329,8 @@ class _Arithmetic:
         for size in choices(self.device_size):
             tokens = most_context(size, device_limit, self.options.prefill_chunk)
             beside = self._hidden_on_host(size)
-            held = self.host_size.most_tokens(host_limit - self.processes * HOST_RESERVE, beside)
+            room = host_limit - self.processes * HOST_RESERVE - self.shape.host_table_bytes
+            held = self.host_size.most_tokens(room, beside)
             most = max(most, tokens if held is None else min(tokens, held))
         return most
 
@@ -340,7 +350,8 @@ class _Arithmetic:
         quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
         # GPUs that share heads read at once, those that share layers in turn
         reader = part if self.processes > 1 else self.shape
-        weights_read = reader.weight_bytes * reader.active_parameters // reader.parameters
+        held = reader.weight_bytes + reader.host_table_bytes
+        weights_read = held * reader.active_parameters // reader.parameters
         read = DeviceSize(reader, self.options, n, self.batch, size.layout)
         device_read = weights_read + read.sliding_bytes + self.batch * reader.states_bytes
         floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class ModelShape:
     rotary_numbers: cosines and sines per token. state_layers: layers that keep a state of `state_layer_bytes` instead
     of keys (0 bytes where the config does not say how large it is); a token that goes through one takes
     `state_chunk_bytes` (0: not known). hidden_movable: whether hidden states may lie on the host while a model of one
-    device reads.
+    device reads. host_table_bytes: of an input embedding in host memory, which weight_bytes does not count.
     """
 
     name: str
@@ -65,6 +65,7 @@ class ModelShape:
     state_layer_bytes: int = 0
     state_chunk_bytes: int = 0
     hidden_movable: bool = True
+    host_table_bytes: int = 0
 
     @property
     def states_bytes(self) -> int:
@@ -172,6 +173,7 @@ def load_config(source: Any) -> PreTrainedConfig:
 def _of_model(model: Any, dtype: Any) -> ModelShape:
     from retrieval_attn.memory.weights import copy_note
     from retrieval_attn.model.packed import unpacked_bytes
+    from retrieval_attn.model.placement import is_host_table
     from retrieval_attn.model.quantization import held_bytes
 
     config = getattr(model, "config", None)
@@ -185,7 +187,9 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
     else:
         held, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
     name = config.name_or_path or config.model_type
-    return _shape(config, model, name, kind, width, parameters, held, note)
+    table: Any = model.get_input_embeddings().weight
+    on_host = table.nbytes if dtype is None and is_host_table(table) else 0
+    return replace(_shape(config, model, name, kind, width, parameters, held, note), host_table_bytes=on_host)
 
 
 def _shape(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
+from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.shape import ModelShape
 
@@ -24,6 +26,31 @@ def part_of(shape: ModelShape, gpus: int, split: str) -> ModelShape:
     if gpus == 1:
         return shape
     return _layers(shape, gpus) if split == "layers" else _heads(shape, gpus)
+
+
+def with_embedding(shape: ModelShape, place: Place, device_limit: int) -> ModelShape:
+    """A model on one GPU whose input embedding lies at `place`.
+
+    "auto": in host memory where weights take more than half of the GPU's, unless the output has the same table. A token
+    reads one row of it. Raises ConfigError for "host" where the output has the same table, and for another place.
+    """
+    if place not in get_args(Place):
+        raise ConfigError(f"embedding must be one of {', '.join(get_args(Place))}; got {place!r}.")
+    if place == "host" and not shape.head_parameters:
+        raise ConfigError(
+            f"embedding='host' was given, but the output of {shape.name} multiplies by the same table, all of it for "
+            "each token; leave it out."
+        )
+    fits = place == "auto" and 2 * shape.weight_bytes <= device_limit
+    if place == "device" or fits or not shape.head_parameters:
+        return shape
+    table = shape.embedding_parameters * shape.dtype_bytes
+    return replace(
+        shape,
+        weight_bytes=shape.weight_bytes - table,
+        weights_note=f"{shape.weights_note}, embedding on the host",
+        host_table_bytes=table,
+    )
 
 
 def _layers(shape: ModelShape, gpus: int) -> ModelShape:

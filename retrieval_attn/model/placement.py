@@ -1,6 +1,7 @@
 """Where a model's parts run: on several GPUs by layers (`device_map`), or on several ranks by heads (tensor parallel).
 
-Nothing here moves anything: transformers and accelerate have placed the model, and these functions read off how.
+Nothing here moves anything: transformers and accelerate have placed the model, and these functions read off how. A
+table that was moved to host memory behind that (`offload/host_table.py`) is marked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.model.layers import decoder_layers, modules_of
+
+_HOST_TABLE = "_retrieval_attn_host_table"
 
 
 def input_device(model: Any) -> torch.device:
@@ -76,3 +79,14 @@ def cuda_devices(device_map: str | Mapping[str, Any]) -> list[torch.device]:
 def offloads(device_map: str | Mapping[str, Any] | None) -> bool:
     """Whether a device map keeps weights off the GPUs. "auto" may turn out to; that is not known beforehand."""
     return isinstance(device_map, Mapping) and bool({"cpu", "disk"} & {str(place) for place in device_map.values()})
+
+
+def mark_host_table(weight: Tensor) -> None:
+    """`weight`, a tensor of a GPU, lies in host memory."""
+    setattr(weight, _HOST_TABLE, weight.data_ptr())
+
+
+def is_host_table(weight: Tensor) -> bool:
+    """Whether `weight` was marked, and lies where it lay then: moved or copied, it is as others."""
+    address = getattr(weight, _HOST_TABLE, None)
+    return address is not None and address == weight.data_ptr()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.model.placement import is_host_table
 
 GROUP = 64
 """Weights that share a scale in 4 bits, bitsandbytes' usual number too."""
@@ -189,6 +190,6 @@ def plain_tensors(weights: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers as they lie in memory."""
+    """Bytes of a model's parameters and buffers as they lie in memory, without a table in host memory."""
     weights = plain_tensors((*model.parameters(), *model.buffers()))
-    return sum(item.numel() * item.element_size() for item in weights)
+    return sum(item.numel() * item.element_size() for item in weights if not is_host_table(item))

@@ -8,15 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.gpu.codes.codes import DeviceCodes
-from retrieval_attn.index.memory import aligned_empty
-from retrieval_attn.offload.managed import managed_bytes
-from retrieval_attn.offload.page_lock import lock_array
+from retrieval_attn.offload.host_rows import host_rows
 
 log = logging.getLogger(__name__)
 PROBED_ROWS, PROBED_BYTES = 1 << 18, 64
@@ -39,20 +36,3 @@ def reads_host(device: torch.device) -> bool:
         log.warning("keys have no finer codes on the host, and tokens take longer after long texts: %s", error)
         return False
     return True
-
-
-def host_rows(heads: int, tokens: int, key_bytes: int, device: torch.device) -> Tensor:
-    """(heads, tokens, key_bytes) uint8 of any contents in host memory that a device can read in place.
-
-    Managed memory, or where there is none page-locked memory. Raises MemoryPlanError where the system refuses it.
-    """
-    managed = managed_bytes(heads * tokens * key_bytes, device) if device.type == "cuda" else None
-    if managed is not None:
-        return torch.from_numpy(managed).view(heads, tokens, key_bytes)
-    array = aligned_empty((heads, tokens, key_bytes), np.uint8)
-    if device.type == "cuda" and array.nbytes and (reason := lock_array(array)):
-        raise MemoryPlanError(
-            f"{array.nbytes} bytes of host memory for finer codes cannot be page-locked ({reason}): `ulimit -l` shows "
-            "a limit; raise it, or give index_options={'finer_bytes': 0}"
-        )
-    return torch.from_numpy(array)

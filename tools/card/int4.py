@@ -33,6 +33,7 @@ from retrieval_attn.gpu.memory import cap
 from retrieval_attn.memory.units import GIB, parse_bytes
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
+from retrieval_attn.offload.host_table import move_table
 from tools.card.four_bits import SHAPES, made
 from tools.card.near import add_read_window, near_reads
 from tools.card.runs import card_names
@@ -94,6 +95,7 @@ def main() -> int:
     parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--host-table", action="store_true", help="the input embedding's table in host memory")
     parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
     add_read_window(parser)
     parser.add_argument("--seed", type=int, default=0)
@@ -107,6 +109,9 @@ def main() -> int:
         "shape": args.shape, "layers": args.layers, "read_window": args.read_window,
         "made_seconds": time.perf_counter() - began, "weights_gib": held_bytes(model) / GIB,
     }  # fmt: skip
+    if args.host_table:
+        found["host_table"] = move_table(model)
+        found["weights_gib"] = held_bytes(model) / GIB
     model.generation_config.eos_token_id = []
     gc.collect()
     gc.freeze()

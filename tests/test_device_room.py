@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import retrieval_attn as ra
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.memory import device_room
-from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
 from retrieval_attn.memory.plan import GIB, plan
+from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.offload import finer
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model
+from tools.card.four_bits import SHAPES
 
 AUTO = ra.Config()
 
@@ -119,6 +122,22 @@ def test_reading_does_as_the_plan_says(tokens: int, limit_gib: int, place: str) 
     assert (layout.kv_layers == 2) == ("prefill: KV being copied" in device)
     if place != "auto":
         assert layout.hidden_on_host == (place == "host")
+
+
+def test_copies_of_states_come_behind_the_reading() -> None:
+    """A captured step's copies of the states (466 MB of Qwen3.5-27B's shape) take the room that one layer's keys have
+    while reading: they are no reason to take smaller codes.
+    """
+    model_type, sizes = SHAPES["qwen3.5-27b"]
+    config = CONFIG_MAPPING[model_type](**sizes, dtype="bfloat16")
+    coded = AUTO.replace(index="device", index_options={})
+    size = DeviceSize(model_shape(config), coded, 1 << 18, 1).fitting(0)
+    held, copies = state_bytes(size)
+    assert copies == 3 * held > 400e6
+    free = size.reading_bytes - copies - model_shape(config).weight_bytes - DEVICE_RESERVE
+    assert size.decode_bytes < size.reading_bytes - copies
+    assert chosen_index(config, AUTO, 1 << 18, free).index_options == {}
+    assert chosen_index(config, AUTO, 1 << 18, free - 1).index_options != {}
 
 
 def test_nothing_is_chosen_without_need() -> None:

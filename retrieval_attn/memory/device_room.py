@@ -13,7 +13,7 @@ from retrieval_attn.gpu.memory import spare_bytes, split_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.device import code_sizes
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, layouts
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, layouts, state_bytes
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
@@ -158,8 +158,9 @@ def _coded_configs(config: Config, sizes: Sequence[Mapping[str, int]], tokens: i
 
 
 def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:
-    """Bytes that reading takes beside what is there, in the layout that fits `free` best."""
-    return DeviceSize(shape, config, tokens, batch).fitting(free + _there(shape)).reading_bytes - _there(shape)
+    """Bytes that reading and then generating take beside what is there, in the layout that fits `free` best."""
+    size = _sized(shape, config, tokens, batch, free)
+    return max(size.reading_bytes - state_bytes(size)[1], size.decode_bytes) - _there(shape)
 
 
 def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Layout:
@@ -173,7 +174,13 @@ def reading_layout(model_config: Any, config: Config, tokens: int, free: int | N
         shape = None
     if free is None or shape is None:
         return layouts(config)[0]
-    return DeviceSize(shape, config, tokens, batch).fitting(free + _there(shape)).layout
+    return _sized(shape, config, tokens, batch, free).layout
+
+
+def _sized(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> DeviceSize:
+    """In the layout that fits `free` best. States of a captured step are there already, or come behind the reading."""
+    size = DeviceSize(shape, config, tokens, batch)
+    return size.fitting(free + _there(shape) + state_bytes(size)[1])
 
 
 def _there(shape: ModelShape) -> int:

@@ -10,9 +10,10 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import retrieval_attn as ra
+from retrieval_attn.engine import hidden_states
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.memory import device_room
-from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, state_bytes
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
 from retrieval_attn.memory.plan import GIB, plan
 from retrieval_attn.memory.shape import model_shape
@@ -172,6 +173,25 @@ def test_neither_pieces_nor_a_copy_leave_room_for_codes(monkeypatch: pytest.Monk
         taken[name] = 4 * GIB
         assert chosen() == "auto"
         taken[name] = 0
+
+
+def test_pieces_are_no_room_for_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read goes by what its index was chosen by: Qwen3-32B's shape lost one to .72 GiB in pieces, counted here only."""
+    model: Any = ra.enable(build_model("llama"), AUTO)
+    free: list[int | None] = []
+    monkeypatch.setattr(device_room, "free_device_bytes", lambda model: 4 * GIB)
+    monkeypatch.setattr(device_room, "split_bytes", lambda device: GIB)
+    own = hidden_states.reading_layout
+
+    def noted(model_config: Any, config: ra.Config, tokens: int, room: int | None, batch: int) -> Layout:
+        free.append(room)
+        return own(model_config, config, tokens, room, batch)
+
+    monkeypatch.setattr(hidden_states, "reading_layout", noted)
+    states = hidden_states.HiddenStates(model)
+    states.begin(ra.RetrievalCache(model), 100, 1, 16)
+    states.end()
+    assert free == [3 * GIB]
 
 
 def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.memory.device import Layout
-from retrieval_attn.memory.device_room import free_device_bytes, reading_layout
+from retrieval_attn.memory.device_room import reading_layout, whole_device_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.hidden import DeviceRows, Ferry, HiddenRows, HostRows
@@ -92,7 +92,7 @@ class HiddenStates:
             return
         config = where_possible(self.model, cache.index.config.replace(prefill_chunk=chunk))
         held = cache.get_seq_length() + tokens
-        self._forward.layout = reading_layout(self.model.config, config, held, free_device_bytes(self.model), batch)
+        self._forward.layout = reading_layout(self.model.config, config, held, whole_device_bytes(self.model), batch)
         if self.layout.hidden_on_host:
             log.info("hidden states of %d tokens lie in host memory while they are read", tokens)
             self._forward.ferry = Ferry(input_device(self.model), tokens)

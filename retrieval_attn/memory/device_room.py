@@ -80,9 +80,7 @@ class IndexChoice:
             possible = self._requested
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
                 possible = possible.replace(hidden_states="device")
-            free = free_device_bytes(model)
-            if free is not None:  # codes that do not fit end a read; smaller ones cost a little time per token
-                free = max(0, free - split_bytes(input_device(model)))
+            free = whole_device_bytes(model)
             finer = free is not None and reads_host(input_device(model))
             self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
@@ -99,6 +97,12 @@ def free_device_bytes(model: Any) -> int | None:
     if device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
         return None
     return max(0, spare_bytes(device) - unpacked_bytes(model))
+
+
+def whole_device_bytes(model: Any) -> int | None:
+    """`free_device_bytes` without pieces between tensors: what does not fit them ends a read."""
+    free = free_device_bytes(model)
+    return None if free is None else max(0, free - split_bytes(input_device(model)))
 
 
 def chosen_index(

@@ -176,7 +176,7 @@ def test_neither_pieces_nor_a_copy_leave_room_for_codes(monkeypatch: pytest.Monk
 
 
 def test_pieces_are_no_room_for_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read goes by what its index was chosen by: Qwen3-32B's shape lost one to .72 GiB in pieces, counted here only."""
+    """A read goes by what its index was chosen by. Qwen3-32B's shape lost one to .72 GiB in pieces."""
     model: Any = ra.enable(build_model("llama"), AUTO)
     free: list[int | None] = []
     monkeypatch.setattr(device_room, "free_device_bytes", lambda model: 4 * GIB)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from retrieval_attn.engine import fused_states
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.gpu.delta import DeltaRule, States
 from tests.graph_cases import CONFIG, Decoded
+from tests.test_bucket import Rows
 from tests.test_fused_layers import launches_of, taken
 from tests.test_hybrid import new_model
 from tests.tiny_models import random_ids
@@ -91,6 +93,20 @@ def test_replays_equal_eager_decoding(options: dict[str, Any], caplog: pytest.Lo
         graphed = Decoded(model, True, **options)
     assert graphed.difference(eager) <= 1e-5
     assert "4 of 4 layers run in fused kernels" in caplog.text
+
+
+@pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
+def test_rows_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of an engine, whose states lie at places of buffers that all of them share, are as they would be alone."""
+    rows = Rows(new_model("qwen3_5_text", initializer_range=0.2, **SIZES), [40, 150, 300])
+    for pair in rows.pairs:
+        pair.tolerance = 1e-4  # weights so large that states move the logits
+    with caplog.at_level(logging.INFO, module.__name__):
+        for _ in rows.come_and_go(random.Random(5), 20, {4: 1, 12: 0}, crop=0):
+            pass
+    assert rows.runner.replays == 20
+    assert "rows: 4 of 4 layers run in fused kernels" in caplog.text
+    rows.check_books()
 
 
 def _unmoved(rule: DeltaRule, states: States) -> tuple[DeltaRule, States]:

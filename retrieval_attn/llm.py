@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.config import Config, Place, Quantization, resolve
+from retrieval_attn.config import Config, Quantization, resolve
 from retrieval_attn.context import Context
 from retrieval_attn.engine.ready import compiling_early
 from retrieval_attn.engine.switch import enable
@@ -23,6 +23,7 @@ from retrieval_attn.index.threads import check_threads, say_if_threads_spin
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import Plan, Weights, plan
+from retrieval_attn.memory.split import embedding_place
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.loading import (
@@ -80,7 +81,7 @@ class LLM:
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
         tensor_parallel, yarn = bool(overrides.pop("tensor_parallel", False)), overrides.pop("yarn", None)
-        place: Place = overrides.pop("embedding", "auto")
+        place = embedding_place(overrides.pop("embedding", "auto"), alone=device_map is None and not tensor_parallel)
         self.config, name_or_path = resolve(config, overrides), model_path(name_or_path)
         check_threads(self.config.threads)
         self.device = choose_device(device)

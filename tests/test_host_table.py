@@ -37,8 +37,17 @@ def test_a_table_that_the_output_has_too_stays() -> None:
     assert with_embedding(shape, "auto", 1) == shape
     with pytest.raises(ConfigError, match="multiplies by the same table"):
         with_embedding(shape, "host", 1)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_what_is_no_place_is_refused(gpus: int) -> None:
+    """By the plan and by a model on a CPU, where nothing is planned; several GPUs keep the table."""
     with pytest.raises(ConfigError, match="embedding must be one of auto, device, host; got 'gpu'"):
-        ra.plan(tiny(), context=64, embedding="gpu")  # type: ignore[arg-type]
+        ra.plan(tiny(), context=64, gpus=gpus, embedding="gpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="embedding must be one of"):
+        ra.LLM("bundled", device="cpu", embedding=1)
+    with pytest.raises(ConfigError, match="for a model on one GPU"):
+        ra.plan(tiny(), context=64, gpus=2, embedding="host")
 
 
 def test_the_plan_tells_both_sides() -> None:

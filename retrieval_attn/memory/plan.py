@@ -28,7 +28,7 @@ from retrieval_attn.memory.device import (
 )
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
-from retrieval_attn.memory.split import part_of, with_embedding
+from retrieval_attn.memory.split import embedding_place, part_of, with_embedding
 from retrieval_attn.memory.units import GIB, host_memory_bytes, parse_bytes, show_bytes
 
 # Interpreter, libraries and pinned staging buffers.
@@ -188,8 +188,9 @@ def plan(
     host_limit = host_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
     shape = model_shape(model_or_config_or_path, weights.get("dtype"), weights.get("quantization"))
     count, split = gpus if isinstance(gpus, tuple) and len(gpus) == 2 else (gpus, "layers")
-    if count == 1 and not isinstance(model_or_config_or_path, nn.Module):
-        shape = with_embedding(shape, weights.get("embedding", "auto"), device_limit)
+    place = embedding_place(weights.get("embedding", "auto"), alone=count == 1)
+    if not isinstance(model_or_config_or_path, nn.Module):
+        shape = with_embedding(shape, place, device_limit)
     part = part_of(shape, count, split)
     # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`) or captures a step
     placed = options if count == 1 else options.replace(hidden_states="device", graph=False)

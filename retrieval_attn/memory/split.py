@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError
@@ -28,14 +28,25 @@ def part_of(shape: ModelShape, gpus: int, split: str) -> ModelShape:
     return _layers(shape, gpus) if split == "layers" else _heads(shape, gpus)
 
 
+def embedding_place(place: Any, *, alone: bool) -> Place:
+    """Where an input embedding is to lie. alone: the model is on one device; that of others stays with them.
+
+    Raises ConfigError for what is no place, and for "host" where several devices share the model.
+    """
+    if place not in get_args(Place):
+        raise ConfigError(f"embedding must be one of {', '.join(get_args(Place))}; got {place!r}.")
+    if place == "host" and not alone:
+        raise ConfigError("embedding='host' was given, but it is for a model on one GPU; leave it out.")
+    found: Place = place
+    return found if alone else "device"
+
+
 def with_embedding(shape: ModelShape, place: Place, device_limit: int) -> ModelShape:
     """A model on one GPU whose input embedding lies at `place`.
 
     "auto": in host memory where weights take more than half of the GPU's, unless the output has the same table. A token
-    reads one row of it. Raises ConfigError for "host" where the output has the same table, and for another place.
+    reads one row of it. Raises ConfigError for "host" where the output has the same table.
     """
-    if place not in get_args(Place):
-        raise ConfigError(f"embedding must be one of {', '.join(get_args(Place))}; got {place!r}.")
     if place == "host" and not shape.head_parameters:
         raise ConfigError(
             f"embedding='host' was given, but the output of {shape.name} multiplies by the same table, all of it for "

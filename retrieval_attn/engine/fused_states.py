@@ -57,7 +57,7 @@ class StateParts(NamedTuple):
         }
         for size in TRIED_SIZES:
             hidden = numbers(rows, 1, self.mixed.shape[1]) * size
-            inputs, memory = (numbers(rows, *shape) * TRIED_STATE for shape in self._state_shapes)
+            inputs, memory = (numbers(rows, *shape) * TRIED_STATE for shape in self.state_shapes)
             own, others = (_Probe(index, States(inputs.clone(), memory.float())) for _ in range(2))
             with torch.no_grad():
                 returned = returned_by(layer, hidden, past_key_values=own, **options)
@@ -71,7 +71,7 @@ class StateParts(NamedTuple):
     def load(self) -> None:
         """See `LayerParts.load`."""
         hidden = torch.zeros(1, self.mixed.shape[1], dtype=self.mixed.dtype, device=self.mixed.device)
-        inputs, memory = (hidden.new_zeros(1, *shape) for shape in self._state_shapes)
+        inputs, memory = (hidden.new_zeros(1, *shape) for shape in self.state_shapes)
         self.step(hidden, States(inputs, memory.float()))
 
     def step(self, hidden: Tensor, states: States) -> Tensor:
@@ -83,7 +83,7 @@ class StateParts(NamedTuple):
         return add_product(hidden, delta_step(asked, self.rule, states), self.output)
 
     @property
-    def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of a row's inputs and memory."""
         rule = self.rule
         return (rule.channels, rule.taps.shape[1]), (rule.v_heads, rule.k_dim, rule.v_dim)
@@ -111,7 +111,7 @@ class FusedState:
         if not isinstance(layer, StateLayer) or layer.record_past or not layer.has_previous_state[0]:
             return None
         inputs, memory = layer.conv_states[0], layer.recurrent_states[0]
-        (channels, kernel), heads = parts._state_shapes
+        (channels, kernel), heads = parts.state_shapes
         if inputs is None or memory is None or inputs.shape[:2] != (rows, channels) or memory.shape != (rows, *heads):
             return None
         kept = inputs.is_contiguous() and memory.is_contiguous() and inputs.shape[2] >= kernel

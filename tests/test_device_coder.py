@@ -127,9 +127,9 @@ def test_finer_codes_are_those_of_the_same_keys(device: str, memory: str, monkey
     """On the host, whatever was added, cut, or left behind; a search without a device has the same."""
     taken: list[Any] = []
     if memory == "managed":
-        monkeypatch.setattr("retrieval_attn.offload.finer.lock_array", lambda array: pytest.fail("page-locked"))
+        monkeypatch.setattr("retrieval_attn.offload.host_rows.lock_array", lambda array: pytest.fail("page-locked"))
     else:
-        monkeypatch.setattr("retrieval_attn.offload.finer.managed_bytes", lambda *given: taken.append(given))
+        monkeypatch.setattr("retrieval_attn.offload.host_rows.managed_bytes", lambda *given: taken.append(given))
     keys = np.random.default_rng(10).standard_normal((1, 9000, 64), dtype=np.float32)[0]
     options = DeviceIndex.Options(key_bytes=16, rescore=6, finer_bytes=32)
     coder = DeviceCoder(torch.device(device), 1)

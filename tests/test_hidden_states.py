@@ -17,6 +17,7 @@ from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.offload import hidden
 from retrieval_attn.offload.hidden import Ferry
+from retrieval_attn.offload.traffic import Traffic
 from tests.test_hybrid import new_model, shared_model
 from tests.test_prefill import check_same_bytes, hooked, retrieving
 from tests.tiny_models import build_model, random_ids, tiny_model
@@ -225,6 +226,31 @@ def test_a_state_of_before_a_chunk_is_put_back(name: str) -> None:
     torch.testing.assert_close(answers[0][0], expected)
     assert torch.equal(answers[0][0], answers[1][0])
     check_same_states(answers[0][1], answers[1][1])
+
+
+@pytest.mark.parametrize(("layout", "alone"), [(Layout(True, 1), [True] * 4), (Layout(True), [False] * 2)])
+def test_keys_have_left_when_a_state_begins(layout: Layout, alone: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not beside what such a layer computes, where the device holds one layer's at a time."""
+    monkeypatch.setattr(hidden_states, "reading_layout", lambda *given: layout)
+    waits: list[bool] = []
+    own = Traffic.make_room
+
+    def noted(self: Traffic, alone: bool = False, **options: Any) -> float:
+        waits.append(alone)
+        return own(self, alone, **options)
+
+    monkeypatch.setattr(Traffic, "make_room", noted)
+    with reading(CONFIG, "qwen3_5_text") as model:
+        model(random_ids(1, TOKENS), past_key_values=ra.RetrievalCache(model, CONFIG), logits_to_keep=1)
+    assert waits == alone
+
+
+def test_layers_compute_where_their_chunks_go() -> None:
+    """Breaks if what leaves a GPU is waited for on the host, because hidden states lie there."""
+    held = hidden_states.HiddenStates(build_model("llama"))
+    assert held.computed_on(torch.zeros(1, device="meta")).type == "meta"
+    held._forward.ferry = Ferry(torch.device("meta"), TOKENS)
+    assert held.computed_on(torch.zeros(1)).type == "meta"
 
 
 def test_a_failed_reading_leaves_nothing_behind() -> None:

@@ -72,6 +72,10 @@ class HiddenStates:
         """What takes chunks to and from the host in the calling thread's forward; None: they lie on the device."""
         return self._forward.ferry
 
+    def computed_on(self, hidden_states: Tensor) -> torch.device:
+        """The device of the layers that `hidden_states` go through, wherever these lie."""
+        return hidden_states.device if self.ferry is None else self.ferry.device
+
     @property
     def chunk(self) -> int | None:
         """Tokens that go through a layer at once in the calling thread's forward; None: as many as is asked for."""

@@ -230,8 +230,9 @@ class _Stream:
         )
         return True
 
-    def shortage(self, cache: Any, layer: int, tokens: int, batch: int, device: torch.device) -> str:
-        """The arithmetic of what a pass over `tokens` tokens needs, as far as it is known for this model."""
+    def shortage(self, cache: Any, hidden_states: Tensor) -> str:
+        """The arithmetic of what a pass over these hidden states needs, as far as it is known for this model."""
+        (batch, tokens), device = hidden_states.shape[:2], self.states.computed_on(hidden_states)
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
         config = cache.config.replace(prefill_chunk=min(self.chunk, tokens))
         context = cache.get_seq_length() + tokens
@@ -263,6 +264,8 @@ class _ChunkedLayer:
                 cache.on_chunk()
             result = self._original(hidden_states, *args, **kwargs)
         elif isinstance(layer, StateLayer):  # its state goes from chunk to chunk
+            if self._stream.states.layout.kv_layers == 1:  # keys of a layer before it, or what it computes
+                traffic(self._stream.states.computed_on(hidden_states)).make_room(alone=True)
             result = self._walk(cache, layer, hidden_states, args, kwargs)
         else:
             result = self._read(cache, layer, hidden_states, args, kwargs)
@@ -295,7 +298,7 @@ class _ChunkedLayer:
             raise MemoryPlanError(
                 f"Layer {self._index}: out of device memory after {tokens:,} tokens were read, when the window and the "
                 "sample of queries were put away. Read with a smaller prefill_chunk; this cache cannot be used any "
-                f"more.\n{self._stream.shortage(cache, self._index, tokens, len(hidden_states), hidden_states.device)}"
+                f"more.\n{self._stream.shortage(cache, hidden_states)}"
             ) from error
         except Exception:
             raise
@@ -361,7 +364,7 @@ class _ChunkedLayer:
         self, cache: Any, layer: CacheLayer | StateLayer, mark: object, hidden_states: Tensor, size: int
     ) -> None:
         """Put the layer back to before the chunk that did not fit, and make chunks smaller; MemoryPlanError if not."""
-        tokens, device = hidden_states.shape[1], hidden_states.device
+        tokens, device = hidden_states.shape[1], self._stream.states.computed_on(hidden_states)
         needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"
         traffic(device).drain()
         if device.type == "cuda":
@@ -372,7 +375,7 @@ class _ChunkedLayer:
             return
         else:
             cure = "chunks do not get smaller. Read less at once, quantise the weights or take a larger GPU"
-        arithmetic = self._stream.shortage(cache, self._index, tokens, hidden_states.shape[0], device)
+        arithmetic = self._stream.shortage(cache, hidden_states)
         raise MemoryPlanError(f"{needed}, and {cure}; this cache cannot be used any more.\n{arithmetic}")
 
 

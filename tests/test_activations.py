@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.config import Config
-from retrieval_attn.memory.device import DeviceSize, rotary_bytes
+from retrieval_attn.memory.device import DeviceSize, Layout, rotary_bytes
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.layers import decoder_parts
@@ -122,22 +122,49 @@ def test_a_chunk_in_a_layer_with_a_state(model_type: str, changes: dict[str, Any
     sizes = {**SHAPES["qwen3.5-27b"][1], "num_hidden_layers": 4, **changes}
     config = config_of(model_type, dtype="bfloat16", **sizes)
     size = DeviceSize(model_shape(config), Config(), 1 << 20)
-    assert size.chunk_token_bytes == pytest.approx(layer_peak(config, CHUNK) / CHUNK, rel=0.01)
+    assert size.chunks.token_bytes(CHUNK) == pytest.approx(layer_peak(config, CHUNK) / CHUNK, rel=0.01)
 
 
 def test_an_mlp_that_takes_more_than_a_state_counts() -> None:
     """The largest of what a token passes through, and of a part of a model without such layers no state."""
     sizes = {**SHAPES["qwen3.5-27b"][1], "num_hidden_layers": 4}
     wide = model_shape(config_of("qwen3_5_text", dtype="bfloat16", **{**sizes, "intermediate_size": 1 << 17}))
-    assert DeviceSize(wide, Config(), 1 << 20).chunk_token_bytes == 3 * (5120 + (1 << 17)) * 2
+    assert DeviceSize(wide, Config(), 1 << 20).chunks.token_bytes(8192) == 3 * (5120 + (1 << 17)) * 2
     full = config_of("qwen3_5_text", dtype="bfloat16", **{**sizes, "layer_types": ["full_attention"] * 4})
-    assert DeviceSize(model_shape(full), Config(), 1 << 20).chunk_token_bytes == 3 * (5120 + 17408) * 2
+    assert DeviceSize(model_shape(full), Config(), 1 << 20).chunks.token_bytes(8192) == 3 * (5120 + 17408) * 2
 
 
-def test_the_plan_of_a_27b_hybrid() -> None:
-    """At a million tokens: tables of a quarter of the head, and 353 KiB per token of a chunk; an MLP takes 132."""
-    config = config_of("qwen3_5_text", dtype="bfloat16", max_position_embeddings=1 << 20, **SHAPES["qwen3.5-27b"][1])
-    answer = plan(config, 1 << 20, "24GiB", "128GiB", config={"prefill_chunk": 1024})
+def hybrid_27b() -> Any:
+    return config_of("qwen3_5_text", dtype="bfloat16", max_position_embeddings=1 << 20, **SHAPES["qwen3.5-27b"][1])
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "in_state"), [(1 << 20, 8192, False), (1 << 18, 8192, True)])
+def test_the_plan_of_a_27b_hybrid(tokens: int, chunk: int, in_state: bool) -> None:
+    """Tables of a quarter of the head. A token takes 353 KiB in a layer with a state and 132 in one with keys, but
+    there the keys of all tokens are, too: the peak is in the one or the other, and never has both.
+    """
+    answer = plan(hybrid_27b(), tokens, "24GiB", "128GiB", config={"prefill_chunk": chunk, "hidden_states": "host"})
     items = {item.name: item.bytes for item in answer.device}
-    assert items["prefill: rotary tables"] == (1 << 20) * 2 * 64 * 2
-    assert items["prefill: one chunk"] == 1024 * 361504
+    assert items["prefill: rotary tables"] == tokens * 2 * 64 * 2
+    assert items["prefill: one chunk"] == chunk * (361504 if in_state else 3 * (5120 + 17408) * 2)
+    assert items.get("prefill: KV of one layer", 0) == (0 if in_state else tokens * 4096)
+    size = DeviceSize(model_shape(hybrid_27b()), Config(), tokens, layout=Layout(True, 1))
+    both = size.fixed_bytes + tokens * size.token_bytes, chunk * size.chunks.visiting
+    attending, mixing = (1.5 * chunk * one for one in (size.chunks.attending, size.chunks.mixing))
+    assert size.reading_bytes == sum(both) + max(attending, mixing - tokens * 4096)
+
+
+def test_two_layers_of_keys_stay_beside_a_state() -> None:
+    """Where a layer's keys may still leave while the next one computes they count in both."""
+    size = DeviceSize(model_shape(hybrid_27b()), Config(), 1 << 20, layout=Layout())
+    assert size.chunks.absent == 0 and size.chunks.in_state(1)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(False, 1), Layout(True, 1)])
+@pytest.mark.parametrize("free_mib", [100, 1000, 5000])
+def test_the_largest_chunk_costs_what_is_free(layout: Layout, free_mib: int) -> None:
+    """One token more does not fit, whichever layer the peak is in."""
+    chunks = DeviceSize(model_shape(hybrid_27b()), Config(), 1 << 18, layout=layout).chunks
+    free = free_mib << 20
+    most = chunks.most(free)
+    assert chunks.bytes(most) <= free < chunks.bytes(most + 1)

@@ -35,7 +35,7 @@ def test_a_quarter_of_what_rows_and_reading_leave() -> None:
     """Llama-3-8B and 18 rows: windows of 1,280 tokens with 131,072 bytes each, and a chunk's activations."""
     size = size_of(18)
     rows = 18 * size.window_tokens * 131072
-    reading = replace(size, batch=1).chunk_bytes(CHUNK)
+    reading = replace(size, batch=1).chunks.bytes(CHUNK)
     assert size.window_bytes == rows and 0 < reading < GIB
     assert shared_room(size, 64 * GIB) == (64 * GIB - rows - reading) // 4
     assert shared_room(size, 64 * GIB, gpus=2) == (64 * GIB - rows - 2 * reading) // 4

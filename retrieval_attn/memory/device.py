@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.config import Config
+from retrieval_attn.memory.chunk import ChunkSize
 from retrieval_attn.memory.shape import ModelShape
 from retrieval_attn.memory.units import GIB
 
@@ -16,12 +17,6 @@ if TYPE_CHECKING:
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
 # 1.09 GiB while decoding on an H100 (docs/results/h100/memory_device.md), where the context alone takes 0.6.
 DEVICE_RESERVE = 9 * GIB // 8
-# Beside a chunk's activations, this part of them: blocks that the allocator keeps and that fit no other tensor. Up to
-# 0.4 were measured while reading 16K to 128K tokens there.
-FRAGMENTED = 0.5
-# Chunks of hidden states on the device at once where the rest lies on the host, beside the input and output that a
-# chunk's activations count: the next one on its way up, and those on their way down.
-CHUNKS_UNDER_WAY = 3
 # Copies of all states that a captured step has beside the cache's own: those that it advances, and those of before its
 # newest two steps, which may have to be undone (engine/graph/states.py).
 GRAPH_STATES = 3
@@ -71,41 +66,19 @@ class DeviceSize:
     @property
     def reading_bytes(self) -> int:
         """All bytes at the peak of reading."""
-        return self.fixed_bytes + self.context * self.token_bytes + self.chunk_bytes(self.chunk)
+        return self.fixed_bytes + self.context * self.token_bytes + self.chunks.bytes(self.chunk)
 
     @property
-    def chunk_token_bytes(self) -> int:
-        """Activations per prompt token that goes through a layer: the largest of MLP, attention and a state's mixer.
-
-        MLP: gate, up and their product, with the layer's input, its normalised copy and the output beside them.
-        Attention: query and output in the model's dtype and two float32 partials that are being merged. A mixer:
-        `memory/activations.py`.
-        """
-        shape = self.shape
-        residual = 3 * shape.hidden * shape.dtype_bytes
-        mlp = 3 * shape.mlp_width * shape.dtype_bytes
-        heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
-        partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
-        mixer = shape.state_chunk_bytes if shape.state_layers else 0
-        return self.batch * max(residual + mlp, residual + heads + partials, mixer)
-
-    def unusable(self, chunk: int) -> int:
-        """Bytes that the allocator cannot hand out while a chunk of so many tokens is read."""
-        return int(FRAGMENTED * chunk * self.chunk_token_bytes)
-
-    def chunk_bytes(self, chunk: int) -> int:
-        """All bytes that a chunk of so many tokens costs."""
-        return chunk * (self.chunk_token_bytes + self.visiting_bytes) + self.unusable(chunk)
+    def chunks(self) -> ChunkSize:
+        """What chunks of the prompt take."""
+        held = self.context * self.batch * self.shape.kv_layer_bytes
+        absent = held if self.kv_layers == self.layout.kv_layers == 1 else 0
+        return ChunkSize.of(self.shape, self.batch, hidden_on_host=self.layout.hidden_on_host, absent=absent)
 
     @property
     def hidden_token_bytes(self) -> int:
         """Bytes of the hidden states of one column, wherever they lie."""
         return self.batch * self.shape.hidden * self.shape.dtype_bytes
-
-    @property
-    def visiting_bytes(self) -> int:
-        """Bytes per token of a chunk of hidden states that are on their way between host and device."""
-        return CHUNKS_UNDER_WAY * self.hidden_token_bytes if self.layout.hidden_on_host else 0
 
     @property
     def kv_layers(self) -> int:
@@ -231,12 +204,7 @@ def most_context(size: DeviceSize, limit: int, chunk: int) -> int:
     """Tokens of context that can be read within `limit` bytes, in chunks of so many; 0 where none can."""
 
     def needed(tokens: int) -> int:
-        return replace(size, context=tokens).fixed_bytes + tokens * size.token_bytes
+        held = replace(size, context=tokens)
+        return held.fixed_bytes + tokens * size.token_bytes + held.chunks.bytes(chunk)
 
-    room = limit - size.chunk_bytes(chunk)
-    return max(0, bisect.bisect_right(range(max(0, room) // size.token_bytes + 1), room, key=needed) - 1)
-
-
-def most_chunk(size: DeviceSize, free: int) -> int:
-    """Tokens of the largest chunk that so many bytes are enough for; negative where `free` is."""
-    return int(free / ((1 + FRAGMENTED) * size.chunk_token_bytes + size.visiting_bytes))
+    return max(0, bisect.bisect_right(range(max(0, limit) // size.token_bytes + 1), limit, key=needed) - 1)

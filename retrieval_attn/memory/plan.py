@@ -21,7 +21,6 @@ from retrieval_attn.memory.device import (
     DeviceSize,
     choices,
     cluster_bytes,
-    most_chunk,
     most_context,
     rotary_bytes,
     state_bytes,
@@ -257,7 +256,7 @@ class _Arithmetic:
         shape, n, size = self.part, self.context, self.device_size
         kv = self.batch * n * shape.kv_layer_bytes
         on_host = size.layout.hidden_on_host
-        hidden = self.chunk * size.visiting_bytes if on_host else n * size.hidden_token_bytes
+        hidden = self.chunk * size.chunks.visiting if on_host else n * size.hidden_token_bytes
         whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
         held = "three times: the context, a graph, an answer" if self.options.keeps_all else "whatever the context"
         states, graph_states = state_bytes(size)
@@ -279,11 +278,19 @@ class _Arithmetic:
                 "states of a captured step", graph_states, f"{GRAPH_STATES} copies: to advance, and to undo two steps"
             ),
             Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
-            Item("prefill: KV of one layer", kv, f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}"),
+            Item(
+                "prefill: KV of one layer",
+                kv - size.chunks.absent if size.chunks.in_state(self.chunk) else kv,
+                f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}",
+            ),
             Item("prefill: KV being copied", kv * (size.kv_layers - 1), "of the layer before, to the host"),
             Item("prefill: rotary tables", n * rotary_bytes(size), "cosines and sines"),
-            Item("prefill: one chunk", self.chunk * size.chunk_token_bytes, f"{self.chunk:,} tokens"),
-            Item("blocks of no use", size.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
+            Item(
+                "prefill: one chunk",
+                self.chunk * size.chunks.token_bytes(self.chunk),
+                f"{self.chunk:,} tokens{', in a layer with a state' if size.chunks.in_state(self.chunk) else ''}",
+            ),
+            Item("blocks of no use", size.chunks.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
             Item(
                 "codes of keys",
                 n * size.coded_token_bytes + size.spare_codes,
@@ -322,7 +329,7 @@ class _Arithmetic:
     def largest_chunk(self, device_limit: int) -> int:
         sizes = choices(self.device_size)
         free = ((size, device_limit - size.fixed_bytes - self.context * size.token_bytes) for size in sizes)
-        chunk = min(max(most_chunk(size, room) for size, room in free), self.context)
+        chunk = min(max(size.chunks.most(room) for size, room in free), self.context)
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:
@@ -343,7 +350,7 @@ class _Arithmetic:
             + self.batch * part.states_bytes
             + size.logits_bytes
             + DEVICE_RESERVE
-            + size.chunk_bytes(self.chunk)
+            + size.chunks.bytes(self.chunk)
         )
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
         share = part.weight_bytes / self.shape.weight_bytes

@@ -62,5 +62,5 @@ def _beside(model: PreTrainedModel, config: Config, rows: int) -> tuple[DeviceSi
 
 def _left(size: DeviceSize, spare: int, gpus: int) -> int:
     rows = size.window_bytes + size.sliding_bytes + sum(state_bytes(size))
-    reading = gpus * replace(size, batch=1).chunk_bytes(size.chunk)
+    reading = gpus * replace(size, batch=1).chunks.bytes(size.chunk)
     return max(0, spare - rows - reading)

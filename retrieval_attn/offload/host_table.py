@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 from retrieval_attn.errors import MemoryPlanError
@@ -35,6 +36,8 @@ def move_table(model: Any) -> bool:
     rows[0].view(weight.dtype).copy_(weight.detach())
     embedding.weight = nn.Parameter(seen.view(weight.dtype), requires_grad=weight.requires_grad)
     mark_host_table(embedding.weight)
+    del weight
+    torch.cuda.empty_cache()  # or what the table had would be cut up for smaller tensors
     log.info("the input embedding, %d bytes, lies in host memory", rows.numel())
     return True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache
 
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.config import Config
@@ -75,7 +75,8 @@ def layer_peak(config: Any, chunk: int) -> int:
 
     def traced() -> int:
         model = AutoModelForCausalLM.from_config(config).eval()
-        cache: Any = _StateCache()
+        state = StateLayer()
+        cache = Cache(layers=[state])
         tables = torch.empty(1, chunk, 64)
 
         def forward() -> None:
@@ -84,28 +85,12 @@ def layer_peak(config: Any, chunk: int) -> int:
 
         with torch.no_grad():
             forward()
-            known = [*model.parameters(), *model.buffers(), tables, *(state for _, state in cache.layers[0].states())]
+            known = [*model.parameters(), *model.buffers(), tables, *(held for _, held in state.states())]
             with LiveBytes(known) as live:
                 forward()
         return live.peak
 
     return int(on_meta(traced, torch.bfloat16))
-
-
-class _StateCache:
-    """As much of a cache as a layer with a state asks for."""
-
-    def __init__(self) -> None:
-        self.layers = [StateLayer()]
-
-    def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:
-        return bool(self.layers[layer].has_previous_state[state_idx])
-
-    def update_conv_state(self, states: torch.Tensor, layer: int, **options: Any) -> torch.Tensor:
-        return self.layers[layer].update_conv_state(states, **options)
-
-    def update_recurrent_state(self, states: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.layers[layer].update_recurrent_state(states)
 
 
 @pytest.mark.parametrize(

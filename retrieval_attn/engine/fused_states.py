@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.engine.fused_parts import (
@@ -58,11 +59,11 @@ class StateParts(NamedTuple):
         for size in TRIED_SIZES:
             hidden = numbers(rows, 1, self.mixed.shape[1]) * size
             inputs, memory = (numbers(rows, *shape) * TRIED_STATE for shape in self.state_shapes)
-            own, others = (_Probe(index, States(inputs.clone(), memory.float())) for _ in range(2))
+            own, others = (_with_states(index, inputs, memory.float()) for _ in range(2))
             with torch.no_grad():
                 returned = returned_by(layer, hidden, past_key_values=own, **options)
                 kernels = self.fused(layer, index, None)(hidden, past_key_values=others, **options)
-            require_same(own.left(hidden.dtype, returned), others.left(hidden.dtype, kernels))
+            require_same(_left(own, returned), _left(others, kernels))
 
     def fused(self, layer: Any, index: int, found: None) -> FusedState:
         """See `LayerParts.fused`."""
@@ -159,30 +160,16 @@ def _rule(mixer: Any) -> DeltaRule | None:
     return rule if rule.is_whole else None
 
 
-class _Probe:
-    """Stands for a cache in which one layer has seen tokens."""
+def _with_states(index: int, inputs: Tensor, memory: Tensor) -> Cache:
+    """A cache whose layer `index` has seen tokens, with copies of these states."""
+    layer = StateLayer()
+    layer.update_conv_state(inputs)
+    layer.update_recurrent_state(memory)
+    return Cache(layers=[layer] * (index + 1))
 
-    def __init__(self, index: int, states: States) -> None:
-        self._layer = StateLayer()
-        for update, state in ((self._layer.update_conv_state, states.inputs),
-                              (self._layer.update_recurrent_state, states.memory)):  # fmt: skip
-            update(state)
-        self.layers = {index: self._layer}
 
-    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
-        """As a cache's."""
-        return self._layer.has_previous_state[state_idx]
-
-    def update_conv_state(self, states: Tensor, layer_idx: int, **options: Any) -> Tensor:
-        """As a cache's."""
-        return self._layer.update_conv_state(states, **options)
-
-    def update_recurrent_state(self, states: Tensor, layer_idx: int, **options: Any) -> Tensor:
-        """As a cache's."""
-        return self._layer.update_recurrent_state(states, **options)
-
-    def left(self, dtype: torch.dtype, output: Tensor) -> dict[str, Tensor]:
-        """What a step has left behind, rounded as its inputs were."""
-        inputs, memory = self._layer.conv_states[0], self._layer.recurrent_states[0]
-        assert inputs is not None and memory is not None
-        return {"output": output, "inputs": inputs, "state": memory.to(dtype)}
+def _left(cache: Cache, output: Tensor) -> dict[str, Tensor]:
+    """What a step has given and left behind, rounded as its inputs were."""
+    layer: Any = cache.layers[-1]
+    inputs, memory = layer.conv_states[0], layer.recurrent_states[0]
+    return {"output": output, "inputs": inputs, "state": memory.to(inputs.dtype)}

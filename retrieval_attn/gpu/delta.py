@@ -66,7 +66,7 @@ class Asked(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of a layer, contiguous: inputs (rows, channels, at least kernel - 1), the newest last, and memory, float32
+    """Of a layer, contiguous: inputs (rows, channels, at least kernel), the newest last, and memory, float32
     (rows, v_heads, k_dim, v_dim).
     """
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import retrieval_attn as ra
 from retrieval_attn.engine import hidden_states
@@ -18,9 +17,9 @@ from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_de
 from retrieval_attn.memory.plan import GIB, plan
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.offload import finer
+from tests.test_activations import hybrid_27b
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model
-from tools.card.four_bits import SHAPES
 
 AUTO = ra.Config()
 
@@ -129,8 +128,7 @@ def test_copies_of_states_come_behind_the_reading() -> None:
     """A captured step's copies of the states (466 MB of Qwen3.5-27B's shape) take the room that one layer's keys have
     while reading: they are no reason to take smaller codes.
     """
-    model_type, sizes = SHAPES["qwen3.5-27b"]
-    config = CONFIG_MAPPING[model_type](**sizes, dtype="bfloat16")
+    config = hybrid_27b()
     coded = AUTO.replace(index="device", index_options={})
     size = DeviceSize(model_shape(config), coded, 1 << 18, 1).fitting(0)
     held, copies = state_bytes(size)

@@ -19,7 +19,7 @@ from retrieval_attn.offload import hidden
 from retrieval_attn.offload.hidden import Ferry
 from retrieval_attn.offload.traffic import Traffic
 from tests.test_hybrid import new_model, shared_model
-from tests.test_prefill import check_same_bytes, hooked, retrieving
+from tests.test_prefill import by_layer, check_same_bytes, hooked
 from tests.tiny_models import build_model, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, index="flat")
@@ -62,14 +62,9 @@ def logits_and_cache(name: str, place: str, ids: torch.Tensor, **options: Any) -
 
 @contextlib.contextmanager
 def reading(config: ra.Config, name: str = "llama") -> Iterator[Any]:
-    """As `retrieving` in chunks of these tests, hybrids too."""
-    model: Any = shared_model(name) if name in HYBRIDS else tiny_model(name)
-    ra.enable(model, config, prefill_chunk=CHUNK)
-    try:
-        with torch.no_grad():
-            yield model
-    finally:
-        ra.disable(model)
+    """A tiny model that reads in chunks of these tests, hybrids too."""
+    with by_layer(shared_model(name) if name in HYBRIDS else tiny_model(name), config, CHUNK) as model:
+        yield model
 
 
 def states(cache: Any) -> list[torch.Tensor]:
@@ -159,7 +154,7 @@ def test_a_chunk_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) ->
         if calls == 3:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
-    with retrieving(config, CHUNK) as model, hooked(model.model.layers[1].mlp, refuse), counted(monkeypatch) as trips:
+    with reading(config) as model, hooked(model.model.layers[1].mlp, refuse), counted(monkeypatch) as trips:
         cache = ra.RetrievalCache(model, config)
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     assert ("fetch", 2 * CHUNK, 3 * CHUNK) in trips and ("fetch", 2 * CHUNK, 2 * CHUNK + CHUNK // 2) in trips
@@ -169,7 +164,7 @@ def test_a_chunk_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) ->
 def test_short_prompts_and_tokens_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is one chunk, or a token after a context, has nothing to put away."""
     config = CONFIG.replace(hidden_states="host")
-    with retrieving(config, CHUNK) as model, counted(monkeypatch) as trips:
+    with reading(config) as model, counted(monkeypatch) as trips:
         cache = ra.RetrievalCache(model, config)
         model(random_ids(1, CHUNK), past_key_values=cache)
         model(random_ids(1, 1), past_key_values=cache)
@@ -262,7 +257,7 @@ def test_a_failed_reading_leaves_nothing_behind() -> None:
     def fail(module: Any, args: Any) -> None:
         raise ValueError("no")
 
-    with retrieving(config, CHUNK) as model:
+    with reading(config) as model:
         with hooked(model.model.layers[1].mlp, fail), pytest.raises(ValueError, match="no"):
             model(ids, past_key_values=ra.RetrievalCache(model, config))
         logits = model(ids, past_key_values=ra.RetrievalCache(model, config), logits_to_keep=1).logits

@@ -57,6 +57,13 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def retrieving(config: ra.Config = CONFIG, chunk: int = 64, name: str = "llama", device: str = "cpu") -> Iterator[Any]:
     """A tiny model that reads layer by layer, without gradients."""
     model: Any = tiny_model(name) if device == "cpu" else copy.deepcopy(tiny_model(name)).to(device)
+    with by_layer(model, config, chunk):
+        yield model
+
+
+@contextmanager
+def by_layer(model: Any, config: ra.Config, chunk: int) -> Iterator[Any]:
+    """A model that reads layer by layer within, without gradients."""
     ra.enable(model, config, prefill_chunk=chunk)
     try:
         with torch.no_grad():

@@ -15,6 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from retrieval_attn.gpu import delta
 from retrieval_attn.gpu.delta import Asked, DeltaRule, States, delta_step
+from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_products import SUMS_IN_FLOAT32, Numbers, changed
 
@@ -27,15 +28,7 @@ SHAPES = [(4, 12, 128, 128, 4, 4), (12, 12, 16, 64, 4, 6), (6, 24, 64, 16, 3, 3)
 @pytest.fixture(params=["torch", TRITON])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where to compute, after the kernels were chosen."""
-    if request.param == "torch":
-        return "cpu"
-    if not INTERPRETED:
-        return "cuda"
-    from retrieval_attn.gpu import delta_triton
-
-    exact = torch.float64
-    monkeypatch.setattr(delta, "kernels_for", lambda tensor, module: None if tensor.dtype == exact else delta_triton)
-    return "cpu"
+    return place_of(request.param, monkeypatch, delta)
 
 
 def case(device: str, dtype: torch.dtype, rows: int, shape: tuple[int, ...], bias: bool) -> tuple[Any, ...]:

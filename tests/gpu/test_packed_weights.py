@@ -5,7 +5,6 @@ Triton's own interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 pytest te
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 from retrieval_attn.gpu import packed, products
 from retrieval_attn.gpu.packed import PackedWeights, unpacked
 from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights
+from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_products import parts_of
 from tests.packed_weights import pack, random_weights
@@ -28,18 +28,7 @@ SUMS_IN_FLOAT32 = 4e-5
 @pytest.fixture(params=["torch", TRITON])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where to compute, after the kernels were chosen."""
-    if request.param == "torch":
-        return "cpu"
-    if not INTERPRETED:
-        return "cuda"
-
-    def interpreted(tensor: Tensor, module: str) -> Any:
-        exact = tensor.dtype == torch.float64
-        return None if exact else importlib.import_module(f"retrieval_attn.gpu.{module}")
-
-    monkeypatch.setattr(products, "kernels_for", interpreted)
-    monkeypatch.setattr(packed, "kernels_for", interpreted)
-    return "cpu"
+    return place_of(request.param, monkeypatch, products, packed)
 
 
 class Case:

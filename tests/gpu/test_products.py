@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu import products
 from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights
+from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
@@ -26,14 +27,7 @@ SUMS_IN_FLOAT32 = 1e-6
 @pytest.fixture(params=["torch", TRITON])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where to compute, after the kernels were chosen."""
-    if request.param == "torch":
-        return "cpu"
-    if not INTERPRETED:
-        return "cuda"
-    from retrieval_attn.gpu import products_triton
-
-    monkeypatch.setattr(products, "kernels_for", lambda tensor, module: products_triton)
-    return "cpu"
+    return place_of(request.param, monkeypatch, products)
 
 
 class Numbers:

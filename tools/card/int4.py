@@ -107,11 +107,9 @@ def main() -> int:
     model = made(args.shape, device, args.seed, args.layers)
     found: dict[str, Any] = {
         "shape": args.shape, "layers": args.layers, "read_window": args.read_window,
-        "made_seconds": time.perf_counter() - began, "weights_gib": held_bytes(model) / GIB,
+        "made_seconds": time.perf_counter() - began, "host_table": args.host_table and move_table(model),
+        "weights_gib": held_bytes(model) / GIB,
     }  # fmt: skip
-    if args.host_table:
-        found["host_table"] = move_table(model)
-        found["weights_gib"] = held_bytes(model) / GIB
     model.generation_config.eos_token_id = []
     gc.collect()
     gc.freeze()

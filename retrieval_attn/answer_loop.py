@@ -30,6 +30,7 @@ from retrieval_attn.cache.instruments import audits, tail_shares
 from retrieval_attn.cache.sequence import ids_tensor
 from retrieval_attn.cache.tail_share import largest_share, mean_share
 from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.beside import make_way, with_all_keys
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
 from retrieval_attn.engine.progress import ReadingBar
@@ -121,6 +122,7 @@ class AnswerLoop:
         """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
         once; with a bar if `progress`. read_done: called when the model has read, and before the rest is waited for.
         """
+        make_way(self.model)
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
         with (
             compilation(self.model, cache, batch.ids.shape[1], progress=progress) as compiling,
@@ -133,7 +135,8 @@ class AnswerLoop:
             bar.wait()
             finish_prefill(cache, bar.show)
         with using_retrieval(self.model, cache.config.prefill_chunk):
-            make_ready(self.model, cache)
+            answering = with_all_keys(self.model, cache, 0)
+            make_ready(self.model, cache if answering is None else answering)
         return state
 
     def answer(

@@ -17,6 +17,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.config import Config, resolve
+from retrieval_attn.engine.beside import with_all_keys
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.save_reading import ReadingSave
@@ -265,7 +266,9 @@ class Context:
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
         _require_answerable(self, asked, append, sampling)
-        cache = self._cache.fork()
+        new = len(asked[0]) + sampling.max_new_tokens
+        with_all = with_all_keys(self.model, self._cache, new) if len(asked) == 1 else None
+        cache = self._cache.fork() if with_all is None else with_all
         if append is not None:
             _set_append(cache, append)
         if len(asked) > 1:

@@ -6,6 +6,7 @@ full. Retrieval covers what lies between sinks and tail.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.cache.exact import ExactPass
+from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.past import Past
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.cache.sequence import Batch, Forgotten, own_start
@@ -20,10 +22,12 @@ from retrieval_attn.cache.tail_size import TailSize
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
+from retrieval_attn.index.base import MAX_KEYS
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_device
+from retrieval_attn.offload.upload import Stretch
 from retrieval_attn.offload.work import HostWork
 
 CLUSTERED_FROM = 512
@@ -330,6 +334,24 @@ def _spread(tokens: Tensor, real: Tensor) -> Tensor:
     spread = tokens.new_zeros(tokens.shape[0], len(real), tokens.shape[2])
     spread[:, real.to(tokens.device)] = tokens
     return spread
+
+
+def take_all(held: HeldTokens, slots: int) -> None:
+    """From now on one row's window holds all of its tokens, and nothing is retrieved: those between sinks and tail come
+    from the host. slots: what the tail then has room for, at least the tokens there are. No token may be padding,
+    forgotten or in pages.
+    """
+    window, (tail_key, tail_value) = held.window, held.window.tail()
+    grown = WindowCache(tail_key, tail_value, slots, held._config.sink)
+    grown.append(*sinks_of(window), None)
+    cut = functools.partial(Stretch.of, stop=held.tail_start, start=window.sink_len)
+    uploads = LayerUploads(held._batch, held._number, held.device)
+    for _, key, value in uploads.walk([cut(held.hosts[0])], tail_key.dtype, last=True, cut=cut):
+        grown.append(key, value, None)
+    grown.append(tail_key, tail_value, None)
+    held.window, held.tail_start = grown, 0
+    held._size = TailSize(MAX_KEYS, held._size.spill, grows=True)
+    held.place_sinks(None)
 
 
 def retrieves_after(held: HeldTokens, total: int) -> bool:

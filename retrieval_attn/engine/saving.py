@@ -50,7 +50,9 @@ from retrieval_attn.store.failures import guarded
 
 log = logging.getLogger(__name__)
 
-RUNTIME = ("threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append")
+RUNTIME = (
+    "threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append", "all_keys",
+)  # fmt: skip
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
 CHECKERS = 2
 """Threads that check the small arrays of layers ahead of the one that is brought back."""

@@ -56,6 +56,15 @@ def split_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
+def bandwidth(device: torch.device) -> float | None:
+    """Bytes per second that the memory of `device` (CUDA) brings by its clock, two transfers to each, and the width of
+    its bus; None where torch does not know them.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2e3 * kilohertz * bits / 8 or None
+
+
 def allocator_share(limit: int, memory: DeviceMemory) -> float:
     """Fraction of the device that the allocator may have, so that the whole process stays below `limit` bytes.
 

@@ -2,7 +2,8 @@
 
 python -m tools.card.full_keys --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
 
-`auto`: sinks and a window of 512 stay, an index has the rest. `full`: every key is attended to, in the same graph.
+`retrieval`: sinks and a window of 512 stay, the index that `auto` takes has the rest. `full`: every key is attended to,
+in the same graph. `auto`: what a user gets, one or the other (`Config.all_keys`).
 Through the public API: `Context.read`, then a stream of an answer three times, of which the last one counts; a token's
 time is the mean between its first piece of text and its last. Memory is what torch had reserved at most.
 """
@@ -24,6 +25,8 @@ from retrieval_attn.memory.units import show_bytes
 from tools.card.near import add_read_window, near_reads
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
+RETRIEVAL = "retrieval"
+
 
 def measured(context: ra.Context, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
     """Read, and answer; milliseconds of the last answer."""
@@ -38,12 +41,12 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", default="8k,16k,32k,64k,128k")
     parser.add_argument("--tokens", type=as_tokens, default=64)
-    parser.add_argument("--ways", default="auto,full", help="kinds of index, such as device:key_bytes=32 (%(default)s)")
+    parser.add_argument("--ways", default="retrieval,auto,full", help="or device:key_bytes=32 and such (%(default)s)")
     add_read_window(parser)
     args = parser.parse_args()
     lengths = [as_tokens(one) for one in args.lengths.split(",")]
     args.length = max(lengths)
-    ways = parse(args.ways, known=())
+    ways = parse(args.ways, known=(RETRIEVAL,))
     llm, subject = llm_of(args)
     if args.read_window is not None:
         subject.simplifications.append(f"chunks were read with the {args.read_window} tokens before them alone")
@@ -51,7 +54,10 @@ def main() -> int:
     for length in lengths:
         ids = subject.ids(length)
         for spec in ways:
-            config = llm.config.replace(index=spec.name, index_options=spec.options)
+            if spec.name == RETRIEVAL:
+                config = llm.config.replace(index="auto", all_keys=False)
+            else:
+                config = llm.config.replace(index=spec.name, index_options=spec.options)
             rows.append({"length": length, "way": spec.label, **one_row(llm, config, ids, args)})
             print(rows[-1], file=sys.stderr, flush=True)
     save_found(args, subject, {"rows": rows})

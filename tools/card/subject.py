@@ -66,12 +66,13 @@ def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None, 
 
 
 def answered(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]:
-    """Milliseconds of the last of some answers."""
+    """Milliseconds of the last of some answers, and of the whole of the first one."""
     found: dict[str, Any] = {}
     for _ in range(ANSWERS):
         times = [time.perf_counter()]
         for _ in stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval"):
             times.append(time.perf_counter())
+        found.setdefault("first_answer_ms", 1000 * (times[-1] - times[0]))
         found["first_ms"] = 1000 * (times[1] - times[0])
         found["token_ms"] = 1000 * (times[-1] - times[1]) / max(len(times) - 2, 1)
         found["gap_ms"] = in_ms([later - sooner for sooner, later in zip(times[1:], times[2:], strict=False)])

@@ -100,8 +100,28 @@ def unbind(model: PreTrainedModel, launcher: Launcher) -> None:
         del waiting[:-KEPT_DECODERS]
 
 
+def large_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the window buffers that the decoder with large ones has, should one wait."""
+    with _lock:
+        return sum(_window_bytes(one) for one in _decoders.get(model, ()) if _is_large(one))
+
+
+def release_large(model: PreTrainedModel, slots: int = 0) -> int:
+    """Let the decoder with large window buffers go, should one wait; unless they have `slots` slots, and then say how
+    many bytes they have.
+    """
+    with _lock:
+        waiting = _decoders.get(model, [])
+        waiting[:] = [one for one in waiting if not _is_large(one) or one.slots[0].key.shape[2] == slots]
+        return sum(_window_bytes(one) for one in waiting if _is_large(one))
+
+
 def _is_large(decoder: GraphDecoder) -> bool:
-    return sum(slot.key.nbytes + slot.value.nbytes for slot in decoder.slots) >= LARGE_BYTES
+    return _window_bytes(decoder) >= LARGE_BYTES
+
+
+def _window_bytes(decoder: GraphDecoder) -> int:
+    return sum(slot.key.nbytes + slot.value.nbytes for slot in decoder.slots)
 
 
 def forget(model: PreTrainedModel) -> None:

@@ -53,6 +53,7 @@ class RetrievalAttention:
         ):
             if value not in known:
                 raise ConfigError(f"{name}: {option} must be one of {', '.join(known)}; got {value!r}")
+        config = config.replace(all_keys=False)  # it is retrieval that is judged, also where all keys fit a GPU
         self.name = name
         self.options: dict[str, Any] = {**config.to_dict(), "append": append, "inside": inside}
         self._model = model

@@ -1,0 +1,109 @@
+"""Answers that attend to all keys, see `Config.all_keys`: a fork whose windows have taken what the host has.
+
+An index saves reading keys, and costs a token the search and the host's answer, in every layer some
+SEARCH_MICROSECONDS. A GPU reads the keys of a shorter text in less. They come for one answer and go with it: contexts
+keep what they had, and their indexes. An exact question would have all of them visit the GPU anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.held import HeldTokens, take_all
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.config import Config
+from retrieval_attn.engine.graph.registry import large_bytes, release_large
+from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.gpu.memory import bandwidth
+from retrieval_attn.index.full import FULL_ROOM, kept_tokens
+from retrieval_attn.memory.chunk import ChunkSize
+from retrieval_attn.memory.device_room import whole_device_bytes
+from retrieval_attn.memory.shape import ModelShape, model_shape
+from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS
+
+log = logging.getLogger(__name__)
+SEARCH_MICROSECONDS = 85.0
+"""What a layer's keys may take to be read at the full bandwidth of the GPU's memory. Measured on an H100 with 16 cores,
+see docs/log.md, 2026-11-27."""
+
+
+def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> RetrievalCache | None:
+    """A fork of `cache` with all keys beside the model; None where its answers are to retrieve.
+
+    new: tokens that are still to come at most, the question's and the answer's.
+    """
+    held = _to_bring(cache)
+    if not held:
+        return None
+    columns = cache.batch.columns
+    slots = kept_tokens(columns + max(0, new - FULL_ROOM))
+    try:
+        shape = model_shape(model.config, None)
+    except RetrievalAttentionError:
+        return None
+    is_sooner = columns * shape.kv_layer_bytes <= SEARCH_MICROSECONDS * 1e-6 * memory_speed(model)
+    if not (is_sooner and _fits(model, shape, cache.config, slots, new)):
+        return None
+    fork = cache.fork()
+    try:
+        for one in _to_bring(fork):
+            take_all(one, slots)
+    except torch.OutOfMemoryError:  # what is free lies in pieces
+        log.info("an answer retrieves: all keys of %d tokens found no room beside the model", columns)
+        return None
+    log.info("an answer attends to all keys of %d tokens, which are beside the model for it", columns)
+    return fork
+
+
+def make_way(model: PreTrainedModel) -> None:
+    """Before a text is read: buffers that the next answer over all keys might use go, where less than twice as much is
+    free.
+    """
+    held, free = large_bytes(model), whole_device_bytes(model)
+    if held and free is not None and free < 2 * held:
+        release_large(model)
+
+
+def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
+    """Of layers that retrieve now, what they hold; [] where options, rows or who watches want retrieval."""
+    if not _allows(cache.config) or cache.in_batch or len(cache.batch.sequences) != 1:
+        return []
+    batch = cache.batch
+    if batch.forgotten.tokens or batch.exact is not None or batch.valid is not None:
+        return []
+    layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
+    if any(layer.mass_heads or layer.audit is not None or layer.watch is not None for layer in layers):
+        return []
+    return [layer.held for layer in layers if layer.held is not None and layer.held.retrieves]
+
+
+def _allows(config: Config) -> bool:
+    plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
+    return config.all_keys and plain and config.estimates
+
+
+def memory_speed(model: PreTrainedModel) -> float:
+    """Bytes per second of the memory of the GPU that a model runs on; 0 without one, or where that is not known."""
+    device = input_device(model)
+    return (bandwidth(device) or 0.0) if device.type == "cuda" else 0.0
+
+
+def _fits(model: PreTrainedModel, shape: ModelShape, config: Config, slots: int, new: int) -> bool:
+    """Whether the GPU has room for the fork's windows, those of a captured step, and a pass of the question."""
+    free = whole_device_bytes(model)
+    if free is None:
+        return False
+    windows = shape.full_layers * (config.sink + slots) * shape.kv_layer_bytes
+    waiting = release_large(model, config.sink + slots)
+    free = (whole_device_bytes(model) or 0) if waiting == 0 else free
+    question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, config.prefill_chunk))
+    needed = windows + max(0, windows - waiting) + question + BLOCKS * BLOCK_BYTES
+    if needed > free:
+        log.info("an answer retrieves: all keys beside the model take %s, %s is free", *map(show_bytes, (needed, free)))
+    return needed <= free

@@ -18,6 +18,7 @@ from retrieval_attn.engine.beside import make_way, with_all_keys
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.engine.graph import registry
 from retrieval_attn.index.full import FULL_ROOM
+from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS
 from tests.tiny_models import build_model, random_ids
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1, "retrieve": 2}
@@ -105,7 +106,7 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
     cache = read(model, random_ids(1, 200, 1))
     assert with_all_keys(model, cache, 0) is not None
     layers, token_bytes = len(held_of(cache)), 2 * held_of(cache)[0].window.buffers[0][0, :, 0].nbytes
-    roomy["speed"] = 200 * token_bytes / (beside.SEARCH_MICROSECONDS * 1e-6)
+    roomy["speed"] = 200 * token_bytes / (SEARCH_MICROSECONDS * 1e-6)
     assert with_all_keys(model, cache, 0) is not None
     roomy["speed"] *= 0.99
     assert with_all_keys(model, cache, 0) is None

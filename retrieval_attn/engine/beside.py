@@ -1,8 +1,8 @@
 """Answers that attend to all keys, see `Config.all_keys`: a fork whose windows have taken what the host has.
 
-An index saves reading keys, and costs a token the search and the host's answer, in every layer some
-SEARCH_MICROSECONDS. A GPU reads the keys of a shorter text in less. They come for one answer and go with it: contexts
-keep what they had, and their indexes. An exact question would have all of them visit the GPU anyway.
+An index saves reading keys, and costs a token the search and the host's answer, in every layer. A GPU reads the keys
+of a shorter text in less (`memory/all_keys.py` says which). They come for one answer and go with it: contexts keep
+what they had, and their indexes. An exact question would have all of them visit the GPU anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from retrieval_attn.engine.graph.registry import large_bytes, release_large
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
+from retrieval_attn.memory.all_keys import tokens_read_sooner
 from retrieval_attn.memory.chunk import ChunkSize
 from retrieval_attn.memory.device_room import whole_device_bytes
 from retrieval_attn.memory.shape import ModelShape, model_shape
@@ -28,9 +29,6 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS
 
 log = logging.getLogger(__name__)
-SEARCH_MICROSECONDS = 85.0
-"""What a layer's keys may take to be read at the full bandwidth of the GPU's memory. Measured on an H100 with 16 cores,
-see docs/log.md, 2026-11-27."""
 
 
 def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> RetrievalCache | None:
@@ -47,8 +45,8 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> Re
         shape = model_shape(model.config, None)
     except RetrievalAttentionError:
         return None
-    is_sooner = columns * shape.kv_layer_bytes <= SEARCH_MICROSECONDS * 1e-6 * memory_speed(model)
-    if not (is_sooner and _fits(model, shape, cache.config, slots, new)):
+    most = tokens_read_sooner(shape.kv_layer_bytes, memory_speed(model))
+    if not (columns <= most and _fits(model, shape, cache.config, slots, new)):
         return None
     fork = cache.fork()
     try:

@@ -34,9 +34,10 @@ from retrieval_attn.index.device_task import candidate_search, prepare_candidate
 from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import SIGN, CodeSpace, code_scores, encode, learn_space
+from retrieval_attn.index.kernels.key_codes import SIGN, CodeSpace, code_scores, encode, learn_spaces
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
+from retrieval_attn.index.sketch.blocks import sum_of_squares
 from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, SearchRequest
@@ -254,9 +255,12 @@ class DeviceIndex(RunsIndex):
         dim = fmt.dim_of(keys)
         queries, _ = check_training(training.queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
-        rows = rows[np.isfinite(rows).all(axis=1)]
+        energy = sum_of_squares(rows)
+        if not np.isfinite(energy):
+            rows = rows[np.isfinite(rows).all(axis=1)]
+            energy = sum_of_squares(rows)
         # head_dim queries more, which ask for all numbers alike: what few queries did not ask for may be asked for
-        energy = np.square(rows, dtype=np.float64).sum(axis=1).mean() if len(rows) else 1.0
+        energy = energy / len(rows) if len(rows) else 1.0
         length = np.float32(min(np.sqrt(energy), np.finfo(np.float32).max))
         rows = np.concatenate([rows, np.eye(dim, dtype=np.float32) * length])
         sample = to_float32(keys[:: max(1, len(keys) // LEARNED_KEYS)], fmt)
@@ -264,8 +268,9 @@ class DeviceIndex(RunsIndex):
             raise NotFiniteError(NOT_FINITE)
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
         sides = learn_projection(rows, known, dim)
-        space, size = learn_space(sides, known, options.bytes_for(dim)), options.finer_for(dim)
-        finer = learn_space(sides, known, size) if size else None
+        sizes = options.bytes_for(dim), options.finer_for(dim)
+        space, *more = learn_spaces(sides, known, [size for size in sizes if size])
+        finer = more[0] if more else None
         codes = _coder(training.coder)(space, fmt, len(keys), finer)
         codes.add(keys)
         return cls(runs, codes, (space, finer), int(options.rescore))

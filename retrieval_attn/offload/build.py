@@ -27,8 +27,8 @@ from retrieval_attn.offload.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 
-CODERS = 4
-"""Threads that send keys to be coded on the device, by an index of that kind."""
+CODERS = 8
+"""Threads that learn how keys are coded and have the device do it, by an index of that kind; half the cores at most."""
 
 
 @dataclass
@@ -193,8 +193,8 @@ def event_now(device: torch.device, timing: bool = False) -> torch.cuda.Event | 
 
 @functools.cache
 def _coders() -> ThreadPool:
-    """Few: coding is the device's work, and each thread more holds the one up that drives the device."""
-    return ThreadPool(CODERS, "retrieval_attn-code")
+    """Few: what they do is in part Python, and each thread more holds the one up that drives the device."""
+    return ThreadPool(max(2, min(CODERS, len(usable_cores()) // 2)), "retrieval_attn-code")
 
 
 @functools.cache

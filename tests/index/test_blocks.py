@@ -308,3 +308,26 @@ def test_a_value_of_a_rank() -> None:
     for few in (np.ones(50, np.float32), np.full(50, -np.inf, np.float32), numbers[:0]):
         assert value_of_rank(few, len(few), 5) == -np.inf
     assert value_of_rank(numbers, 2000, 2000) == -np.inf
+
+
+@pytest.mark.parametrize("half", [2, 8, 128])
+def test_what_rounding_takes(half: int) -> None:
+    """By NumPy, number by number; numbers beyond the levels count as what they are from the last one."""
+    numbers = np.random.default_rng(half).normal(size=(300, 5)).astype(np.float32)
+    numbers[7] = 9
+    step = np.array([0.1, 0.2, 0.5, 1, 2], np.float32)
+    rounded = (np.clip(np.floor(numbers / step.astype(np.float64)), -half, half - 1) + 0.5) * step
+    found = B.rounding_errors(numbers, step, np.full(5, half))
+    np.testing.assert_allclose(found, np.square(rounded - numbers).mean(axis=0), rtol=1e-5)
+    assert not np.allclose(found, np.square(np.round(numbers / step) * step - numbers).mean(axis=0), rtol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf, -np.inf])
+def test_a_sum_of_squares_says_whether_all_are_finite(bad: float | None) -> None:
+    rows = np.random.default_rng(3).normal(size=(70, 9)).astype(np.float32) * np.float32(1e30)
+    if bad is None:
+        assert np.isclose(B.sum_of_squares(rows), np.square(rows, dtype=np.float64).sum())
+        assert B.sum_of_squares(rows[:0]) == 0
+        return
+    rows[33, 4] = bad
+    assert not np.isfinite(B.sum_of_squares(rows))

@@ -15,12 +15,13 @@ the variance is counted in.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.index.sketch.blocks import FITTED_KEYS, best_steps
+from retrieval_attn.index.sketch.blocks import FITTED_KEYS, best_steps, rounding_errors
 
 HALVES = 128, 8, 2
 """Half the levels of a number in 8, 4 and 2 bits: what the least code lies below zero."""
@@ -96,7 +97,15 @@ def best_split(errors: npt.NDArray[np.float64], key_bytes: int) -> Split:
 def learn_space(
     sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], keys: npt.NDArray[np.float32], key_bytes: int
 ) -> CodeSpace:
-    """A space for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`, both (head_dim, head_dim).
+    """`learn_spaces` of one size."""
+    return learn_spaces(sides, keys, (key_bytes,))[0]
+
+
+def learn_spaces(
+    sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], keys: npt.NDArray[np.float32], sizes: Sequence[int]
+) -> list[CodeSpace]:
+    """A space of each of some bytes per key for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`, both
+    (head_dim, head_dim).
 
     Steps are those of `blocks.SHARES` with the least squared error on a sample. The split is the one that misses least
     of one half of it by steps of the other: queries ask for all numbers alike, as A makes them.
@@ -104,36 +113,42 @@ def learn_space(
     dim = keys.shape[1]
     mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
     numbers = (keys - mean) @ sides[1].T
-    reach = np.maximum(np.abs(numbers).max(axis=0), np.finfo(np.float32).tiny * 2**16)
+    reach = np.maximum(np.maximum(numbers.max(axis=0), -numbers.min(axis=0)), np.finfo(np.float32).tiny * 2**16)
     sample = np.ascontiguousarray(numbers[:: max(1, len(numbers) // FITTED_KEYS)])
-    fitted, judged = np.ascontiguousarray(sample[::2]), sample[1::2] if len(sample) > 1 else sample
+    fitted, judged = np.ascontiguousarray(sample[::2]), np.ascontiguousarray(sample[min(1, len(sample) - 1) :: 2])
     centre, errors = np.zeros(dim, np.float32), np.empty((4, dim))
     for i, half in enumerate(HALVES):
-        errors[i] = _missed(judged, best_steps(fitted, centre, reach, np.full(dim, half)), half)
+        halves = np.full(dim, half)
+        errors[i] = rounding_errors(judged, best_steps(fitted, centre, reach, halves), halves)
     errors[3] = np.square(judged).mean(axis=0)
-    split = best_split(errors, key_bytes)
-    rank = sum(split)
-    halves = np.repeat(HALVES, split)
-    step = best_steps(np.ascontiguousarray(sample[:, :rank]), centre, reach, halves)
+    deviation = np.sqrt(np.square(numbers).mean(axis=0))
+    splits_taken = [best_split(errors, size) for size in sizes]
+    return [_space_of(sides, (mean, deviation), (sample, reach), split) for split in splits_taken]
+
+
+def _space_of(
+    sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
+    keys: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
+    numbers: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
+    split: Split,
+) -> CodeSpace:
+    """keys: their mean, and the deviation of each of their numbers. numbers: some of them (n, head_dim), and how far
+    each reaches.
+    """
+    (mean, deviation), (sample, reach), dim = keys, numbers, len(keys[0])
+    rank, halves = sum(split), np.repeat(HALVES, split)
+    stored = np.ascontiguousarray(sample[:, :rank])
+    step = best_steps(stored, np.zeros(rank, np.float32), reach, halves)
     key_side, shift = np.zeros((dim, dim), np.float32), np.zeros(dim, np.float32)
     key_side[:rank] = sides[1][:rank] / step[:, None]
     shift[:rank] = key_side[:rank] @ mean
-    deviation = np.sqrt(np.square(numbers[:, rank:]).mean(axis=0))
-    query_side = (sides[0] * np.concatenate([step, deviation])[:, None]).astype(np.float32)
+    query_side = (sides[0] * np.concatenate([step, deviation[rank:]])[:, None]).astype(np.float32)
     estimate = np.ones((2, dim), np.float32)
     # a code is the floor of a number, half a step below it on average; most of few bits are stored without a sign
     below = np.repeat([0, 8, 0, 2, 0], [split[0], split[1] // 2, split[1] // 2, split[2] // 4 * 3, split[2] // 4])
     estimate[0] = mean + (0.5 - below) @ query_side[:rank].astype(np.float64)
-    estimate[1, :rank] = _missed(sample[:, :rank], step, halves) / np.square(step.astype(np.float64))
+    estimate[1, :rank] = rounding_errors(stored, step, halves) / np.square(step.astype(np.float64))
     return CodeSpace(query_side, key_side, shift, estimate, *split)
-
-
-def _missed(
-    numbers: npt.NDArray[np.float32], step: npt.NDArray[np.float32], half: int | npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Mean square of what rounding takes from each of numbers (n, rank)."""
-    codes = numbers / step.astype(np.float64)
-    return np.asarray(np.square((np.clip(np.floor(codes), -half, half - 1) + 0.5 - codes) * step).mean(axis=0))
 
 
 def encode(space: CodeSpace, keys: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:

@@ -143,6 +143,30 @@ def _missed(distances, size, half):
     return np.float64(error) * np.float64(size) ** 2
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def rounding_errors(numbers, step, halves):
+    """float64 (rank,): mean square of what rounding by these steps, in twice `halves` levels, takes from each of the
+    numbers (n, rank), n > 0.
+    """
+    errors, over = np.zeros(numbers.shape[1]), 1 / step.astype(np.float64)
+    for i in range(len(numbers)):
+        for j in range(numbers.shape[1]):
+            code = numbers[i, j] * over[j]
+            missed = min(max(np.floor(code), -halves[j]), halves[j] - 1.0) + 0.5 - code
+            errors[j] += missed * missed
+    return errors * step.astype(np.float64) ** 2 / len(numbers)
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def sum_of_squares(rows):
+    """Of all of rows (n, d) float32, as float64; NaN or infinite where one of them is not finite."""
+    total = 0.0
+    for i in range(len(rows)):
+        for j in range(rows.shape[1]):
+            total += np.float64(rows[i, j]) ** 2
+    return total
+
+
 @njit(nogil=True, cache=True)
 def write_blocks(numbers, blocks, mean, step):
     """Code numbers (n, rank) float32 as the first n rows of the blocks; beyond a range they are clipped."""

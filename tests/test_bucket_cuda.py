@@ -18,6 +18,7 @@ from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_bucket_draw import DRAWS, check_draws, requests
 from tests.test_bucket_pages import rows_of, trees
+from tests.test_bucket_states import break_states
 from tests.test_engine import CONFIG, alone, ids, llm_of
 from tests.test_exact_prefix import requests_of, with_engine
 from tests.test_hybrid import CONFIGS as HYBRIDS
@@ -33,6 +34,12 @@ CUDA_KINDS: dict[str, dict[str, Any]] = {
     "device, all keys named": {**DEVICE, "retrieve": 1 << 13},
     "by heads, scanned": {"retrieve": "auto", "index": "flat"},
 }
+
+STATES_TOLERANCE = 1e-3
+"""Where states move the logits, rounding does, too: by 1e-4 at most where what linear layers, experts and norms return
+is off by a unit in the last place, in 18 tries of 30 steps with each model on a CPU. Wrong states move the next ones by
+0.3 and more.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -67,20 +74,44 @@ def test_rows_of_other_models_are_as_alone(name: str) -> None:
     rows.check_books()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_rows_with_states_are_as_alone(name: str) -> None:
-    """Rows that come, go and are forked; weights so large that states move the logits. Experts are more than rows visit
-    in a step: no graph holds the grouped product of fewer in float32, see `model/experts.py`.
+def rows_with_states(name: str, retrieve: int) -> Rows:
+    """Weights so large that states move the logits. Experts are more than rows visit in a step: no graph holds the
+    grouped product of fewer in float32, see `model/experts.py`.
     """
     options = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
     options["num_experts"] = 32
-    rows = Rows(new_model(name, initializer_range=0.2, **options).cuda(), [40, 150, 700])
+    rows = Rows(new_model(name, initializer_range=0.2, **options).cuda(), [40, 150, 700], retrieve=retrieve)
     for pair in rows.pairs:
-        pair.tolerance = 1e-3
-    for _ in rows.come_and_go(random.Random(name), 30, {4: 1, 12: 0}, crop=0):
-        pass
+        pair.tolerance = STATES_TOLERANCE
+    return rows
+
+
+@pytest.mark.parametrize("retrieve", [1 << 13, 16], ids=["all keys named", "few keys named"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_with_states_are_as_alone(name: str, retrieve: int) -> None:
+    """Rows that come, go and are forked. Of few keys another one may be named once in a while, where the last two score
+    nearly alike: that alone was off by 2.3e-3.
+    """
+    rows, forks = rows_with_states(name, retrieve), {4: 1, 12: 0}
+    for step in rows.come_and_go(random.Random(name), 30, forks, crop=0):
+        for pair in rows.pairs if retrieve == 16 and (step == 0 or step in forks) else ():
+            pair.allow(1e-2, 1, usual=STATES_TOLERANCE)
     assert (rows.runner.replays, rows.runner.reason) == (30, "") and rows.runner.captures <= 3
     rows.check_books()
+
+
+@pytest.mark.parametrize("broken", ["of another place", "of the step before"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_comparison_of_states_has_teeth(name: str, broken: str) -> None:
+    """Logits of rows that go on with wrong states are off far beyond what a step may be that names another key."""
+    rows = rows_with_states(name, 1 << 13)
+    rows.steps(rows.pairs, 3)
+    break_states(rows, broken)
+    for pair in rows.pairs:
+        pair.tolerance = 1e-2
+    with pytest.raises(AssertionError):
+        rows.steps(rows.pairs, 1)
+    assert max(pair.worst for pair in rows.pairs) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["flat", "device"])

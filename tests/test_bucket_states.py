@@ -36,6 +36,14 @@ def rows_of(name: str, lengths: list[int], **options: Any) -> Rows:
     return rows
 
 
+def break_states(rows: Rows, how: str) -> None:
+    """Rows that have made a step go on with others' states, or with those from before it."""
+    states = rows.runner._group.buffers.states  # type: ignore[union-attr]
+    for current, kept in zip(states.current, states.kept, strict=True):
+        for key, state in current.items():
+            state.copy_(kept[key] if how == "of the step before" else state.roll(1, dims=0))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_join_leave_and_fork(name: str) -> None:
     """Thirty steps with random members, across spills and sizes of graphs; forks of rows that are in one."""
@@ -134,18 +142,15 @@ def test_states_of_who_left_are_their_own() -> None:
     rows.check_books()
 
 
-@pytest.mark.parametrize("broken", ["of another place", "not undone"])
+@pytest.mark.parametrize("broken", ["of another place", "of the step before", "not undone"])
 def test_the_comparison_has_teeth(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that goes on with another's states, or with those after a trial, has other logits."""
+    """A row that goes on with another's states, its earlier ones, or those after a trial, has other logits."""
     rows = rows_of("qwen3_next", [100, 200])
     if broken == "not undone":
         monkeypatch.setattr(BucketStates, "undo", lambda memory, keep=0: memory._launched.fill_(memory.confirmed))
     else:
         rows.steps(rows.pairs, 1)
-        group: Any = rows.runner._group
-        for views in group.buffers.states.current:
-            for state in views.values():
-                state[:2] = state[:2].flip(0)
+        break_states(rows, broken)
     with pytest.raises(AssertionError):
         rows.steps(rows.pairs, 1)
 

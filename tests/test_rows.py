@@ -55,13 +55,16 @@ class Pair:
         self.token = 5
         self.worst, self.tolerance = 0.0, TOLERANCE if model.device.type == "cpu" else GPU_TOLERANCE
         self.seldom: int | None = None
-        """Steps that may be off by more than GPU_TOLERANCE, within the tolerance; None: any."""
+        """Steps that may be off by more than `usual`, within the tolerance; None: any."""
+        self.usual = GPU_TOLERANCE
         self.share_off = 0.0
         """What such steps may add to the sum of estimated shares."""
 
-    def allow(self, tolerance: float, seldom: int) -> None:
-        """From now on, so many steps may be off, within a tolerance: those that name another key."""
-        self.tolerance, self.seldom, self.share_off = tolerance, seldom, seldom * tolerance
+    def allow(self, tolerance: float, seldom: int, usual: float = GPU_TOLERANCE) -> None:
+        """From now on, so many steps may be off by more than is usual, within a tolerance: those that name another
+        key.
+        """
+        self.tolerance, self.seldom, self.share_off, self.usual = tolerance, seldom, seldom * tolerance, usual
 
     def expect(self, logits: torch.Tensor) -> None:
         """After a step of the row that gave `logits`: as alone, and go on with the likeliest token."""
@@ -70,7 +73,7 @@ class Pair:
         off = float((logits - wanted).abs().max() / wanted.abs().max())
         self.worst = max(self.worst, off)
         assert self.worst < self.tolerance
-        if self.seldom is not None and off > GPU_TOLERANCE:
+        if self.seldom is not None and off > self.usual:
             self.seldom -= 1
             assert self.seldom >= 0
         assert int(logits.argmax()) == int(wanted.argmax())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.rotation import Rotation, Turn
+from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
@@ -77,6 +81,30 @@ def test_layers_of_a_pass_share_the_tables_that_turn_their_queries(name: str, mo
         for sample, layer, moved in found:  # of a row with padding, tables are its own
             assert torch.equal(moved, sample.on_device(model, layer, 0, real[:total]))
         assert len(made) == 2 * len(kinds) + len(found)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["on the spot", "in threads"])
+def test_a_pass_leaves_no_tables_behind(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once for all layers, and gone when the indexes are built: texts of other lengths have no use for them."""
+    model, made = build_model("llama", num_hidden_layers=4), list[weakref.ref[Turn]]()
+    usual = Rotation.turn
+
+    def turn(self: Rotation, *args: Any) -> Turn:
+        new = usual(self, *args)
+        made.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(Rotation, "turn", turn)
+    monkeypatch.setattr(host_work, "overlaps", lambda device: beside)
+    config = ra.Config(sink=4, window=16, spill=8, index="sketch", train_queries=64)
+    ra.enable(model, config)
+    for number, total in enumerate((300, 400, 500)):
+        cache = ra.RetrievalCache(model, config)
+        with torch.no_grad():
+            model(input_ids=random_ids(1, total), past_key_values=cache)
+        finish_prefill(cache)
+        gc.collect()
+        assert len(made) == 2 * (number + 1) and not any(one() for one in made)
 
 
 def test_sample_leaves_padding_out_and_is_the_same_in_any_chunks() -> None:

@@ -117,6 +117,7 @@ class Reading:
                 if self._budgets and queries is not None and queries.shape[1]:
                     work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(done.keys_of, row))
+        work.shares = [one.turn for one in (self._sample, self._metric_sample) if one is not None]
         work.start_build()
 
     def _cluster(

@@ -12,7 +12,8 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ _APPLY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-4
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Turn:
     """Tables (1, m, width) that turn queries back from where they are, forth again, and to where they shall be.
 
     size: how many of a head's numbers they turn.

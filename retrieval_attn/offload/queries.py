@@ -29,7 +29,12 @@ SPAN = 1024
 
 
 class TrainingQueries:
-    """Queries of up to `count` of `total` new columns, for every row and query head of one layer."""
+    """Queries of up to `count` of `total` new columns, for every row and query head of one layer.
+
+    turn: what moved them, where the pass's other layers can have it, too: as long as somebody keeps it.
+    """
+
+    turn: Turn | None = None
 
     def __init__(self, total: int, count: int) -> None:
         self._columns, self._offsets = _drawn(total, count)
@@ -72,7 +77,7 @@ class TrainingQueries:
             checked = _checked.setdefault(model, set())
             moved = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
             # of many queries some heads at a time: moving takes several float32 copies
-            heads = HEADS_AT_ONCE if queries.shape[1] > KEPT_QUERIES else len(queries)
+            heads = HEADS_AT_ONCE if queries.shape[1] > SHARED_QUERIES else len(queries)
             for some, into in zip(queries.split(heads), moved.split(heads), strict=True):
                 into.copy_(rotation.moved(some.float(), turn, check=type(module) not in checked))
                 checked.add(type(module))
@@ -84,24 +89,28 @@ class TrainingQueries:
     def _turn(
         self, model: nn.Module, rotation: Rotation, columns: Tensor, offsets: Tensor, head_dim: int, *, whole: bool
     ) -> Turn:
-        """whole: all of the sample is there: the pass's other layers have the same columns, and its tables are kept. On
-        a GPU they took as long as turning the queries.
+        """whole: all of the sample is there: the pass's other layers have the same columns, and share its tables. On a
+        GPU they took as long as turning the queries.
         """
+        if not whole or len(columns) > SHARED_QUERIES:
+            return rotation.turn(columns, self._total + offsets, head_dim)
         key = (*self._drawn_by, columns.device, head_dim, *rotation.kind)
-        turns = _turns.setdefault(model, {})
-        if whole and key in turns:
-            return turns[key]
-        turn = rotation.turn(columns, self._total + offsets, head_dim)
-        if whole and len(columns) <= KEPT_QUERIES:
-            if len(turns) >= KEPT_TURNS:
-                turns.clear()
+        turns = _turns.setdefault(model, weakref.WeakValueDictionary())
+        turn = turns.get(key)
+        if turn is None:
+            turn = rotation.turn(columns, self._total + offsets, head_dim)
+            if len(turns) >= SHARED_TURNS:
+                return turn
             turns[key] = turn
+        self.turn = turn
         return turn
 
 
-KEPT_TURNS, KEPT_QUERIES = 4, 2048
+SHARED_TURNS, SHARED_QUERIES = 4, 2048
 """Of a pass's two samples, and of models with two kinds of layers; at most 25 MB with heads of 128."""
-_turns: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Turn]] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[tuple[object, ...], Turn]]
+_turns = weakref.WeakKeyDictionary()
+"""Those that passes under way keep: once a text is read, nothing of it stays on the device but its windows."""
 _checked: weakref.WeakKeyDictionary[nn.Module, set[type]] = weakref.WeakKeyDictionary()
 """Attention classes of a model whose rotation was seen to be one: looking again would wait for the device."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 
 import numpy as np
@@ -43,7 +43,11 @@ class HostWork:
 
     Order: `append` for each row, `start_copy`, `index` or `extend` for each path, and what `clusters` and `budgets` are
     asked for, `start_build`; then `finish` before anybody else touches the paths.
+
+    shares: what later layers of the pass find as long as it is kept here: until all of them are read and finished.
     """
+
+    shares: Sequence[object] = ()
 
     def __init__(self, number: int, fmt: Format, threads: int | None, stats: LayerStats, kv: tuple[Tensor, Tensor]):
         """number: of the layer, named in errors. threads: of index builds, None = all. stats: gets the seconds."""

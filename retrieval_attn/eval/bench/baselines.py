@@ -75,6 +75,24 @@ class FullEager(OwnLoop):
         self._cache = fill(DynamicCache(config=self.model.config), source, self.spans(source.tokens))
 
 
+class OrderedOffload(DynamicCache):
+    """transformers' offloaded cache, whose copies to the device wait for what the device was given before them.
+
+    In transformers 5.17 the stream that computes waits for the one that brings layers back, never the other way round:
+    a layer is read from page-locked memory that its own copy to the host may not have reached yet, and written over
+    memory that the layer before it may still be read from. It goes wrong where the device is behind, with few layers
+    above all, whose copies there and back follow each other at once.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config, offloading=True)
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        # before a layer's own work: while it computes, the next one still arrives
+        self.prefetch_stream.wait_stream(torch.accelerator.current_stream())
+        super().prefetch(layer_idx, only_non_sliding)
+
+
 class Offloaded(FullEager):
     """transformers' offloaded cache: keys on the host, a layer at a time visits the device."""
 
@@ -87,7 +105,7 @@ class Offloaded(FullEager):
 
     def prepare(self, source: Source, room: int) -> None:
         self._hold(source)
-        cache = DynamicCache(config=self.model.config, offloading=True)
+        cache = OrderedOffload(self.model.config)
         self._cache = fill(cache, source, self.spans(source.tokens))
         self._kept = source.batch * source.tokens * source.token_bytes
 

@@ -17,11 +17,13 @@ from numba.core import cgutils
 
 from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
+    L2,
     LANES,
     _row_scale,
     _stored_ir,
     _widen,
     bits_to_float,
+    emit_prefetch,
     float_to_bits,
     widen,
 )
@@ -29,8 +31,8 @@ from retrieval_attn.index.kernels.gathered import load_word, score_gathered
 from retrieval_attn.index.task.atomics import intrinsic
 from retrieval_attn.index.task.rows import bytes_of_row
 
-AHEAD = 16
-"""Gathered rows that are prefetched before their turn."""
+AHEAD = 32
+"""Gathered rows that are asked for before their turn, see `dots.L2`."""
 AHEAD_OF_SOFTMAX = 32
 """Rows of values that are asked for before the weights are computed."""
 BLOCK = 32
@@ -106,13 +108,6 @@ def total_of(weights, count):
     return total
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    pointer_type = ir.IntType(8).as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(function, [builder.inttoptr(address, pointer_type), _INT32(0), _INT32(3), _INT32(1)])
-
-
 @intrinsic
 def prefetch_at(typingctx, address, nbytes):
     """Ask the cache for the lines of `nbytes` bytes from `address` on. Never faults, changes nothing."""
@@ -121,7 +116,7 @@ def prefetch_at(typingctx, address, nbytes):
         line = ir.Constant(_INT64, CACHE_LINE)
         lines = builder.udiv(builder.add(args[1], ir.Constant(_INT64, CACHE_LINE - 1)), line)
         with cgutils.for_range(builder, lines) as loop:
-            _prefetch(builder, builder.add(args[0], builder.mul(loop.index, line)))
+            emit_prefetch(builder, builder.add(args[0], builder.mul(loop.index, line)), L2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -153,7 +148,7 @@ def _sum_codegen(vectors: int) -> Any:
             lines = -(-vectors * LANES * size // CACHE_LINE) + (stored == types.int8)  # rows of int8 begin anywhere
             for line in range(lines):
                 offset = builder.add(skip, ir.Constant(_INT64, line * CACHE_LINE))
-                _prefetch(builder, builder.add(coming, offset))
+                emit_prefetch(builder, builder.add(coming, offset), L2)
             start = load_word(builder, rows, loop.index)
             row = builder.add(start, skip)
             weight_at = builder.add(weights, builder.mul(loop.index, ir.Constant(_INT64, 4)))

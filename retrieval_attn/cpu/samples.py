@@ -17,10 +17,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from retrieval_attn.cpu.gather import _prefetch
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
-from retrieval_attn.index.kernels.dots import CACHE_LINE, LANES, _muladd, _offset, _spread
+from retrieval_attn.index.kernels.dots import CACHE_LINE, L1, LANES, _muladd, _offset, _spread, emit_prefetch
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.task.atomics import intrinsic
 
@@ -103,7 +102,7 @@ def _block_codegen(groups: int) -> Any:
             spread = _spread(builder, number)
             row = _offset(builder, block, loop.index, groups * PAIR * 2)
             for line in range(groups * PAIR * 2 // CACHE_LINE):
-                _prefetch(builder, builder.add(row, ir.Constant(_INT64, AHEAD + line * CACHE_LINE)))
+                emit_prefetch(builder, builder.add(row, ir.Constant(_INT64, AHEAD + line * CACHE_LINE)), L1)
             for group in range(groups):
                 address = builder.add(row, ir.Constant(_INT64, group * PAIR * 2))
                 words = builder.load(builder.inttoptr(address, _WORDS.as_pointer()), align=4)

@@ -22,7 +22,16 @@ from numba.core import cgutils
 
 from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
 from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
-from retrieval_attn.index.kernels.dots import _offset, _row_address, folded, intrinsic, scale_of, widen
+from retrieval_attn.index.kernels.dots import (
+    L2,
+    _offset,
+    _row_address,
+    emit_prefetch,
+    folded,
+    intrinsic,
+    scale_of,
+    widen,
+)
 from retrieval_attn.index.kernels.products import HAS_VNNI, add_products
 from retrieval_attn.index.memory import aligned_empty, one_layout, usable
 
@@ -418,16 +427,12 @@ def prefetch_codes(typingctx, codes, row):
     behind = SCALE_BYTES if codes.dtype == types.int8 else 0
 
     def codegen(context, builder, signature, args):
-        pointer_type = ir.IntType(8).as_pointer()
-        signature_ir = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
-        prefetch = cgutils.get_or_insert_function(builder.module, signature_ir, "llvm.prefetch.p0")
         base = _row_address(context, builder, codes, args[0], args[1])
         shape = context.make_array(codes)(context, builder, args[0]).shape
         whole = builder.add(builder.extract_value(shape, 1), ir.Constant(_INT64, behind + STEP - 1))
         lines = builder.udiv(whole, ir.Constant(_INT64, STEP))
         with cgutils.for_range(builder, lines) as loop:
-            pointer = builder.inttoptr(_offset(builder, base, loop.index, STEP), pointer_type)
-            builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+            emit_prefetch(builder, _offset(builder, base, loop.index, STEP), L2)
         return context.get_dummy_value()
 
     return types.void(codes, types.int64), codegen

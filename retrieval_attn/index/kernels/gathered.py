@@ -25,7 +25,7 @@ from retrieval_attn.index.kernels.dots import (
     widen,
 )
 
-AHEAD = 24
+AHEAD = 40
 """Rows that are asked for before they are scored: a row comes from memory, which takes as long as scoring dozens."""
 
 

@@ -19,7 +19,16 @@ from numba import njit, prange, types
 from numba.core import cgutils
 
 from retrieval_attn.index.kernels.codes import dot_u8, prefetch_codes
-from retrieval_attn.index.kernels.dots import CACHE_LINE, _offset, _row_address, dot, intrinsic, prefetch_row
+from retrieval_attn.index.kernels.dots import (
+    CACHE_LINE,
+    L2,
+    _offset,
+    _row_address,
+    dot,
+    emit_prefetch,
+    intrinsic,
+    prefetch_row,
+)
 from retrieval_attn.index.kernels.packed import EMPTY, id_of, pack_score, score_of
 from retrieval_attn.index.memory import aligned_empty
 
@@ -101,17 +110,13 @@ def prefetch_edges(typingctx, adjacency, row):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer_type = ir.IntType(8).as_pointer()
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        signature_ir = ir.FunctionType(ir.VoidType(), [pointer_type, int32, int32, int32])
-        prefetch = cgutils.get_or_insert_function(builder.module, signature_ir, "llvm.prefetch.p0")
+        int64 = ir.IntType(64)
         base = _row_address(context, builder, adjacency, args[0], args[1])
         shape = context.make_array(adjacency)(context, builder, args[0]).shape
         row_bytes = builder.mul(builder.extract_value(shape, 1), ir.Constant(int64, 4))
         lines = builder.udiv(builder.add(row_bytes, ir.Constant(int64, CACHE_LINE - 1)), ir.Constant(int64, CACHE_LINE))
         with cgutils.for_range(builder, lines) as loop:
-            pointer = builder.inttoptr(_offset(builder, base, loop.index, CACHE_LINE), pointer_type)
-            builder.call(prefetch, [pointer, int32(0), int32(3), int32(1)])
+            emit_prefetch(builder, _offset(builder, base, loop.index, CACHE_LINE), L2)
         return context.get_dummy_value()
 
     return types.void(adjacency, types.int64), codegen

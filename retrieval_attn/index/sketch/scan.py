@@ -17,10 +17,12 @@ from numba.core import cgutils
 
 from retrieval_attn.index.kernels.codes import prefetch_codes
 from retrieval_attn.index.kernels.dots import (
+    L1,
     TILE_QUERIES,
     _offset,
     _row_address,
     _spread,
+    emit_prefetch,
     intrinsic,
     lowest_bit,
     score_tile,
@@ -60,9 +62,6 @@ def _scanning(classes: tuple[int, int], stored: bool) -> Any:
         blocks, left, right, next_left, next_right, planes, first_vectors, last_vectors, steps, bounds, scores = args
         blocks_type, planes_type = signature.args[0], signature.args[5]
         steps_type, bounds_type, scores_type = signature.args[8:]
-        pointer_type = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
 
         def number(value):
             return ir.Constant(_INT64, value)
@@ -108,8 +107,7 @@ def _scanning(classes: tuple[int, int], stored: bool) -> Any:
                     line = builder.add(start, loop.index)
                     if not number_of:
                         for row in coming:
-                            pointer = builder.inttoptr(_offset(builder, row, line, VECTOR), pointer_type)
-                            builder.call(prefetch, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+                            emit_prefetch(builder, _offset(builder, row, line, VECTOR), L1)
                     add(part, own, line, builder.add(before, builder.mul(loop.index, number(numbers_of_vector))))
                 start = builder.add(start, count)
                 before = builder.add(before, builder.mul(count, number(numbers_of_vector)))

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.held import HeldTokens, take_all
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.config import Config
 from retrieval_attn.engine.graph.registry import large_bytes, release_large
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
@@ -23,7 +22,7 @@ from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.all_keys import tokens_read_sooner
 from retrieval_attn.memory.chunk import ChunkSize
 from retrieval_attn.memory.device_room import whole_device_bytes
-from retrieval_attn.memory.shape import ModelShape, model_shape
+from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS
@@ -36,27 +35,38 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> Re
 
     new: tokens that are still to come at most, the question's and the answer's.
     """
-    held = _to_bring(cache)
-    if not held:
+    if not _to_bring(cache):
         return None
     columns = cache.batch.columns
-    slots = kept_tokens(columns + max(0, new - FULL_ROOM))
-    try:
-        shape = model_shape(model.config, None)
-    except RetrievalAttentionError:
-        return None
-    most = tokens_read_sooner(shape.kv_layer_bytes, memory_speed(model))
-    if not (columns <= most and _fits(model, shape, cache.config, slots, new)):
+    slots = slots_for_all(model, cache, columns, new)
+    if not slots or not _fits(model, cache, slots, new):
         return None
     fork = cache.fork()
     try:
         for one in _to_bring(fork):
-            take_all(one, slots)
+            take_all(one, slots - cache.config.sink)
     except torch.OutOfMemoryError:  # what is free lies in pieces
         log.info("an answer retrieves: all keys of %d tokens found no room beside the model", columns)
         return None
     log.info("an answer attends to all keys of %d tokens, which are beside the model for it", columns)
     return fork
+
+
+def slots_for_all(model: PreTrainedModel, cache: RetrievalCache, columns: int, new: int = 0) -> int:
+    """Slots of a window that holds so many tokens, and `new` that come; 0 where answers about them retrieve, as options
+    say so or it is as soon.
+    """
+    config = cache.config
+    plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
+    if not (config.all_keys and plain and config.estimates) or cache.in_batch:
+        return 0
+    try:
+        shape = model_shape(model.config, None)
+    except RetrievalAttentionError:  # what it needs is not known
+        return 0
+    if columns > tokens_read_sooner(shape.kv_layer_bytes, memory_speed(model)):
+        return 0
+    return config.sink + kept_tokens(columns + max(0, new - FULL_ROOM))
 
 
 def make_way(model: PreTrainedModel) -> None:
@@ -69,21 +79,14 @@ def make_way(model: PreTrainedModel) -> None:
 
 
 def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
-    """Of layers that retrieve now, what they hold; [] where options, rows or who watches want retrieval."""
-    if not _allows(cache.config) or cache.in_batch or len(cache.batch.sequences) != 1:
-        return []
+    """Of layers that retrieve now, what they hold; [] where rows are not one plain one, or somebody watches."""
     batch = cache.batch
-    if batch.forgotten.tokens or batch.exact is not None or batch.valid is not None:
+    if len(batch.sequences) != 1 or batch.forgotten.tokens or batch.exact is not None or batch.valid is not None:
         return []
     layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
     if any(layer.mass_heads or layer.audit is not None or layer.watch is not None for layer in layers):
         return []
     return [layer.held for layer in layers if layer.held is not None and layer.held.retrieves]
-
-
-def _allows(config: Config) -> bool:
-    plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
-    return config.all_keys and plain and config.estimates
 
 
 def memory_speed(model: PreTrainedModel) -> float:
@@ -92,15 +95,15 @@ def memory_speed(model: PreTrainedModel) -> float:
     return (bandwidth(device) or 0.0) if device.type == "cuda" else 0.0
 
 
-def _fits(model: PreTrainedModel, shape: ModelShape, config: Config, slots: int, new: int) -> bool:
+def _fits(model: PreTrainedModel, cache: RetrievalCache, slots: int, new: int) -> bool:
     """Whether the GPU has room for the fork's windows, those of a captured step, and a pass of the question."""
-    free = whole_device_bytes(model)
+    free, shape = whole_device_bytes(model), model_shape(model.config, None)
     if free is None:
         return False
-    windows = shape.full_layers * (config.sink + slots) * shape.kv_layer_bytes
-    waiting = release_large(model, config.sink + slots)
+    windows = shape.full_layers * slots * shape.kv_layer_bytes
+    waiting = release_large(model, slots)
     free = (whole_device_bytes(model) or 0) if waiting == 0 else free
-    question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, config.prefill_chunk))
+    question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, cache.config.prefill_chunk))
     needed = windows + max(0, windows - waiting) + question + BLOCKS * BLOCK_BYTES
     if needed > free:
         log.info("an answer retrieves: all keys beside the model take %s, %s is free", *map(show_bytes, (needed, free)))

@@ -28,6 +28,7 @@ from retrieval_attn.compiled.jobs import Compilation, missing, wait_until_compil
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
+from retrieval_attn.engine.beside import slots_for_all
 from retrieval_attn.engine.fused_layers import load_layer_kernels
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, has_captured, runtime_for, unbind
@@ -107,7 +108,7 @@ def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilati
         for what, work in _preparations(model, cache, compiling, device):
             if _is_first((what, device, model.dtype, fmt, cache.index.spec)):
                 preparation.begin(what, functools.partial(_on, device, work))
-        watch, before = _LayerWatch(preparation, cache, _processors(device)), cache.on_layer
+        watch, before = _LayerWatch(preparation, model, cache, _processors(device)), cache.on_layer
         cache.on_layer = functools.partial(watch, before)
         try:
             yield
@@ -162,15 +163,19 @@ def _sizes(model: PreTrainedModel) -> tuple[int, int]:
 class _LayerWatch:
     """Has kernels launched for each shape of layers, once the first of that shape is read."""
 
-    def __init__(self, preparation: Preparation, cache: RetrievalCache, processors: int) -> None:
-        self._preparation, self._cache, self._graphs = preparation, cache, cache.config.graph is not False
+    def __init__(
+        self, preparation: Preparation, model: PreTrainedModel, cache: RetrievalCache, processors: int
+    ) -> None:
+        self._preparation, self._model, self._cache = preparation, model, cache
+        self._graphs = cache.config.graph is not False
         self._processors, self._read = processors, 0
 
     def __call__(self, before: Callable[[], object] | None) -> None:
         """A layer was read. before: who else watches."""
         for layer in self._cache.layers[self._read : self._read + 1]:
             if isinstance(layer, RetrievalLayer) and layer.held is not None and layer.held.retrieves:
-                launches = LayerLaunches(layer, self._processors)
+                all_slots = slots_for_all(self._model, self._cache, layer.held.columns)
+                launches = LayerLaunches(layer, self._processors, all_slots)
                 if _is_first(launches.shape):
                     for work in launches.works(self._graphs):
                         self._preparation.begin(work.__name__, functools.partial(_on, layer.held.device, work))

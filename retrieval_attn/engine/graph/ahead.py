@@ -36,10 +36,12 @@ SLOTS = 16
 class LayerLaunches:
     """See the module: for a layer that holds tokens, as far as it retrieves."""
 
-    def __init__(self, layer: RetrievalLayer, processors: int) -> None:
-        """processors: multiprocessors of the layer's device."""
+    def __init__(self, layer: RetrievalLayer, processors: int, all_slots: int = 0) -> None:
+        """processors: multiprocessors of the layer's device. all_slots: of the window of an answer that attends to all
+        keys, see `engine/beside.py`; 0: answers retrieve.
+        """
         self._key, self._value = window_of(layer).buffers
-        self._processors, self._q_heads = processors, layer.q_heads
+        self._processors, self._q_heads, self._all_slots = processors, layer.q_heads, all_slots
         batch, self._kv_heads, _, self._dim = self._key.shape
         self._rows = sorted({part.stop - part.start for part in split_microbatches(layer, batch, self._dim)})
         self._step_codes = code_shape(layer, self._dim)
@@ -57,22 +59,17 @@ class LayerLaunches:
         """Of layers with the same shape one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
         codes = self._step_codes, self._question_codes, self._k, self._fmt
-        return *sizes, self._q_heads, self._processors, size_class(self._keys), *codes
+        return *sizes, self._q_heads, self._processors, self._all_slots, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
         """What to call, in any order. graphs: steps are captured."""
         question = [self.search_question, self.attend_named]
-        return [self.attend, self.search_step, *question] if graphs else question
+        return [self.attend, self.attend_to_all, self.search_step, *question] if graphs else question
 
     def attend(self) -> None:
         """Stage queries, attend to a window, merge with the host's part."""
-        query = self._query()
-        batch, heads, slots = self._key.shape[:3]
-        key, value = (like.new_zeros(batch, heads, SLOTS, like.shape[3]) for like in (self._key, self._value))
-        value_dim, splits = value.shape[3], split_count(batch, heads, slots, self._processors)
-        window = WindowBuffers(key, value, key.new_zeros(batch, 4, dtype=torch.int32)[:, :2])
-        new_key, new_value = (like.new_zeros(batch, heads, 1, like.shape[3]) for like in (key, value))
-        parts = window_partials(query, new_key, new_value, window, scale=1.0, splits=splits)
+        query, value_dim = self._query(), self._value.shape[3]
+        parts = self._window_parts(query, self._key.shape[2])
         for rows in self._rows:
             count, places = rows * self._q_heads, self._places(rows)
             stage_queries(query[:rows], self._zeros(count, self._dim), places)
@@ -80,6 +77,12 @@ class LayerLaunches:
             host = HostPart(self._zeros(count, value_dim), self._zeros(count), places, estimated)
             rest = (host.out, host.lse) if self._estimates and self._step_codes is not None else None
             merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype, rest)
+
+    def attend_to_all(self) -> None:
+        """Attend to a window that holds all keys, beside which there is no part of the host."""
+        if self._all_slots:
+            query = self._query()
+            merge_parts(self._window_parts(query, self._all_slots), None, None, query.dtype, None)
 
     def search_step(self) -> None:
         """Search codes as a step does."""
@@ -112,6 +115,15 @@ class LayerLaunches:
         ids = torch.zeros(self._q_heads, codes.room, dtype=torch.int32, device=self._key.device)
         queries = self._zeros(self._kv_heads, self._q_heads // self._kv_heads, self._dim)
         attend_named(queries, StoredRows(keys, values), Named(ids, 0, 1, k), 1.0, None)
+
+    def _window_parts(self, query: Tensor, slots: int) -> Parts:
+        """Attention to a window, cut as one of so many slots is."""
+        batch, heads = self._key.shape[:2]
+        key, value = (like.new_zeros(batch, heads, SLOTS, like.shape[3]) for like in (self._key, self._value))
+        window = WindowBuffers(key, value, key.new_zeros(batch, 4, dtype=torch.int32)[:, :2])
+        new_key, new_value = (like.new_zeros(batch, heads, 1, like.shape[3]) for like in (key, value))
+        splits = split_count(batch, heads, slots, self._processors)
+        return window_partials(query, new_key, new_value, window, scale=1.0, splits=splits)
 
     def _run(self, search: CodeSearch, query: Tensor, count: int, places: Tensor | None) -> None:
         """Run a search to which nothing is bound."""

@@ -112,7 +112,8 @@ class Stats:
     `captured_mass`. Captured steps that went ahead and were taken back count, too. None where nothing is estimated.
     tail_share_most: the head whose mean is largest.
     audit: error of heads' outputs against exact attention; None unless `cache.instruments.audit` asked for it.
-    indexes: kinds of the indexes that were searched, and how many heads have each; `Context.index_notes` says why.
+    indexes: kinds of the indexes that were searched, and how many heads have each; {} where all keys were beside the
+    model (`Config.all_keys`). `Context.index_notes` says why a head has its index.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
     """

@@ -87,6 +87,7 @@ def test_a_question_of_many_tokens(needle_model_path: str) -> None:
         assert before == [(held.tail_start, held.window.tail_len) for held in held_of(context.cache)]
     assert answers["all"].tokens == answers["full"].tokens
     assert answers["all"].stats.keys_scanned == 0 < answers["retrieves"].stats.keys_scanned
+    assert not answers["all"].stats.indexes and answers["retrieves"].stats.indexes
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,12 @@ def is_empty(cache: object) -> bool:
     return cache is None or (isinstance(cache, Cache) and int(torch.as_tensor(cache.get_seq_length())) == 0)
 
 
+def retrieves(cache: RetrievalCache) -> bool:
+    """Whether any layer has anything between sinks and window."""
+    layers = (layer for layer in cache.layers if isinstance(layer, RetrievalLayer))
+    return any(layer.held is not None and layer.held.retrieves for layer in layers)
+
+
 def seal(cache: RetrievalCache) -> None:
     """From now on forks of it are continued, and no fork changes what others find in what they share.
 

@@ -25,7 +25,7 @@ from retrieval_attn.memory.device_room import whole_device_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import input_device
-from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS
+from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS, HEADROOM
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,9 @@ def memory_speed(model: PreTrainedModel) -> float:
 
 
 def _fits(model: PreTrainedModel, cache: RetrievalCache, slots: int, new: int) -> bool:
-    """Whether the GPU has room for the fork's windows, those of a captured step, and a pass of the question."""
+    """Whether the GPU has room for the fork's windows, those of a captured step and its own memory, blocks under way,
+    and a pass of the question.
+    """
     free, shape = whole_device_bytes(model), model_shape(model.config, None)
     if free is None:
         return False
@@ -104,7 +106,7 @@ def _fits(model: PreTrainedModel, cache: RetrievalCache, slots: int, new: int) -
     waiting = release_large(model, slots)
     free = (whole_device_bytes(model) or 0) if waiting == 0 else free
     question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, cache.config.prefill_chunk))
-    needed = windows + max(0, windows - waiting) + question + BLOCKS * BLOCK_BYTES
+    needed = windows + max(0, windows - waiting) + question + BLOCKS * BLOCK_BYTES + HEADROOM
     if needed > free:
         log.info("an answer retrieves: all keys beside the model take %s, %s is free", *map(show_bytes, (needed, free)))
     return needed <= free

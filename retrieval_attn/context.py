@@ -17,7 +17,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.beside import with_all_keys
+from retrieval_attn.engine.beside import over_all_keys
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.save_reading import ReadingSave
@@ -266,14 +266,17 @@ class Context:
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
         _require_answerable(self, asked, append, sampling)
+
+        def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
+            if append is not None:
+                _set_append(cache, append)
+            if len(asked) > 1:
+                cache.batch_repeat_interleave(len(asked))
+            return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, emit, cancelled)
+
         new = len(asked[0]) + sampling.max_new_tokens
-        with_all = with_all_keys(self.model, self._cache, new) if len(asked) == 1 else None
-        cache = self._cache.fork() if with_all is None else with_all
-        if append is not None:
-            _set_append(cache, append)
-        if len(asked) > 1:
-            cache.batch_repeat_interleave(len(asked))
-        return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, on_text, cancelled)
+        found = over_all_keys(self.model, self._cache, new, answers, on_text) if len(asked) == 1 else None
+        return answers(self._cache.fork(), on_text) if found is None else found
 
 
 def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.cache.cache import RetrievalCache, retrieves
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine import beside
 from retrieval_attn.engine.attention import using_retrieval
@@ -151,6 +152,38 @@ def test_one_graph_serves_answers_over_all_keys(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(beside, "whole_device_bytes", registry.large_bytes)
     make_way(context.model)
     assert registry.large_bytes(context.model) == 0
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("after", [0, 1, None], ids=["before any text", "after a piece", "not at all"])
+def test_an_answer_that_has_no_room_after_all_retrieves(
+    after: int | None, monkeypatch: pytest.MonkeyPatch, needle_model_path: str
+) -> None:
+    """Another answer took the memory. Text that is out is not said again: that answer ends with the error."""
+    context = ra.LLM(needle_model_path, device="cpu", **SMALL).read("A dog. " * 100, progress=False)
+    wanted = context.fork()
+    wanted._cache.config = wanted._cache.config.replace(all_keys=False)
+    usual = AnswerLoop.answer
+
+    def answer(loop: AnswerLoop, cache: RetrievalCache, batch: Any, sampling: Any, on_text: Any, cancelled: Any) -> Any:
+        if not retrieves(cache) and after is not None:
+            for _ in range(after):
+                on_text("A")
+            raise torch.OutOfMemoryError("no room")
+        return usual(loop, cache, batch, sampling, on_text, cancelled)
+
+    monkeypatch.setattr(AnswerLoop, "answer", answer)
+    said: list[str] = []
+    if after:
+        with pytest.raises(torch.OutOfMemoryError):
+            context.ask("What?", max_new_tokens=8, on_text=said.append)
+        assert said == ["A"]
+        return
+    found = context.ask("What?", max_new_tokens=8, on_text=said.append)
+    assert "".join(said) == found.text
+    assert (found.stats.keys_scanned > 0) == (after == 0)
+    if after == 0:
+        assert found.tokens == wanted.ask("What?", max_new_tokens=8).tokens
 
 
 @pytest.mark.cuda

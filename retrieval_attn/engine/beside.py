@@ -8,6 +8,8 @@ what they had, and their indexes. An exact question would have all of them visit
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +30,9 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS, HEADROOM
 
 log = logging.getLogger(__name__)
+Found = TypeVar("Found")
+Emit = Callable[[str], None] | None
+"""Takes each piece of an answer's text."""
 
 
 def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> RetrievalCache | None:
@@ -50,6 +55,36 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> Re
         return None
     log.info("an answer attends to all keys of %d tokens, which are beside the model for it", columns)
     return fork
+
+
+def over_all_keys(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    new: int,
+    answers: Callable[[RetrievalCache, Emit], Found],
+    emit: Emit,
+) -> Found | None:
+    """What `answers` gives with a fork from `with_all_keys`; None where there is none, or where memory ran out before
+    any text was there: other answers may have taken what was free.
+    """
+    fork, said = with_all_keys(model, cache, new), False
+    if fork is None:
+        return None
+
+    def noted(text: str) -> None:
+        nonlocal said
+        said = True
+        if emit is not None:
+            emit(text)
+
+    try:
+        return answers(fork, None if emit is None else noted)
+    except torch.OutOfMemoryError:
+        if said:
+            raise
+    log.warning("an answer retrieves: over all keys of %d tokens it ran out of memory", cache.batch.columns)
+    release_large(model)
+    return None
 
 
 def slots_for_all(model: PreTrainedModel, cache: RetrievalCache, columns: int, new: int = 0) -> int:

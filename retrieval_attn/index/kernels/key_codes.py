@@ -122,8 +122,7 @@ def learn_spaces(
         errors[i] = rounding_errors(judged, best_steps(fitted, centre, reach, halves), halves)
     errors[3] = np.square(judged).mean(axis=0)
     deviation = np.sqrt(np.square(numbers).mean(axis=0))
-    splits_taken = [best_split(errors, size) for size in sizes]
-    return [_space_of(sides, (mean, deviation), (sample, reach), split) for split in splits_taken]
+    return [_space_of(sides, (mean, deviation), (sample, reach), best_split(errors, size)) for size in sizes]
 
 
 def _space_of(

@@ -23,7 +23,7 @@ from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
-from retrieval_attn.index.kernels.key_codes import CodeSpace, learn_space
+from retrieval_attn.index.kernels.key_codes import CodeSpace, learn_spaces
 from retrieval_attn.index.sketch.index import learn_projection
 from tests.gpu.test_code_search import on
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -58,7 +58,7 @@ def head(dim: int, count: int, seed: int, key_bytes: int) -> tuple[CodeSpace, np
     rng = np.random.default_rng(seed)
     keys = (rng.standard_normal((count, dim)) * np.linspace(1.5, 0.2, dim) + 0.5).astype(np.float32)
     queries = rng.standard_normal((200, dim)).astype(np.float32)
-    return learn_space(learn_projection(queries, keys, dim), keys, key_bytes), keys
+    return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
 
 
 class Case:

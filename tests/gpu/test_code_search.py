@@ -19,7 +19,7 @@ from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, shared_scratch, size_class
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_space
+from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_spaces
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
 from retrieval_attn.index.sketch.index import learn_projection
 from retrieval_attn.index.synthetic import synthetic_head
@@ -50,7 +50,7 @@ def made(dim: int, key_bytes: int, count: int, seed: int = 0) -> tuple[CodeSpace
     rng = np.random.default_rng(seed)
     keys = (rng.standard_normal((count, dim)) * np.linspace(3, 0.2, dim) + 1).astype(np.float32)
     queries = rng.standard_normal((200, dim)).astype(np.float32)
-    return learn_space(learn_projection(queries, keys, dim), keys, key_bytes), keys
+    return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
 
 
 def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any], finer: CodeSpace | None = None) -> DeviceCodes:
@@ -87,7 +87,8 @@ def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int
     Without the variance of what they do not store it is too small by .1 to .3.
     """
     head = synthetic_head(4000, head_dim=dim, group=2, level=level, train=1000, decode=16)
-    space = learn_space(learn_projection(head.train_rotated.reshape(-1, dim), head.keys, dim), head.keys, key_bytes)
+    sides = learn_projection(head.train_rotated.reshape(-1, dim), head.keys, dim)
+    [space] = learn_spaces(sides, head.keys, (key_bytes,))
     codes, rows = on(device, space, head.keys), torch.from_numpy(head.decode.reshape(-1, dim)).to(device)
     exact = rows @ torch.from_numpy(head.keys).to(device).T
     scores = code_scores(codes.space, codes.codes[:4000], rows)

@@ -11,7 +11,7 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels import key_codes
-from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, learn_space, splits
+from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, learn_spaces, splits
 from retrieval_attn.index.sketch.index import learn_projection
 
 
@@ -20,7 +20,7 @@ def head(dim: int, key_bytes: int, falls: float = 0.2, count: int = 3000) -> tup
     rng = np.random.default_rng(dim + key_bytes)
     keys = (rng.standard_normal((count, dim)) * np.geomspace(3, falls, dim) + 1).astype(np.float32)
     queries = rng.standard_normal((500, dim)).astype(np.float32)
-    return learn_space(learn_projection(queries, keys, dim), keys, key_bytes), keys
+    return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
 
 
 @pytest.mark.parametrize("dim,key_bytes", [(128, 64), (128, 48), (64, 32), (80, 24), (16, 8), (12, 5), (8, 8), (8, 20)])
@@ -90,10 +90,10 @@ def test_more_bytes_miss_less() -> None:
     sides = learn_projection(queries, keys, 64)
     missed = []
     for key_bytes in (8, 16, 24, 32, 64):
-        space = learn_space(sides, keys, key_bytes)
+        [space] = learn_spaces(sides, keys, (key_bytes,))
         missed.append(float((np.square(queries @ space.query_side.T) @ space.estimate[1]).mean()))
     assert missed == sorted(missed, reverse=True) and missed[-1] < 0.01 * missed[0]
-    assert learn_space(sides, keys, 16).thin
+    assert learn_spaces(sides, keys, (16,))[0].thin
 
 
 def old_state(index: DeviceIndex) -> dict[str, Any]:

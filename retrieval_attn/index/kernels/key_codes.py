@@ -94,13 +94,6 @@ def best_split(errors: npt.NDArray[np.float64], key_bytes: int) -> Split:
     return int(wide), int(narrow), int(thin)
 
 
-def learn_space(
-    sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], keys: npt.NDArray[np.float32], key_bytes: int
-) -> CodeSpace:
-    """`learn_spaces` of one size."""
-    return learn_spaces(sides, keys, (key_bytes,))[0]
-
-
 def learn_spaces(
     sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], keys: npt.NDArray[np.float32], sizes: Sequence[int]
 ) -> list[CodeSpace]:

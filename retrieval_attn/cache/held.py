@@ -350,7 +350,7 @@ def take_all(held: HeldTokens, slots: int) -> None:
         grown.append(key, value, None)
     grown.append(tail_key, tail_value, None)
     held.window, held.tail_start = grown, 0
-    held._size = TailSize(MAX_KEYS, held._size.spill, grows=True)
+    held._size = held._size._replace(kept=MAX_KEYS, grows=True)
     held.place_sinks(None)
 
 

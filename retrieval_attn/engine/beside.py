@@ -26,7 +26,7 @@ from retrieval_attn.memory.chunk import ChunkSize
 from retrieval_attn.memory.device_room import whole_device_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
-from retrieval_attn.model.placement import input_device
+from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS, HEADROOM
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def slots_for_all(model: PreTrainedModel, cache: RetrievalCache, columns: int, n
         shape = model_shape(model.config, None)
     except RetrievalAttentionError:  # what it needs is not known
         return 0
-    if columns > tokens_read_sooner(shape.kv_layer_bytes, memory_speed(model)):
+    if columns > tokens_read_sooner(shape.kv_layer_bytes, memory_speed(model)) or is_spread(model):
         return 0
     return config.sink + kept_tokens(columns + max(0, new - FULL_ROOM))
 
@@ -108,8 +108,9 @@ def make_way(model: PreTrainedModel) -> None:
     """Before a text is read: buffers that the next answer over all keys might use go, where less than twice as much is
     free.
     """
-    held, free = large_bytes(model), whole_device_bytes(model)
-    if held and free is not None and free < 2 * held:
+    held = large_bytes(model)
+    free = whole_device_bytes(model) if held else None
+    if free is not None and free < 2 * held:
         release_large(model)
 
 
@@ -134,12 +135,10 @@ def _fits(model: PreTrainedModel, cache: RetrievalCache, slots: int, new: int) -
     """Whether the GPU has room for the fork's windows, those of a captured step and its own memory, blocks under way,
     and a pass of the question.
     """
-    free, shape = whole_device_bytes(model), model_shape(model.config, None)
-    if free is None:
-        return False
+    shape = model_shape(model.config, None)
     windows = shape.full_layers * slots * shape.kv_layer_bytes
     waiting = release_large(model, slots)
-    free = (whole_device_bytes(model) or 0) if waiting == 0 else free
+    free = whole_device_bytes(model) or 0  # what waited for another number of slots is free now
     question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, cache.config.prefill_chunk))
     needed = windows + max(0, windows - waiting) + question + BLOCKS * BLOCK_BYTES + HEADROOM
     if needed > free:

@@ -18,7 +18,7 @@ from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.packed import unpacked_bytes
-from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
+from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.finer import reads_host
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def free_device_bytes(model: Any) -> int | None:
     But for the copy of a matrix of 4 bits that reading makes (`engine/unpacking.py`).
     """
     device = input_device(model)
-    if device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
+    if device.type != "cuda" or is_spread(model):
         return None
     return max(0, spare_bytes(device) - unpacked_bytes(model))
 

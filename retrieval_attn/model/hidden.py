@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from retrieval_attn.model.layers import decoder_parts, unknown_beside_layers
 from retrieval_attn.model.multimodal import is_multimodal
-from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
+from retrieval_attn.model.placement import is_spread
 
 _SPLIT_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
 """Layers that read a prompt in chunks: those with keys, and those whose state goes from chunk to chunk."""
@@ -18,7 +18,7 @@ _SPLIT_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv
 
 def why_not_on_host(model: Any) -> str | None:
     """Why the hidden states of `model` must stay on its device, None if they need not."""
-    if len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
+    if is_spread(model):
         return "it runs on several devices, or its weights move"
     return why_never_on_host(model)
 

@@ -57,6 +57,11 @@ def tensor_ranks(model: Any) -> int:
     return 1 if mesh is None else int(mesh.size())
 
 
+def is_spread(model: Any) -> bool:
+    """Whether more than one device holds the model, or its weights move while it runs."""
+    return len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1
+
+
 def agreed(chosen: Tensor, model: Any) -> Tensor:
     """`chosen` as the first of the model's ranks has it. Random choices must be the same on all, or they part ways."""
     if tensor_ranks(model) == 1:

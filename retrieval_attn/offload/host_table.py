@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from retrieval_attn.errors import MemoryPlanError
-from retrieval_attn.model.placement import devices, is_hooked, mark_host_table, tensor_ranks
+from retrieval_attn.model.placement import is_spread, mark_host_table
 from retrieval_attn.offload.host_rows import as_device, host_rows
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,6 @@ def _why_not(model: Any, embedding: Any, output: Any, weight: Any) -> str | None
         return "it is no plain table"
     if output is None or output.weight is weight:
         return "the output multiplies by it"
-    if weight.device.type != "cuda" or len(devices(model)) > 1 or is_hooked(model) or tensor_ranks(model) > 1:
+    if weight.device.type != "cuda" or is_spread(model):
         return "the model is not on one GPU"
     return None

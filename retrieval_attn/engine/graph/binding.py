@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, retrieves
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sliding import SlidingLayer
@@ -108,8 +108,7 @@ class Binding:
 
     def update_kind(self) -> None:
         """Note the keys that are searched now: it is known once the host's parts are planned."""
-        retrieves = self.kind.retrieves
-        keys, reads = (self.max_coded_keys, self.decoder.reads) if retrieves else (0, ())
+        keys, reads = (self.max_coded_keys, self.decoder.reads) if self.kind.retrieves else (0, ())
         self.kind = self.kind._replace(max_coded_keys=keys, reads=reads)
 
     def commit(self, work: np.ndarray[Any, Any], nanoseconds: np.ndarray[Any, Any]) -> None:
@@ -152,16 +151,13 @@ class Binding:
 
     def _replan(self, changed: list[GraphLayer]) -> None:
         """Windows have moved: upload where they are, and plan what the host searches now."""
-        layers = [bound.layer for bound in self.layers]
         self.room = min(bound.window.room for bound in self.layers)
         padded = any(bound.window.valid is not None for bound in self.layers)
-        retrieving = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
-        retrieves = any(layer.held is not None and layer.held.retrieves for layer in retrieving)
-        self.kind = StepKind(retrieves, padded, 0)
+        self.kind = StepKind(retrieves(self.cache), padded, 0)
         for bound in changed:
             if padded:
                 bound.refresh()
-            if retrieves:
+            if self.kind.retrieves:
                 bound.plan()
         self.decoder.upload_tables()
         self.update_kind()

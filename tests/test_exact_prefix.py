@@ -169,7 +169,7 @@ def test_no_key_of_it_is_on_the_host_or_in_a_window() -> None:
     text = Text(model, ExactPool(1000, 40))
     text.read(random_ids(1, 200, 1), paged=True)
     assert text.cache.host_nbytes == 0 and text.cache.index_kinds() == {}
-    page = sum(part.nbytes for number in range(LAYERS) for part in text.pool.layers.layer(number)) // 40
+    page = sum(text.pool.layers.layer(number).nbytes for number in range(LAYERS)) // 40
     assert text.cache.device_nbytes - text.full.device_nbytes == 4 * page
     layers: Any = text.cache.layers
     assert [layer.window.span for layer in layers] == [(4, 4)] * LAYERS

@@ -58,7 +58,7 @@ class PagedLayers:
             pool = self._layers.get(number)
             if pool is None:
                 pool = self._layers[number] = empty_pages(self.pages, key, value)
-                self.nbytes_per_page += sum(part.nbytes for part in pool) // max(1, self.pages)
+                self.nbytes_per_page += pool.nbytes // max(1, self.pages)
         write_pages(pool, span.pages, key[0], value[0])
 
 

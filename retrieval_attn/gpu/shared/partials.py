@@ -17,7 +17,7 @@ from torch import Tensor
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
-from retrieval_attn.gpu.codes.named import STEP_BYTES, numbers_of
+from retrieval_attn.gpu.codes.named import STEP_BYTES
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, Ids, SharedNode, SharedPlan
 
@@ -28,42 +28,86 @@ SHARE_FROM_TOKENS = 512
 
 PACKED_PAGES = 256
 """Pages of int8 rows that are turned into numbers at once, where no kernel reads them as they are."""
+MAX_PACKED_DIM = 512
+"""Largest head_dim of int8 rows that the kernel takes: sums of more products than that leave int32."""
 
 
 class PagedKeys(NamedTuple):
     """Keys and values of one layer in pages: key (kv_heads, pages, PAGE_TOKENS, head_dim), value (..., value_dim).
 
-    int8: each row STEP_BYTES longer, a float32 step by which its numbers count. Which pages hold what is known
-    elsewhere; of the others, and behind the last token of a page, anything may be there.
+    int8: steps float32 (2, kv_heads, pages, PAGE_TOKENS), by which the numbers of a token's key, and of its value,
+    count; value (kv_heads, pages, value_dim, PAGE_TOKENS) then, as matrix instructions read it. Which pages hold what
+    is known elsewhere; of the others, and behind the last token of a page, anything may be there.
     """
 
     key: Tensor
     value: Tensor
+    steps: Tensor | None = None
 
     @property
     def dims(self) -> tuple[int, int]:
         """head_dim and value_dim."""
-        extra = STEP_BYTES if self.key.dtype == torch.int8 else 0
-        return self.key.shape[3] - extra, self.value.shape[3] - extra
+        return self.key.shape[3], self.value.shape[3 if self.steps is None else 2]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self.key.nbytes + self.value.nbytes + (0 if self.steps is None else self.steps.nbytes)
 
 
 def empty_pages(pages: int, key: Tensor, value: Tensor) -> PagedKeys:
-    """Room for so many pages of tokens like key and value (batch, kv_heads, tokens, dim). Memory is not written to."""
-    shapes = ((one.shape[1], pages, PAGE_TOKENS, one.shape[3]) for one in (key, value))
-    return PagedKeys(key.new_empty(next(shapes)), value.new_empty(next(shapes)))
+    """Room for so many pages of tokens like key and value (batch, kv_heads, tokens, dim), int8 rows with their steps
+    behind them. Memory is not written to.
+    """
+    (heads, dim), value_dim = (key.shape[1], key.shape[3]), value.shape[3]
+    if key.dtype != torch.int8:
+        shapes = ((heads, pages, PAGE_TOKENS, width) for width in (dim, value_dim))
+        return PagedKeys(key.new_empty(next(shapes)), value.new_empty(next(shapes)))
+    return PagedKeys(
+        key.new_empty(heads, pages, PAGE_TOKENS, dim - STEP_BYTES),
+        value.new_empty(heads, pages, value_dim - STEP_BYTES, PAGE_TOKENS),
+        key.new_empty(2, heads, pages, PAGE_TOKENS, dtype=torch.float32),
+    )
 
 
-def write_pages(pool: PagedKeys, pages: Ids, key: Tensor, value: Tensor) -> None:
-    """Put tokens key, value (kv_heads, tokens, dim) into these pages, in order. Raises ShapeError for too few pages."""
-    tokens = key.shape[1]
+def write_pages(pool: PagedKeys, pages: Ids, key: Tensor, value: Tensor, first: int = 0) -> None:
+    """Put tokens key, value (kv_heads, tokens, dim) into these pages, in order, int8 rows with their steps behind them.
+
+    first: slot of the first page that the first token goes to. Raises ShapeError for too few pages, or too many.
+    """
+    tokens = first + key.shape[1]
     if len(pages) != -(-tokens // PAGE_TOKENS):
         raise ShapeError(f"{tokens} tokens take {-(-tokens // PAGE_TOKENS)} pages, got {len(pages)}.")
     start = 0
-    for first, stop in runs(pages):
-        count = min((stop - first) * PAGE_TOKENS, tokens - start)
-        for target, source in zip(pool, (key, value), strict=True):
-            target[:, first:stop].flatten(1, 2)[:, :count] = source[:, start : start + count]
-        start += count
+    for begin, stop in runs(pages):
+        count = min((stop - begin) * PAGE_TOKENS - first, key.shape[1] - start)
+        slots, source = slice(first, first + count), slice(start, start + count)
+        _write_run(pool, slice(begin, stop), slots, key[:, source], value[:, source])
+        first, start = 0, start + count
+
+
+def _write_run(pool: PagedKeys, pages: slice, slots: slice, key: Tensor, value: Tensor) -> None:
+    """Into pages that follow each other: key, value (kv_heads, tokens, dim) to these slots of them, counted through."""
+    if pool.steps is None:
+        for target, rows in zip(pool[:2], (key, value), strict=True):
+            target[:, pages].flatten(1, 2)[:, slots] = rows
+        return
+    pool.key[:, pages].flatten(1, 2)[:, slots] = key[..., :-STEP_BYTES]
+    for target, rows in zip(pool.steps, (key, value), strict=True):
+        steps = rows[..., -STEP_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        target[:, pages].flatten(1, 2)[:, slots] = steps[..., 0]
+    numbers, (start, stop) = value[..., :-STEP_BYTES], (slots.start, slots.stop)
+    target, at = pool.value[:, pages], 0
+    while start < stop:  # columns of a page are apart: its first part, whole pages, its last part
+        page, slot = divmod(start, PAGE_TOKENS)
+        whole = (stop - start) // PAGE_TOKENS if slot == 0 else 0
+        count = whole * PAGE_TOKENS or min(PAGE_TOKENS - slot, stop - start)
+        here = numbers[:, at : at + count]
+        if whole:
+            target[:, page : page + whole] = here.unflatten(1, (whole, PAGE_TOKENS)).transpose(2, 3)
+        else:
+            target[:, page, :, slot : slot + count] = here.transpose(1, 2)
+        start, at = start + count, at + count
 
 
 def runs(pages: Ids) -> list[tuple[int, int]]:
@@ -92,7 +136,7 @@ def shared_partials(
         )
     kernels = _kernels(pool)
     if kernels is not None:
-        return Partial(*kernels.shared_partials(query, *pool, plan, scale, softcap))
+        return Partial(*kernels.shared_partials(query, pool, plan, scale, softcap))
     whole = empty_partial(query, value_dim)
     reached = torch.zeros(shape.rows, dtype=torch.bool)
     for node in plan.nodes:
@@ -130,7 +174,7 @@ def node_partial(
     start = 0
     for first, stop in _pieces(pool, pages):
         count = min((stop - first) * PAGE_TOKENS, tokens - start)
-        key, value = (_numbers(part[:, first:stop].flatten(1, 2)[None, :, :count], query.dtype) for part in pool)
+        key, value = (one[None, :, :count] for one in numbers_in(pool, slice(first, stop), query.dtype))
         found.append(attend(folded, key, value, scale=scale, softcap=softcap))
         start += count
     if not found:
@@ -167,17 +211,23 @@ def worth_sharing(rows: int, tokens: int) -> bool:
 
 def _pieces(pool: PagedKeys, pages: Ids) -> list[tuple[int, int]]:
     """`runs`, cut where they are to be turned into numbers."""
-    if pool.key.dtype != torch.int8:
+    if pool.steps is None:
         return runs(pages)
     cut = [(range(first, stop, PACKED_PAGES), stop) for first, stop in runs(pages)]
     return [(begin, min(begin + PACKED_PAGES, stop)) for begins, stop in cut for begin in begins]
 
 
-def _numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    return stored if stored.dtype != torch.int8 else numbers_of(stored).to(dtype)
+def numbers_in(pool: PagedKeys, pages: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values (kv_heads, tokens, dim) of pages that follow each other, views but of int8, in `dtype` then."""
+    key, value = pool.key[:, pages], pool.value[:, pages]
+    if pool.steps is None:
+        return key.flatten(1, 2), value.flatten(1, 2)
+    steps = pool.steps[:, :, pages, :, None]
+    key, value = torch.mul(key, steps[0]).to(dtype), torch.mul(value.transpose(2, 3), steps[1]).to(dtype)
+    return key.flatten(1, 2), value.flatten(1, 2)
 
 
 def _kernels(pool: PagedKeys) -> Any:
-    if pool.key.dtype == torch.int8 and any(dim % STEP_BYTES for dim in pool.dims):
-        return None  # no float32 can be loaded behind such a row
+    if pool.steps is not None and pool.dims[0] > MAX_PACKED_DIM:
+        return None
     return kernels_for(pool.key, "shared.shared_triton")

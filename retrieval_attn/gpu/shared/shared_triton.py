@@ -1,8 +1,9 @@
 """The Triton kernels behind `partials.py`: one walks a plan's work list, one merges what it leaves for each query head.
 
 Scores are exact products summed in float32. Where a batch is small, and memory is what bounds the kernel, weights meet
-the values in two 16-bit terms, elsewhere in one, as flash attention has it. Rows of int8 come as they are stored: their
-numbers are exact in any of a model's dtypes, and their steps meet the scores, and the weights, in float32.
+the values in two 16-bit terms, elsewhere in one, as flash attention has it. Rows of int8 are multiplied as they are
+stored, with queries and weights as two int8 numbers each, of which the second counts 1/254: sums are exact, nothing is
+turned into another format, and their steps meet the scores, and the weights, in float32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.named import STEP_BYTES
+from retrieval_attn.gpu.shared.partials import PagedKeys
 from retrieval_attn.gpu.shared.plan import ITEM, PAGE_TOKENS, SharedPlan, processors
 
 LOG2_E = 1.4426950408889634
@@ -35,9 +36,8 @@ class Launch(NamedTuple):
 
 
 @triton.jit
-def _scores(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores times log2(e): the exponential of the hardware is to base 2. scale has the factor in it without a cap."""
-    scores = tl.dot(queries, keys, input_precision="ieee") * scale
+def _scores(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores times log2(e): the exponential of the hardware is to base 2. They have the factor already without a cap."""
     if HAS_SOFTCAP:  # the exponential may overflow to inf, which gives 1
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1)) * 1.4426950408889634
     return scores
@@ -45,29 +45,22 @@ def _scores(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _block(
-    queries, key_at, value_at, key_step_at, value_step_at, key_t, value_t, left, scale, softcap, top, total, mixed,
-    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, INT8: tl.constexpr,
+    queries, key_at, value_at, key_t, value_t, left, scale, softcap, top, total, mixed,
+    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """One page: key_at and value_at point to it, key_step_at and value_step_at to its first steps, of INT8. MASKED:
-    only its first `left` tokens are there. key_t, value_t: see `_attend_kernel`.
-    """
-    UNIT: tl.constexpr = 4 if INT8 else 1
+    """One page: key_at and value_at point to it. MASKED: only its first `left` tokens are there."""
     token, column, value_column = tl.arange(0, N), tl.arange(0, D), tl.arange(0, V)
     # what lies behind the last token of a page may be NaN, and 0 times NaN is no 0: it is not loaded
-    keys_from = key_at + token[None, :] * (key_t * UNIT) + column[:, None]
-    values_from = value_at + token[:, None] * (value_t * UNIT) + value_column[None, :]
+    keys_from = key_at + token[None, :] * key_t + column[:, None]
+    values_from = value_at + token[:, None] * value_t + value_column[None, :]
     if MASKED:
         keys = tl.load(keys_from, mask=(token < left)[None, :] & (column < DIM)[:, None], other=0.0)
     elif DIM == D:
         keys = tl.load(keys_from)
     else:
         keys = tl.load(keys_from, mask=(column < DIM)[:, None], other=0.0)
-    if INT8:
-        key_steps = tl.load(key_step_at + token * key_t, mask=token < left, other=0.0)
-        scores = _scores(queries, keys.to(queries.dtype), scale * key_steps[None, :], softcap, HAS_SOFTCAP)
-    else:
-        scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
+    scores = _scores(tl.dot(queries, keys, input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
     if MASKED:
         scores = tl.where((token < left)[None, :], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: a page has at least one token
@@ -81,22 +74,8 @@ def _block(
     else:
         values = tl.load(values_from, mask=(value_column < VALUE_DIM)[None, :], other=0.0)
     mixed = mixed * decay[:, None]
-    largest = 1.0
-    if INT8:
-        steps = tl.load(value_step_at + token * value_t, mask=token < left, other=0.0)
-        if not EXACT:  # as shares of the largest: weights times small steps would be none of a 16-bit float
-            largest = tl.max(steps, axis=0)
-            largest = tl.where(largest > 0, largest, 1.0)
-        weights = weights * (steps / largest)[None, :]
-        values = values.to(queries.dtype)
     if EXACT:
         mixed += tl.dot(weights, values, input_precision="ieee")
-    elif INT8:
-        coarse = weights.to(values.dtype)
-        found = tl.dot(coarse, values)
-        if FINE:
-            found = tl.dot((weights - coarse.to(tl.float32)).to(values.dtype), values, found)
-        mixed += found * largest
     else:
         coarse = weights.to(values.dtype)
         mixed = tl.dot(coarse, values, mixed)
@@ -105,20 +84,84 @@ def _block(
     return higher, total, mixed
 
 
+@triton.jit
+def _two_terms(shares):
+    """int8 numbers coarse and fine of numbers from -127 to 127: coarse + fine / 254, to 1/508."""
+    coarse = tl.floor(shares + 0.5)
+    return coarse.to(tl.int8), tl.floor((shares - coarse) * 254.0 + 0.5).to(tl.int8)
+
+
+@triton.jit
+def _product(coarse, fine, numbers):
+    """254 times what `_two_terms` gave, times int8 numbers: exact but for float32's rounding, for up to 512 columns."""
+    return tl.dot(fine, numbers, tl.dot(coarse, numbers, out_dtype=tl.int32) * 254, out_dtype=tl.int32).to(tl.float32)
+
+
+@triton.jit
+def _packed_block(
+    queries, fine, query_steps, key_at, value_at, key_step_at, value_step_at, key_t, value_c, left, softcap, top, total,
+    mixed, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The same of int8: keys (tokens, head_dim), values (value_dim, tokens), for a product wants its sum along rows.
+
+    queries, fine, query_steps: the queries times scale, by `_two_terms`; EXACT: `queries` are float32, and no `fine` is
+    used. key_step_at, value_step_at: a step per token.
+    """
+    token, column, value_column = tl.arange(0, N), tl.arange(0, D), tl.arange(0, V)
+    keys_from = key_at + token[None, :] * key_t + column[:, None]
+    values_from = value_at + value_column[None, :] * value_c + token[:, None]
+    if MASKED:
+        here = token < left
+        keys = tl.load(keys_from, mask=here[None, :] & (column < DIM)[:, None], other=0)
+        values = tl.load(values_from, mask=here[:, None] & (value_column < VALUE_DIM)[None, :], other=0)
+        key_steps = tl.load(key_step_at + token, mask=here, other=0.0)
+        steps = tl.load(value_step_at + token, mask=here, other=0.0)
+    else:
+        keys = tl.load(keys_from) if DIM == D else tl.load(keys_from, mask=(column < DIM)[:, None], other=0)
+        if VALUE_DIM == V:
+            values = tl.load(values_from)
+        else:
+            values = tl.load(values_from, mask=(value_column < VALUE_DIM)[None, :], other=0)
+        key_steps, steps = tl.load(key_step_at + token), tl.load(value_step_at + token)
+    if EXACT:
+        scores = tl.dot(queries, keys.to(tl.float32), input_precision="ieee")
+    else:
+        scores = _product(queries, fine, keys)
+    scores = _scores(scores * query_steps[:, None] * key_steps[None, :], softcap, HAS_SOFTCAP)
+    if MASKED:
+        scores = tl.where((token < left)[None, :], scores, -float("inf"))
+    here_top = tl.max(scores, axis=1)
+    higher = tl.maximum(top, here_top)
+    decay = tl.exp2(top - higher)
+    weights = tl.exp2(scores - here_top[:, None])  # of the page's largest: small ones of a later page stay numbers
+    share = tl.exp2(here_top - higher)
+    total = total * decay + tl.sum(weights, axis=1) * share
+    mixed = mixed * decay[:, None]
+    if EXACT:
+        found = tl.dot(weights * steps[None, :], values.to(tl.float32), input_precision="ieee")
+        mixed += found * share[:, None]
+    else:
+        largest = tl.max(steps, axis=0)
+        most = largest * (1.0 / 127.0)
+        coarse_weights, fine_weights = _two_terms(weights * (steps / tl.where(largest > 0, most, 1.0))[None, :])
+        mixed += _product(coarse_weights, fine_weights, values) * (share * (most * (1.0 / 254.0)))[:, None]
+    return higher, total, mixed
+
+
 @triton.jit(do_not_specialize=["group", "slots"])
 def _attend_kernel(
     query, key, value, key_steps, value_steps, count, work, rows, pages, out, lse, scale, softcap,
-    query_b, query_h, key_h, key_p, key_t, value_h, value_p, value_t, group, q_heads, slots,
+    query_b, query_h, key_h, key_p, key_t, value_h, value_p, value_t, step_h, group, q_heads, slots,
     HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, INT8: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Items program_id, program_id + programs, ... of the work list: M queries of one key-value head over some pages.
 
-    Strides end in _b (row), _h (head), _p (page) and _t (token). key_steps, value_steps: of INT8, the same memory as
-    key and value, as float32. The strides of both count such numbers: the compiler then loads 4 bytes at once.
+    Strides end in _b (row), _h (head), _p (page) and _t (token). key_steps, value_steps: of INT8; value_t is the stride
+    of a column of values then.
     """
-    UNIT: tl.constexpr = 4 if INT8 else 1
     column, value_column = tl.arange(0, D), tl.arange(0, V)
     # from memory, as all that follows: a graph is replayed while the batch changes
     for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
@@ -139,23 +182,44 @@ def _attend_kernel(
         total = tl.zeros((M,), tl.float32)
         mixed = tl.zeros((M, V), tl.float32)
         key_from, value_from = head.to(tl.int64) * key_h, head.to(tl.int64) * value_h
+        step_from = head.to(tl.int64) * step_h
         table = pages + first_page
+        if INT8 and EXACT:
+            fine, query_steps = queries, tl.full((M,), 1.0, tl.float32) * scale
+        elif INT8:
+            numbers = queries.to(tl.float32)
+            most = tl.max(tl.abs(numbers), axis=1)
+            most = tl.where(most > 0, most, 1.0)
+            queries, fine = _two_terms(numbers * (127.0 / most)[:, None])
+            query_steps = most * (scale / (127.0 * 254.0))
         for block in range(begin // N, end // N):
             page = tl.load(table + block).to(tl.int64)
-            key_at, value_at = key_from + page * key_p, value_from + page * value_p
-            top, total, mixed = _block(
-                queries, key + key_at * UNIT, value + value_at * UNIT, key_steps + key_at + DIM // 4,
-                value_steps + value_at + VALUE_DIM // 4, key_t, value_t, N, scale, softcap, top, total, mixed,
-                HAS_SOFTCAP, False, EXACT, FINE, INT8, DIM, VALUE_DIM, N, D, V,
-            )  # fmt: skip
+            key_at, value_at = key + key_from + page * key_p, value + value_from + page * value_p
+            if INT8:
+                step_at = step_from + page * N
+                top, total, mixed = _packed_block(
+                    queries, fine, query_steps, key_at, value_at, key_steps + step_at, value_steps + step_at, key_t,
+                    value_t, N, softcap, top, total, mixed, HAS_SOFTCAP, False, EXACT, DIM, VALUE_DIM, N, D, V,
+                )  # fmt: skip
+            else:
+                top, total, mixed = _block(
+                    queries, key_at, value_at, key_t, value_t, N, scale, softcap, top, total, mixed,
+                    HAS_SOFTCAP, False, EXACT, FINE, DIM, VALUE_DIM, N, D, V,
+                )  # fmt: skip
         if end % N != 0:
             page = tl.load(table + end // N).to(tl.int64)
-            key_at, value_at = key_from + page * key_p, value_from + page * value_p
-            top, total, mixed = _block(
-                queries, key + key_at * UNIT, value + value_at * UNIT, key_steps + key_at + DIM // 4,
-                value_steps + value_at + VALUE_DIM // 4, key_t, value_t, end % N, scale, softcap, top, total, mixed,
-                HAS_SOFTCAP, True, EXACT, FINE, INT8, DIM, VALUE_DIM, N, D, V,
-            )  # fmt: skip
+            key_at, value_at = key + key_from + page * key_p, value + value_from + page * value_p
+            if INT8:
+                step_at = step_from + page * N
+                top, total, mixed = _packed_block(
+                    queries, fine, query_steps, key_at, value_at, key_steps + step_at, value_steps + step_at, key_t,
+                    value_t, end % N, softcap, top, total, mixed, HAS_SOFTCAP, True, EXACT, DIM, VALUE_DIM, N, D, V,
+                )  # fmt: skip
+            else:
+                top, total, mixed = _block(
+                    queries, key_at, value_at, key_t, value_t, end % N, scale, softcap, top, total, mixed,
+                    HAS_SOFTCAP, True, EXACT, FINE, DIM, VALUE_DIM, N, D, V,
+                )  # fmt: skip
         # an item has at least one token: total is 1 or more
         place = (row * q_heads + q_head) * slots + slot
         tl.store(
@@ -216,16 +280,15 @@ def launch_for(tile: int, head_dim: int, itemsize: int) -> Launch:
 
 
 def shared_partials(
-    query: Tensor, key: Tensor, value: Tensor, plan: SharedPlan, scale: float, softcap: float | None,
+    query: Tensor, pool: PagedKeys, plan: SharedPlan, scale: float, softcap: float | None,
     launch: Launch | None = None, two_terms: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `partials.shared_partials`: out (rows, q_heads, 1, value_dim) and lse (rows, q_heads, 1), float32."""
     query = query if query.stride(3) == 1 else query.contiguous()
     shape, (rows, q_heads, _, dim) = plan.shape, query.shape
-    exact, packed = query.dtype == torch.float32, key.dtype == torch.int8
-    value_dim = value.shape[3] - STEP_BYTES if packed else value.shape[3]
-    steps = (key.view(torch.float32), value.view(torch.float32)) if packed else (key, value)
-    strides = (*steps[0].stride()[:3], *steps[1].stride()[:3])
+    exact, packed, (key, value, steps) = query.dtype == torch.float32, pool.steps is not None, pool
+    value_dim = pool.dims[1]
+    key_steps, value_steps = (key, value) if steps is None else (steps[0], steps[1])
     launch = launch_for(shape.tile, max(dim, value_dim), query.element_size()) if launch is None else launch
     if two_terms is None:
         two_terms = rows * shape.group <= TWO_TERMS
@@ -234,11 +297,12 @@ def shared_partials(
     widths = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     programs = min(shape.items, launch.programs * processors(query.device))
     _attend_kernel[(programs,)](
-        query, key, value, *steps, plan.count, plan.work, plan.rows, plan.pages, parts, parts_lse,
+        query, key, value, key_steps, value_steps, plan.count, plan.work, plan.rows, plan.pages, parts, parts_lse,
         scale if softcap is not None else scale * LOG2_E, softcap or 0.0,
-        query.stride(0), query.stride(1), *strides, shape.group, q_heads, shape.slots,
+        query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], key_steps.stride(0),
+        shape.group, q_heads, shape.slots,
         HAS_SOFTCAP=softcap is not None, EXACT=exact, FINE=two_terms, INT8=packed, DIM=dim, VALUE_DIM=value_dim,
-        ITEM=ITEM, M=shape.tile, N=PAGE_TOKENS, D=max(16, widths[0]),
+        ITEM=ITEM, M=shape.tile, N=PAGE_TOKENS, D=max(32 if packed else 16, widths[0]),
         V=max(16, widths[1]), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     out = torch.empty(rows, q_heads, 1, value_dim, dtype=torch.float32, device=query.device)

@@ -26,6 +26,7 @@ HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 Retrieve = int | float | Literal["all", "auto"]
 Quantization = Literal["int8", "int4", "bnb-8bit", "bnb-4bit"]
 GraphMode = bool | Literal["auto"]
+AllKeys = bool | Literal["always"]
 TailMode = bool | Literal["auto"]
 Place = Literal["auto", "device", "host"]
 MEAN_RETRIEVE = 100
@@ -58,8 +59,8 @@ class Config:
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
         keys visit the device block by block). False: they go through retrieval like generated tokens.
     all_keys: True: with index="auto" and a tail, an answer on one GPU attends to all keys of a shorter text, which come
-        there for it, where they fit twice beside all else and a token is sooner so (`engine/beside.py`). False: every
-        answer retrieves. Engines always do.
+        there for it, where they fit beside all else and a token is sooner so (`engine/beside.py`); where only int8
+        does, in int8. "always": wherever they fit. False: every answer retrieves. Engines always do.
     decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
@@ -83,7 +84,7 @@ class Config:
     prefill_chunk: int = 8192
     hidden_states: Place = "auto"
     exact_append: bool = True
-    all_keys: bool = True
+    all_keys: AllKeys = True
     decode_tokens: int = 8
     spill: int = 512
     host_dtype: str = "auto"
@@ -100,9 +101,11 @@ class Config:
         _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
         _require_int("spill", self.spill, 1, "512 is a good start")
         _check_retrieve(self.retrieve)
-        for name in ("exact_append", "all_keys", "page_lock"):
+        for name in ("exact_append", "page_lock"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.all_keys, bool) and self.all_keys != "always":
+            raise ConfigError(f'all_keys must be True, False or "always", got {self.all_keys!r}.')
         if not isinstance(self.index, str) or not self.index:
             raise ConfigError(
                 f"index must be the name of an index, got {self.index!r}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +12,18 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache, retrieves
+from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine import beside
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.beside import make_way, with_all_keys
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.engine.graph import registry
-from retrieval_attn.index.full import FULL_ROOM
-from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS
+from retrieval_attn.engine.kept_pages import KeptPages, kept_pages, let_go, pages_for
+from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.index.full import FULL_ROOM, kept_tokens
+from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, beside_bytes
+from retrieval_attn.memory.shape import model_shape
 from tests.tiny_models import build_model, random_ids
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1, "retrieve": 2}
@@ -38,6 +42,17 @@ def roomy(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
 def held_of(cache: RetrievalCache) -> list[Any]:
     return [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer)]
+
+
+def paged(cache: RetrievalCache) -> ExactPrefix:
+    assert cache.batch.exact is not None
+    return cache.batch.exact
+
+
+def kept_of(model: Any) -> KeptPages:
+    kept = kept_pages(model)
+    assert kept is not None
+    return kept
 
 
 def read(model: Any, ids: torch.Tensor, **options: Any) -> RetrievalCache:
@@ -65,14 +80,15 @@ def test_every_token_is_the_models_own(host_dtype: str) -> None:
         wanted = model(input_ids=ids).logits[0, prompt:]
     cache = read(model, ids[:, :prompt], host_dtype=host_dtype)
     fork = with_all_keys(model, cache, 0)
-    assert fork is not None and not any(held.retrieves or held.tail_start for held in held_of(fork))
+    assert fork is not None and not any(held.retrieves for held in held_of(fork))
     assert all(held.retrieves for held in held_of(cache))
     tolerance = TOLERANCE if host_dtype == "auto" else 0.02
     off = (following(model, fork, ids[:, prompt:]) - wanted).abs().max() / wanted.abs().max()
     assert off < tolerance
     retrieving = (following(model, cache.fork(), ids[:, prompt:]) - wanted).abs().max() / wanted.abs().max()
     assert retrieving > 2 * tolerance, "2 keys of each head are not all"
-    assert [held.window.tail_len for held in held_of(fork)] == [prompt + new] * len(held_of(fork))
+    assert paged(fork).layers.int8 == (host_dtype == "int8")
+    assert [held.window.tail_len for held in held_of(fork)] == [prompt + new - paged(fork).tokens] * len(held_of(fork))
 
 
 @pytest.mark.usefixtures("roomy")
@@ -103,18 +119,37 @@ def test_who_asks_for_retrieval_gets_it(options: dict[str, Any]) -> None:
 
 
 def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
-    """Two windows, of an answer and of a captured step, must fit, and keys be read sooner than they are searched."""
+    """Pages must fit, and keys be read sooner than they are searched: as they are stored, or else in int8."""
     model = build_model("llama")
     cache = read(model, random_ids(1, 200, 1))
-    assert with_all_keys(model, cache, 0) is not None
-    layers, token_bytes = len(held_of(cache)), 2 * held_of(cache)[0].window.buffers[0][0, :, 0].nbytes
-    roomy["speed"] = 200 * token_bytes / (SEARCH_MICROSECONDS * 1e-6)
-    assert with_all_keys(model, cache, 0) is not None
-    roomy["speed"] *= 0.99
-    assert with_all_keys(model, cache, 0) is None
-    roomy["speed"] = 3.35e12
-    roomy["free"] = 2 * layers * token_bytes * 200
-    assert with_all_keys(model, cache, 0) is None
+    shape = model_shape(model.config, None)
+
+    def form() -> bool | None:
+        let_go(model)
+        fork = with_all_keys(model, cache, 0)
+        return None if fork is None else paged(fork).layers.int8
+
+    assert form() is False
+    for int8, slower in ((False, True), (True, None)):
+        roomy["speed"] = 200 * beside_bytes(shape, int8=int8) / (SEARCH_MICROSECONDS[int8] * 1e-6)
+        assert form() is int8
+        roomy["speed"] *= 0.99
+        assert form() is slower
+    cache.config = cache.config.replace(all_keys="always")
+    assert form() is False
+    roomy["free"] = 0
+    assert form() is None
+    pages = pages_for(kept_tokens(paged_tokens := held_of(cache)[0].tail_start)) * PAGE_TOKENS
+    sizes = {int8: shape.full_layers * pages * beside_bytes(shape, int8=int8) for int8 in (False, True)}
+    roomy["free"] = next(free for free in range(0, 8 * GIB, sizes[True] // 4) if fits(roomy, free, form))
+    assert form() is True, "where one does not fit the other may"
+    roomy["free"] += sizes[False] - sizes[True]
+    assert form() is False and paged_tokens < pages
+
+
+def fits(roomy: dict[str, float], free: int, form: Callable[[], bool | None]) -> bool:
+    roomy["free"] = free
+    return form() is not None
 
 
 @pytest.mark.usefixtures("roomy")
@@ -134,24 +169,85 @@ def test_rows_and_watchers_retrieve() -> None:
 
 
 @pytest.mark.usefixtures("roomy", "emulated_graphs")
-def test_one_graph_serves_answers_over_all_keys(monkeypatch: pytest.MonkeyPatch, needle_model_path: str) -> None:
-    """Captured when the text is read; what is large of it goes when the next text needs the room."""
-    monkeypatch.setattr(registry, "LARGE_BYTES", 1)
+@pytest.mark.parametrize("host_dtype", ["auto", "int8"])
+def test_one_graph_serves_answers_over_all_keys(host_dtype: str, needle_model_path: str) -> None:
+    """Captured when the first text is read, for texts of other lengths, too, as long as its pages have room."""
+    llm = ra.LLM(needle_model_path, device="cpu", host_dtype=host_dtype, **SMALL)
+    contexts = [llm.read("A dog. " * times, progress=False) for times in (100, 40)]
+    [decoder] = [one for one in registry._decoders[llm.model] if one.pages is not None]
+    assert decoder.captures == 1 and decoder.pages is not None
+    for context in contexts:
+        eager = context.fork()
+        eager._cache.config = eager._cache.config.replace(graph=False)
+        wanted = eager.ask("What?", max_new_tokens=24)
+        for _ in range(2):
+            answer = context.ask("What?", max_new_tokens=24)
+            assert answer.tokens == wanted.tokens and answer.stats.decoded == "graph" != wanted.stats.decoded
+            assert not answer.stats.indexes
+    assert [one for one in registry._decoders[llm.model] if one.pages is not None] == [decoder]
+    assert decoder.captures == 1 and decoder.pages.layers is kept_of(llm.model).layers
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_pages_and_their_graphs_go_when_a_text_needs_the_room(roomy: dict[str, float], needle_model_path: str) -> None:
     context = ra.LLM(needle_model_path, device="cpu", **SMALL).read("A dog. " * 100, progress=False)
-    [decoder] = registry._decoders[context.model]
-    assert decoder.captures == 1 and decoder.slots[0].key.shape[2] > context.num_tokens
-    eager = context.fork()
-    eager._cache.config = eager._cache.config.replace(graph=False)
-    wanted = eager.ask("What?", max_new_tokens=24)
-    for _ in range(2):
-        answer = context.ask("What?", max_new_tokens=24)
-        assert answer.tokens == wanted.tokens and answer.stats.decoded == "graph" != wanted.stats.decoded
-    assert registry._decoders[context.model] == [decoder] and decoder.captures == 1
+    assert kept_of(context.model).nbytes > 0
     make_way(context.model)
-    assert registry.large_bytes(context.model) > 0
-    monkeypatch.setattr(beside, "whole_device_bytes", registry.large_bytes)
+    roomy["free"] = 2 * kept_of(context.model).nbytes
     make_way(context.model)
-    assert registry.large_bytes(context.model) == 0
+    assert any(one.pages is not None for one in registry._decoders[context.model])
+    roomy["free"] -= 1
+    make_way(context.model)
+    assert kept_pages(context.model) is None
+    assert not any(one.pages is not None for one in registry._decoders[context.model])
+
+
+@pytest.mark.usefixtures("roomy")
+def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next answer on the same text finds them, until the text grows; one on another text brings its own."""
+    brought: list[int] = []
+    usual = beside.bring_to_pages
+
+    def counted(held: Any, layers: Any, span: Any) -> None:
+        brought.append(span.tokens)
+        usual(held, layers, span)
+
+    monkeypatch.setattr(beside, "bring_to_pages", counted)
+    model = build_model("llama")
+    ids = random_ids(1, 400, 1)
+    texts = [read(model, ids[:, :200]), read(model, ids[:, 200:])]
+    for text, times in ((0, 1), (0, 0), (1, 1), (0, 1), (0, 0)):
+        brought.clear()
+        fork = with_all_keys(model, texts[text], 0)
+        assert fork is not None and len(brought) == times * len(held_of(fork))
+    with torch.no_grad(), using_retrieval(model, 64):
+        model(input_ids=ids[:, :50], past_key_values=texts[0])
+        wanted = model(input_ids=torch.cat([ids[:, :200], ids[:, :51]], dim=1)).logits[0, -1]
+    brought.clear()
+    fork = with_all_keys(model, texts[0], 0)
+    assert fork is not None and brought == [held_of(texts[0])[0].tail_start] * len(held_of(fork))
+    found = following(model, fork, ids[:, 50:51])[0]
+    assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.usefixtures("roomy")
+def test_answers_on_two_texts_at_once(roomy: dict[str, float]) -> None:
+    """Pages that an answer uses stay as they are: the other one gets pages of its own, or retrieves."""
+    model = build_model("llama")
+    ids = random_ids(1, 400, 1)
+    texts, forks = [read(model, ids[:, :200]), read(model, ids[:, 200:])], []
+    for text in texts:
+        fork = with_all_keys(model, text, 0)
+        assert fork is not None
+        forks.append(fork)
+    assert paged(forks[0]).layers is not paged(forks[1]).layers
+    assert paged(forks[0]).layers.retired and not paged(forks[1]).layers.retired
+    for fork, own in zip(forks, (ids[:, :200], ids[:, 200:]), strict=True):
+        with torch.no_grad():
+            wanted = model(input_ids=torch.cat([own, ids[:, :1]], dim=1)).logits[0, -1]
+        assert (following(model, fork, ids[:, :1])[0] - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+    roomy["free"] = 0
+    assert with_all_keys(model, texts[0], 0) is None
 
 
 @pytest.mark.usefixtures("roomy")
@@ -222,7 +318,7 @@ def test_a_gpu_attends_to_all_keys(fresh_decoders: None, host_dtype: str) -> Non
 
 @pytest.mark.cuda
 def test_memory_of_an_answer_is_given_back(needle_model_path: str) -> None:
-    """Through the public API: what an answer over all keys takes goes with it, but for the step's own windows."""
+    """Through the public API: an answer over all keys leaves what the next one needs as well, once."""
     llm = ra.LLM(needle_model_path, device="cuda")
     context = llm.read(torch.randint(3, llm.model.config.vocab_size, (32_768,)).tolist(), progress=False)
     held = []
@@ -232,4 +328,11 @@ def test_memory_of_an_answer_is_given_back(needle_model_path: str) -> None:
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert max(held) == min(held)
-    assert registry._decoders[context.model][-1].slots[0].key.shape[2] > 32_768
+    kept = kept_of(llm.model)
+    assert kept.layers.pages * PAGE_TOKENS >= 32_000 and not kept.in_use
+    make_way(llm.model)
+    assert kept_pages(llm.model) is kept
+    let_go(llm.model)
+    del kept
+    gc.collect()
+    assert torch.cuda.memory_allocated() < held[0]

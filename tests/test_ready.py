@@ -124,7 +124,7 @@ def test_launching_ahead_changes_nothing(loaded: Loaded, rows: int) -> None:
     cache = context.cache.fork()
     cache.batch_repeat_interleave(rows)
     layer: Any = cache.layers[1]
-    launches = LayerLaunches(layer, processors=2, all_slots=4096)
+    launches = LayerLaunches(layer, processors=2, forms=[False, True])
     # bits: slots that no token has been written to may hold NaN, which equals nothing
     buffers = [part.view(torch.uint8) for part in layer.window.buffers]
     before = [part.clone() for part in buffers], layer.columns, layer.held.ranges
@@ -134,7 +134,7 @@ def test_launching_ahead_changes_nothing(loaded: Loaded, rows: int) -> None:
     assert all(map(torch.equal, buffers, before[0]))
     assert (layer.columns, layer.held.ranges) == before[1:]
     other: Any = cache.layers[2]
-    assert launches.shape == LayerLaunches(other, 2, 4096).shape != LayerLaunches(other, 2).shape
+    assert launches.shape == LayerLaunches(other, 2, [False, True]).shape != LayerLaunches(other, 2).shape
     assert launches.works(graphs=False) == [launches.search_question, launches.attend_named]
 
 

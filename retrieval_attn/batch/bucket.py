@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_group import BucketGroup
-from retrieval_attn.batch.bucket_pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.batch.bucket_refusals import Refusals
 from retrieval_attn.batch.chooser import Choice
 from retrieval_attn.batch.counts import StepClock
@@ -36,6 +35,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.decode import note_eager
 from retrieval_attn.engine.graph.decoder import attending
 from retrieval_attn.engine.graph.memory import ordinary_tensors
+from retrieval_attn.engine.graph.pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.engine.graph.registry import runtime_for
 from retrieval_attn.engine.graph.signature import cache_signature
 from retrieval_attn.engine.graph.slot import window_of

@@ -6,7 +6,6 @@ read from memory. A row that nobody has attends to its own token, which nobody r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from retrieval_attn.batch.bucket_draw import BucketDraw
-from retrieval_attn.batch.bucket_pages import BucketPages
 from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers
 from retrieval_attn.batch.bucket_states import BucketStates
 from retrieval_attn.batch.draw import RowDraw
@@ -70,7 +68,6 @@ class Bucket:
         self.kind = StepKind(False, False, 0)
         self.recording = False
         self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers.windows]  # of each layer, by place
-        self._pages: BucketPages | None = None
         self._uploaded = False
         self._next: Inputs = {}  # what the device has as the inputs of the next step
 
@@ -102,7 +99,9 @@ class Bucket:
             self.decoder.upload_tables()
             self._update_kind()
         if kind.levels:
-            self._write_pages(kind.levels)
+            prefixes = [None if row is None else row.prefix for row in self.rows]
+            paged = next(row.layers for row, one in zip(self.rows, prefixes, strict=True) if row and one)
+            self.decoder.write_pages(prefixes, paged, kind.levels)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
 
     def step(
@@ -186,8 +185,8 @@ class Bucket:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = self.kind.max_coded_keys
         paged = None
-        if self.kind.levels and retrieving and self._pages is not None:
-            paged = functools.partial(self._pages.attend, slot.number, query, scoring, self.decoder.runtime.opaque)
+        if self.kind.levels and retrieving:
+            paged = self.decoder.paged(slot.number, query, scoring)
         return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False, paged=paged)
 
     def _columns(self, inputs: Inputs) -> Tensor:
@@ -228,15 +227,6 @@ class Bucket:
     def _update_kind(self) -> None:
         """Note who reads host memory, once that is planned."""
         self.kind = self.kind._replace(reads=self.decoder.reads if self.kind.retrieves else ())
-
-    def _write_pages(self, levels: int) -> None:
-        """Tell the device what the rows have in pages."""
-        prefixes = [None if row is None else row.prefix for row in self.rows]
-        if self._pages is None:
-            row, layers = next((row, one.layers) for row, one in zip(self.rows, prefixes, strict=True) if row and one)
-            held = [layer for layer in row.layers if isinstance(layer, RetrievalLayer)]
-            self._pages = BucketPages(self.size, layers, {layer.number: layer.q_heads for layer in held})
-        self._pages.write(prefixes, levels)
 
     def _bring(self) -> None:
         """While the device computes: a share of what the windows that moved last have and the host has not, so that it

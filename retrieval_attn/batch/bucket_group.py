@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.batch.bucket_graph import Bucket
-from retrieval_attn.batch.bucket_pages import levels_for
 from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers, StepCosts
 from retrieval_attn.batch.bucket_states import StateBuffers
 from retrieval_attn.batch.chooser import Choice
@@ -25,6 +24,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.graph.decoder import StepKind, attending
 from retrieval_attn.engine.graph.host import HostResources
+from retrieval_attn.engine.graph.pages import levels_for
 from retrieval_attn.engine.graph.slot import slot_buffers
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.runtime import Runtime

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.batch.bucket_pages import prefix_of
 from retrieval_attn.batch.bucket_states import RowStates, StateBuffers
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.held import prepare_spill
@@ -24,6 +23,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.binding import note_host_work
 from retrieval_attn.engine.graph.decoder import attending
 from retrieval_attn.engine.graph.host import code_shape, held_by
+from retrieval_attn.engine.graph.pages import prefix_of
 from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, window_of
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.index.task import descriptor as words

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from retrieval_attn.cache.exact import ExactPass
 from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.past import Past
+from retrieval_attn.cache.prefix import PagedLayers, PagedSpan
 from retrieval_attn.cache.rows import rows_by_path
 from retrieval_attn.cache.sequence import Batch, Forgotten, own_start
 from retrieval_attn.cache.tail_size import TailSize
@@ -23,10 +24,12 @@ from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
 from retrieval_attn.index.base import MAX_KEYS
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import host_format, to_device
+from retrieval_attn.offload.transfer import host_format, pack, to_device
 from retrieval_attn.offload.upload import Stretch
 from retrieval_attn.offload.work import HostWork
 
@@ -336,21 +339,30 @@ def _spread(tokens: Tensor, real: Tensor) -> Tensor:
     return spread
 
 
-def take_all(held: HeldTokens, slots: int) -> None:
-    """From now on one row's window holds all of its tokens, and nothing is retrieved: those between sinks and tail come
-    from the host. slots: what the tail then has room for, at least the tokens there are. No token may be padding,
-    forgotten or in pages.
+def bring_to_pages(held: HeldTokens, layers: PagedLayers, span: PagedSpan) -> None:
+    """The tokens before one row's tail come from the host, to be those of `span`, in pages of this layer. No token may
+    be padding, forgotten or in pages already.
     """
-    window, (tail_key, tail_value) = held.window, held.window.tail()
-    grown = WindowCache(tail_key, tail_value, slots, held._config.sink)
-    grown.append(*sinks_of(window), None)
-    cut = functools.partial(Stretch.of, stop=held.tail_start, start=window.sink_len)
-    uploads = LayerUploads(held._batch, held._number, held.device)
-    for _, key, value in uploads.walk([cut(held.hosts[0])], tail_key.dtype, last=True, cut=cut):
-        grown.append(key, value, None)
-    grown.append(tail_key, tail_value, None)
-    held.window, held.tail_start = grown, 0
-    held._size = held._size._replace(kept=MAX_KEYS, grows=True)
+    key, _ = held.window.tail()
+    layers.dtype = key.dtype
+    cut = functools.partial(Stretch.of, stop=span.tokens)
+    stored = held.fmt is Format.INT8 or not layers.int8
+    uploads, first = LayerUploads(held._batch, held._number, held.device), 0
+    blocks = uploads.walk([cut(held.hosts[0])], None if held.fmt is Format.INT8 else key.dtype, last=True, cut=cut)
+    for _, *rows in blocks:
+        if not stored:
+            rows = [pack(one, Format.INT8) for one in rows]
+        layers.write_stored(held._number, span, first, (rows[0], rows[1]))
+        first += rows[0].shape[2]
+
+
+def keep_the_rest(held: HeldTokens, new: int) -> None:
+    """What precedes the tail lies in pages now, sinks too: nothing is retrieved, and no later token goes to the host,
+    but all of them stay in the tail. new: that are to come at most, as far as it is known.
+    """
+    least = kept_tokens(held.window.tail_len + max(0, new - FULL_ROOM))
+    held._size = held._size._replace(kept=MAX_KEYS, grows=True, least=least)
+    held._size.fit(held.window, held.window.tail_len)
     held.place_sinks(None)
 
 

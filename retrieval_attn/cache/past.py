@@ -46,8 +46,9 @@ class Past:
         turned = batch.forgotten.tokens > 0 and sinks[0].shape[2] > 0
         self._sinks = (sinks[0].clone(), sinks[1].clone()) if turned else None
         # all of one row's tokens, where sinks and tail hold them as the host does
-        near = len(self._paths) == 1 and window.batch == 1 and start == 0 and batch.exact is None
-        near = near and window.sink_len + window.tail_len == columns and window.valid is None
+        self._start = start
+        near = len(self._paths) == 1 and window.batch == 1 and not batch.forgotten.tokens and window.valid is None
+        near = near and window.sink_len + window.tail_len == columns - start
         used = slice(*window.span)
         held = tuple(part[:, :, used] for part in window.buffers)
         self._near = held if near and held[0].dtype == TORCH_DTYPE[fmt] else None
@@ -114,7 +115,7 @@ class Past:
         if self._near is not None:  # a prompt of two parts, a short chat: nothing need come from the host
             uploads.clear()
             key, value = self._near
-            spans = [(query, slice(one.start, one.stop)) for one, query in asked]
+            spans = [(query, slice(one.start - self._start, one.stop - self._start)) for one, query in asked]
             return [
                 attend(query, key[:, :, span], value[:, :, span], scale=scale, softcap=softcap) for query, span in spans
             ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.shared.partials import PagedKeys, empty_pages, path_partial, shared_partials, write_pages
-from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedNode, SharedPlan, processors
+from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan, processors
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import pack
 
@@ -30,11 +30,11 @@ class PagedLayers:
     """Pages of all layers of a model: a page has the same number in each. Memory is taken when a layer's tokens come.
 
     int8: rows are stored as on the host in int8. nbytes_per_page: of all layers that have tokens so far. dtype: of the
-    tokens that came; None: none did.
+    tokens that came; None: none did. retired: steps captured over them are not to be kept.
     """
 
     def __init__(self, pages: int, *, int8: bool = False) -> None:
-        self.pages, self.int8 = pages, int8
+        self.pages, self.int8, self.retired = pages, int8, False
         self.nbytes_per_page = 0
         self.dtype: torch.dtype | None = None
         self._layers: dict[int, PagedKeys] = {}
@@ -54,12 +54,23 @@ class PagedLayers:
         self.dtype = key.dtype
         if self.int8:
             key, value = pack(key, Format.INT8), pack(value, Format.INT8)
+        self._write(number, span.pages, key, value, 0)
+
+    def write_stored(self, number: int, span: PagedSpan, first: int, rows: tuple[Tensor, Tensor]) -> None:
+        """Of the span's tokens those from `first` on, keys and values as they are stored (1, kv_heads, tokens, width),
+        in one layer. Who does so says the `dtype`.
+        """
+        page, slot = divmod(first, PAGE_TOKENS)
+        stop = -(-(first + rows[0].shape[2]) // PAGE_TOKENS)
+        self._write(number, span.pages[page:stop], *rows, slot)
+
+    def _write(self, number: int, pages: NDArray[np.int32], key: Tensor, value: Tensor, first: int) -> None:
         with self._lock:
             pool = self._layers.get(number)
             if pool is None:
                 pool = self._layers[number] = empty_pages(self.pages, key, value)
                 self.nbytes_per_page += pool.nbytes // max(1, self.pages)
-        write_pages(pool, span.pages, key[0], value[0])
+        write_pages(pool, pages, key[0], value[0], first)
 
 
 class PagedSpan:
@@ -155,7 +166,7 @@ class PrefixPlans:
         deepest = max((len(one.spans) for one in prefixes if one is not None), default=0)
         shape = PlanShape.of(
             rows, q_heads, heads, pool.key.shape[1], levels=max(LEVELS, deepest), processors=processors(query.device),
-            exact=query.element_size() > 2,
+            exact=query.element_size() > 2, packed=pool.steps is not None,
         )  # fmt: skip
         if plan is None or plan.device != query.device or plan.shape != shape:
             plan = SharedPlan(shape, query.device)

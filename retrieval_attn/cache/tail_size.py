@@ -14,12 +14,13 @@ __all__ = ["TailSize"]
 
 class TailSize(NamedTuple):
     """kept: tokens that stay when others move to the host. spill: tokens that gather behind them before they do.
-    grows: none moves to the host, see index "full": the tail's memory grows.
+    grows: none moves to the host, see index "full": the tail's memory grows. least: slots that it has then at least.
     """
 
     kept: int
     spill: int
     grows: bool
+    least: int = 0
 
     @classmethod
     def of(cls, config: Config) -> TailSize:
@@ -28,7 +29,7 @@ class TailSize(NamedTuple):
 
     def slots(self, tail: int) -> int:
         """Tokens that there is to be room for, where the tail has so many."""
-        return kept_tokens(tail) if self.grows else self.kept + self.spill
+        return max(self.least, kept_tokens(tail)) if self.grows else self.kept + self.spill
 
     def fit(self, window: WindowCache, tail: int) -> None:
         """Give a window this room, for a tail that has, or is about to have, so many tokens."""

@@ -1,13 +1,15 @@
-"""Answers that attend to all keys, see `Config.all_keys`: a fork whose windows have taken what the host has.
+"""Answers that attend to all keys, see `Config.all_keys`: a fork whose keys lie in pages beside the model.
 
 An index saves reading keys, and costs a token the search and the host's answer, in every layer. A GPU reads the keys
-of a shorter text in less (`memory/all_keys.py` says which). They come for one answer and go with it: contexts keep
-what they had, and their indexes. An exact question would have all of them visit the GPU anyway.
+of a shorter text in less (`memory/all_keys.py` says which), and rounded to int8 those of one twice as long. They come
+for an answer, and wait for the next one on the same text; contexts keep what they had, and their indexes. An exact
+question would have all of them visit the GPU anyway.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,13 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.held import HeldTokens, take_all
+from retrieval_attn.cache.held import HeldTokens, bring_to_pages, keep_the_rest
+from retrieval_attn.cache.prefix import PagedSpan
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine.graph.registry import large_bytes, release_large
+from retrieval_attn.engine.kept_pages import KeptPages, keep, kept_pages, let_go, pages_for
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
-from retrieval_attn.index.full import FULL_ROOM, kept_tokens
-from retrieval_attn.memory.all_keys import tokens_read_sooner
+from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.index.full import kept_tokens
+from retrieval_attn.memory.all_keys import beside_bytes, tokens_read_sooner
 from retrieval_attn.memory.chunk import ChunkSize
 from retrieval_attn.memory.device_room import whole_device_bytes
 from retrieval_attn.memory.shape import model_shape
@@ -34,26 +38,42 @@ Found = TypeVar("Found")
 Emit = Callable[[str], None] | None
 """Takes each piece of an answer's text."""
 
+_turn = threading.Lock()
+"""Answers in several threads: one brings its keys at a time."""
+
 
 def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> RetrievalCache | None:
     """A fork of `cache` with all keys beside the model; None where its answers are to retrieve.
 
     new: tokens that are still to come at most, the question's and the answer's.
     """
-    if not _to_bring(cache):
+    held = _to_bring(cache)
+    ends = {one.tail_start for one in held}
+    if len(ends) != 1:  # nothing lies on the host alone
         return None
-    columns = cache.batch.columns
-    slots = slots_for_all(model, cache, columns, new)
-    if not slots or not _fits(model, cache, slots, new):
-        return None
-    fork = cache.fork()
-    try:
-        for one in _to_bring(fork):
-            take_all(one, slots - cache.config.sink)
-    except torch.OutOfMemoryError:  # what is free lies in pieces
-        log.info("an answer retrieves: all keys of %d tokens found no room beside the model", columns)
-        return None
-    log.info("an answer attends to all keys of %d tokens, which are beside the model for it", columns)
+    (tokens,) = ends
+    with _turn:
+        pages = _pages(model, cache, tokens, new)
+        if pages is None:
+            return None
+        fork = cache.fork()
+
+        def bring(span: PagedSpan) -> None:
+            for one in _to_bring(fork):
+                bring_to_pages(one, pages.layers, span)
+
+        try:
+            prefix = pages.take(cache, tokens, bring)
+        except torch.OutOfMemoryError:  # what is free lies in pieces
+            let_go(model)
+            log.info("an answer retrieves: all keys of %d tokens found no room beside the model", tokens)
+            return None
+        kept = _to_bring(fork)
+        fork.batch.exact = prefix
+        for one in kept:
+            keep_the_rest(one, new)
+    form = " in int8" if pages.layers.int8 else ""
+    log.info("an answer attends to all keys, of which those of %d tokens are beside the model%s", tokens, form)
     return fork
 
 
@@ -83,35 +103,43 @@ def over_all_keys(
         if said:
             raise
     log.warning("an answer retrieves: over all keys of %d tokens it ran out of memory", cache.batch.columns)
-    release_large(model)
+    let_go(model)
     return None
 
 
-def slots_for_all(model: PreTrainedModel, cache: RetrievalCache, columns: int, new: int = 0) -> int:
-    """Slots of a window that holds so many tokens, and `new` that come; 0 where answers about them retrieve, as options
-    say so or it is as soon.
+def forms_for_all(model: PreTrainedModel, cache: RetrievalCache, tokens: int) -> list[bool]:
+    """Forms in which answers may have all keys of so many tokens beside the model, whether int8, the preferred first;
+    [] where they retrieve, as options say so or it is as soon.
     """
     config = cache.config
     plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
-    if not (config.all_keys and plain and config.estimates) or cache.in_batch:
-        return 0
+    speed = memory_speed(model)
+    if speed is None or not (config.all_keys and plain and config.estimates) or cache.in_batch or is_spread(model):
+        return []
     try:
         shape = model_shape(model.config, None)
     except RetrievalAttentionError:  # what it needs is not known
-        return 0
-    if columns > tokens_read_sooner(shape.kv_layer_bytes, memory_speed(model)) or is_spread(model):
-        return 0
-    return config.sink + kept_tokens(columns + max(0, new - FULL_ROOM))
+        return []
+    forms = [True] if config.host_dtype == "int8" else [False, True]
+    if config.all_keys == "always":
+        return forms
+    return [int8 for int8 in forms if tokens <= tokens_read_sooner(shape, speed, int8=int8)]
 
 
 def make_way(model: PreTrainedModel) -> None:
-    """Before a text is read: buffers that the next answer over all keys might use go, where less than twice as much is
-    free.
+    """Before a text is read: pages that the next answer over all keys might find its keys in go, where less than twice
+    as much is free.
     """
-    held = large_bytes(model)
-    free = whole_device_bytes(model) if held else None
-    if free is not None and free < 2 * held:
-        release_large(model)
+    kept = kept_pages(model)
+    free = None if kept is None or kept.in_use else whole_device_bytes(model)
+    if kept is not None and free is not None and free < 2 * kept.nbytes:
+        let_go(model)
+
+
+def memory_speed(model: PreTrainedModel) -> float | None:
+    """Bytes per second of the memory of the GPU that a model runs on; 0 where that is not known, None without one."""
+    device = input_device(model)
+    return (bandwidth(device) or 0.0) if device.type == "cuda" else None
 
 
 def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
@@ -125,22 +153,37 @@ def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
     return [layer.held for layer in layers if layer.held is not None and layer.held.retrieves]
 
 
-def memory_speed(model: PreTrainedModel) -> float:
-    """Bytes per second of the memory of the GPU that a model runs on; 0 without one, or where that is not known."""
-    device = input_device(model)
-    return (bandwidth(device) or 0.0) if device.type == "cuda" else 0.0
+def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, new: int) -> KeptPages | None:
+    """Pages for so many first tokens: those that have them, or others, where they fit; None: the answer retrieves."""
+    forms, kept = forms_for_all(model, cache, cache.batch.columns), kept_pages(model)
+    if kept is not None and kept.layers.int8 in forms and kept.hold(cache, tokens):
+        return kept
+    for int8 in forms:
+        same = kept is not None and kept.layers.int8 == int8 and kept.layers.pages >= pages_for(tokens)
+        if kept is not None and same and not kept.in_use:
+            return kept
+        pages = pages_for(kept_tokens(tokens))
+        if _fits(model, cache, pages, new, int8=int8):
+            made = KeptPages(pages, int8=int8)
+            keep(model, made)
+            return made
+    return None
 
 
-def _fits(model: PreTrainedModel, cache: RetrievalCache, slots: int, new: int) -> bool:
-    """Whether the GPU has room for the fork's windows, those of a captured step and its own memory, blocks under way,
-    and a pass of the question.
+def _fits(model: PreTrainedModel, cache: RetrievalCache, pages: int, new: int, *, int8: bool) -> bool:
+    """Whether the GPU has room for so many pages in all layers in place of those that are kept, if no answer uses them;
+    for the windows of a fork and of a captured step, blocks under way, and a pass of the question.
     """
-    shape = model_shape(model.config, None)
-    windows = shape.full_layers * slots * shape.kv_layer_bytes
-    waiting = release_large(model, slots)
-    free = whole_device_bytes(model) or 0  # what waited for another number of slots is free now
-    question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, cache.config.prefill_chunk))
-    needed = windows + max(0, windows - waiting) + question + BLOCKS * BLOCK_BYTES + HEADROOM
+    shape, config = model_shape(model.config, None), cache.config
+    windows = 2 * shape.full_layers * (config.sink + kept_tokens(config.window + new)) * shape.kv_layer_bytes
+    question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, config.prefill_chunk))
+    needed = shape.full_layers * pages * PAGE_TOKENS * beside_bytes(shape, int8=int8) + windows + question
+    needed += BLOCKS * BLOCK_BYTES + HEADROOM
+    kept = kept_pages(model)
+    free, waiting = whole_device_bytes(model) or 0, 0 if kept is None or kept.in_use else kept.nbytes
+    if waiting and needed <= free + waiting:
+        let_go(model)
+        free = whole_device_bytes(model) or 0
     if needed > free:
         log.info("an answer retrieves: all keys beside the model take %s, %s is free", *map(show_bytes, (needed, free)))
     return needed <= free

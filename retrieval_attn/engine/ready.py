@@ -28,7 +28,7 @@ from retrieval_attn.compiled.jobs import Compilation, missing, wait_until_compil
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
-from retrieval_attn.engine.beside import slots_for_all
+from retrieval_attn.engine.beside import forms_for_all
 from retrieval_attn.engine.fused_layers import load_layer_kernels
 from retrieval_attn.engine.graph.ahead import LayerLaunches
 from retrieval_attn.engine.graph.registry import bind, has_captured, runtime_for, unbind
@@ -174,8 +174,8 @@ class _LayerWatch:
         """A layer was read. before: who else watches."""
         for layer in self._cache.layers[self._read : self._read + 1]:
             if isinstance(layer, RetrievalLayer) and layer.held is not None and layer.held.retrieves:
-                all_slots = slots_for_all(self._model, self._cache, layer.held.columns)
-                launches = LayerLaunches(layer, self._processors, all_slots)
+                forms = forms_for_all(self._model, self._cache, layer.held.columns)
+                launches = LayerLaunches(layer, self._processors, forms)
                 if _is_first(launches.shape):
                     for work in launches.works(self._graphs):
                         self._preparation.begin(work.__name__, functools.partial(_on, layer.held.device, work))

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-SEARCH_MICROSECONDS = 85.0
+from retrieval_attn.memory.shape import ModelShape
+
+SEARCH_MICROSECONDS = {False: 85.0, True: 85.0}
 """What reading a layer's keys and values may take, by the GPU's bandwidth, to be sooner than a search, its transfers
-and the host's answer: 65,536 tokens of Llama-3-8B's shape on an H100, where both were timed (docs/log.md, 2026-11-27).
+and the host's answer; in int8 (True), whose kernel comes less near to that bandwidth: 65,536 tokens of Llama-3-8B's
+shape on an H100, where both were timed (docs/log.md, 2026-11-27).
 """
 
 
-def tokens_read_sooner(token_bytes: int, bandwidth: float) -> int:
-    """Tokens of which a GPU reads a layer's keys and values sooner than a search answers. token_bytes: of one token in
-    one layer. bandwidth: bytes per second.
+def beside_bytes(shape: ModelShape, *, int8: bool) -> int:
+    """Bytes of a token's keys and values of one layer, as they lie beside the model."""
+    from retrieval_attn.index.formats import Format
+
+    if not int8:
+        return shape.kv_layer_bytes
+    return shape.kv_heads * sum(Format.INT8.row_bytes(dim) for dim in (shape.key_dim, shape.value_dim))
+
+
+def tokens_read_sooner(shape: ModelShape, bandwidth: float, *, int8: bool = False) -> int:
+    """Tokens of which a GPU reads a layer's keys and values sooner than a search answers. bandwidth: bytes per second.
+    int8: they lie there so.
     """
-    return int(SEARCH_MICROSECONDS * 1e-6 * bandwidth / max(1, token_bytes))
+    return int(SEARCH_MICROSECONDS[int8] * 1e-6 * bandwidth / max(1, beside_bytes(shape, int8=int8)))

@@ -420,16 +420,18 @@ class _Arithmetic:
         floors = f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
         limit = show_bytes(device_limit)
         if full.fits:
-            large, small = (
-                tokens_read_sooner(self.shape.kv_layer_bytes, speed) for speed in (H100_BANDWIDTH, DEVICE_BANDWIDTH)
+            large, small, large_int8, small_int8 = (
+                tokens_read_sooner(self.shape, speed, int8=int8)
+                for int8 in (False, True)
+                for speed in (H100_BANDWIDTH, DEVICE_BANDWIDTH)
             )
             return (
                 f"When KV fits on the GPU, full attention there is exact, and it fits here: "
                 f'{show_bytes(full.bytes_16bit)} of {limit}; index="full" takes it, and twice as much KV again for '
                 f'each question that is answered. Bandwidth floors: {floors}. {FULL_KEYS} With index="auto" answers '
-                f"attend to all keys of up to {large:,} tokens on an H100, {small:,} on an RTX 4090, where these fit "
-                "twice for the time of an answer. Retrieval pays for longer texts, for many contexts that are kept at "
-                "once, or for memory that something else needs.",
+                f"attend to all keys of up to {large:,} tokens on an H100, {small:,} on an RTX 4090, and in int8 of up "
+                f"to {large_int8:,} and {small_int8:,}, where these fit. Retrieval pays for longer texts, for many "
+                "contexts that are kept at once, or for memory that something else needs.",
             )
         if full.fits_quantized:
             return (

@@ -3,7 +3,8 @@
 python -m tools.card.full_keys --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
 
 `retrieval`: sinks and a window of 512 stay, the index that `auto` takes has the rest. `full`: every key is attended to,
-in the same graph. `auto`: what a user gets, one or the other (`Config.all_keys`).
+in the same graph. `auto`: what a user gets, one or the other (`Config.all_keys`). `always` and `int8`: all keys in
+pages wherever they fit, in the model's dtype and in int8, which the host then stores, too.
 Through the public API: `Context.read`, then a stream of an answer three times, of which the last one counts; a token's
 time is the mean between its first piece of text and its last. Memory is what torch had reserved at most.
 """
@@ -25,7 +26,11 @@ from retrieval_attn.memory.units import show_bytes
 from tools.card.near import add_read_window, near_reads
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
-RETRIEVAL = "retrieval"
+WAYS = {
+    "retrieval": {"index": "auto", "all_keys": False},
+    "always": {"index": "auto", "all_keys": "always"},
+    "int8": {"index": "auto", "all_keys": "always", "host_dtype": "int8"},
+}
 
 
 def measured(context: ra.Context, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     lengths = [as_tokens(one) for one in args.lengths.split(",")]
     args.length = max(lengths)
-    ways = parse(args.ways, known=(RETRIEVAL,))
+    ways = parse(args.ways, known=tuple(WAYS))
     llm, subject = llm_of(args)
     if args.read_window is not None:
         subject.simplifications.append(f"chunks were read with the {args.read_window} tokens before them alone")
@@ -54,10 +59,8 @@ def main() -> int:
     for length in lengths:
         ids = subject.ids(length)
         for spec in ways:
-            if spec.name == RETRIEVAL:
-                config = llm.config.replace(index="auto", all_keys=False)
-            else:
-                config = llm.config.replace(index=spec.name, index_options=spec.options)
+            options = WAYS.get(spec.name, {"index": spec.name, "index_options": spec.options})
+            config = llm.config.replace(**options)
             rows.append({"length": length, "way": spec.label, **one_row(llm, config, ids, args)})
             print(rows[-1], file=sys.stderr, flush=True)
     save_found(args, subject, {"rows": rows})

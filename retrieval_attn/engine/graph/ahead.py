@@ -6,7 +6,7 @@ addresses that are. So each is launched as it will be, with the shapes of a laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
-from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format
+from retrieval_attn.gpu.shared.partials import empty_pages, shared_partials
+from retrieval_attn.gpu.shared.plan import PlanShape, SharedPlan
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack
 
 SLOTS = 16
 """Of the window: few, for memory that is taken beside a reading stays taken."""
@@ -36,12 +39,12 @@ SLOTS = 16
 class LayerLaunches:
     """See the module: for a layer that holds tokens, as far as it retrieves."""
 
-    def __init__(self, layer: RetrievalLayer, processors: int, all_slots: int = 0) -> None:
-        """processors: multiprocessors of the layer's device. all_slots: of the window of an answer that attends to all
-        keys, see `engine/beside.py`; 0: answers retrieve.
+    def __init__(self, layer: RetrievalLayer, processors: int, forms: Sequence[bool] = ()) -> None:
+        """processors: multiprocessors of the layer's device. forms: in which an answer may have all keys in pages,
+        whether int8, see `engine/beside.py`; none: it retrieves.
         """
         self._key, self._value = window_of(layer).buffers
-        self._processors, self._q_heads, self._all_slots = processors, layer.q_heads, all_slots
+        self._processors, self._q_heads, self._forms = processors, layer.q_heads, tuple(forms)
         batch, self._kv_heads, _, self._dim = self._key.shape
         self._rows = sorted({part.stop - part.start for part in split_microbatches(layer, batch, self._dim)})
         self._step_codes = code_shape(layer, self._dim)
@@ -59,7 +62,7 @@ class LayerLaunches:
         """Of layers with the same shape one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
         codes = self._step_codes, self._question_codes, self._k, self._fmt
-        return *sizes, self._q_heads, self._processors, self._all_slots, size_class(self._keys), *codes
+        return *sizes, self._q_heads, self._processors, self._forms, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
         """What to call, in any order. graphs: steps are captured."""
@@ -79,10 +82,16 @@ class LayerLaunches:
             merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype, rest)
 
     def attend_to_all(self) -> None:
-        """Attend to a window that holds all keys, beside which there is no part of the host."""
-        if self._all_slots:
-            query = self._query()
-            merge_parts(self._window_parts(query, self._all_slots), None, None, query.dtype, None)
+        """Attend to a window and to pages with all keys before it, beside which there is no part of the host."""
+        query, value_dim = self._query(), self._value.shape[3]
+        exact = query.element_size() > 2
+        for int8 in self._forms if len(query) == 1 else ():
+            rows = (query.new_zeros(1, self._kv_heads, 1, dim) for dim in (self._dim, value_dim))
+            pool = empty_pages(2, *(pack(one, Format.INT8) if int8 else one for one in rows))
+            sizes, options = (1, self._q_heads, self._kv_heads, 2), {"exact": exact, "packed": int8}
+            plan = SharedPlan(PlanShape.of(*sizes, processors=self._processors, **options), query.device)
+            part = shared_partials(query, pool, plan, scale=1.0)
+            merge_parts(self._window_parts(query, self._key.shape[2]), None, None, query.dtype, None, part)
 
     def search_step(self) -> None:
         """Search codes as a step does."""

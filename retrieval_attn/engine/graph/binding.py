@@ -20,6 +20,7 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending, keeping_state
 from retrieval_attn.engine.graph.host import HostRow, code_shape, held_by
 from retrieval_attn.engine.graph.memory import ordinary_tensors
+from retrieval_attn.engine.graph.pages import levels_for, prefix_of
 from retrieval_attn.engine.graph.signature import signature
 from retrieval_attn.engine.graph.slot import LayerSlot, window_of
 from retrieval_attn.engine.graph.states import GraphState
@@ -153,7 +154,11 @@ class Binding:
         """Windows have moved: upload where they are, and plan what the host searches now."""
         self.room = min(bound.window.room for bound in self.layers)
         padded = any(bound.window.valid is not None for bound in self.layers)
-        self.kind = StepKind(retrieves(self.cache), padded, 0)
+        prefix = prefix_of(self.cache)
+        levels = levels_for([prefix])
+        if levels:
+            self.decoder.write_pages([prefix], self.cache.layers, levels)
+        self.kind = StepKind(retrieves(self.cache), padded, 0, levels)
         for bound in changed:
             if padded:
                 bound.refresh()
@@ -190,7 +195,8 @@ def expected_kind(cache: RetrievalCache) -> StepKind:
         for start, stop in one.ranges
     ]
     padded = any(window_of(layer).valid is not None for layer in layers)
-    return StepKind(bool(held), padded, size_class(max(coded)) if max(coded, default=0) else 0)
+    keys = size_class(max(coded)) if max(coded, default=0) else 0
+    return StepKind(bool(held), padded, keys, levels_for([prefix_of(cache)]))
 
 
 class GraphLayer:
@@ -259,7 +265,9 @@ class GraphLayer:
         """
         if query.shape[2] != 1:
             raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
-        owner, slot, scoring, max_coded_keys = self._owner, self.slot, Scoring(scale, softcap), None
+        owner, slot, scoring, max_coded_keys, paged = self._owner, self.slot, Scoring(scale, softcap), None, None
+        if owner.kind.levels and isinstance(self.layer, RetrievalLayer):
+            paged = owner.decoder.paged(slot.number, query, scoring)
         if owner.kind.retrieves and isinstance(self.layer, RetrievalLayer):
             if not slot.hosts:
                 slot.make_hosts(self.layer, query, value.shape[3], scoring)
@@ -268,7 +276,8 @@ class GraphLayer:
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = owner.max_coded_keys
-        return slot.record(query, (key, value), scoring, sinks, max_coded_keys=max_coded_keys, padded=owner.kind.padded)
+        options: dict[str, Any] = {"max_coded_keys": max_coded_keys, "padded": owner.kind.padded, "paged": paged}
+        return slot.record(query, (key, value), scoring, sinks, **options)
 
     def drop_pending(self) -> None:
         """A forward that recorded, or tried to, is over."""

@@ -6,21 +6,27 @@ graph outlives the context, fork or question that it was captured for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.prefix import ExactPrefix
+from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import HostResources
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
+from retrieval_attn.engine.graph.pages import StepPages
 from retrieval_attn.engine.graph.signature import signature
 from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, SlotPlace
 from retrieval_attn.engine.graph.states import StateMemory, StepStates
 from retrieval_attn.engine.graph.support import hooks_of
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 
@@ -51,7 +57,7 @@ class GraphDecoder:
     """See the module. It holds neither model nor cache.
 
     graphs: one per kind of step. captures, replays: how many there were. capture_failure: why no graph can be captured,
-    once a capture has failed.
+    once a capture has failed. pages: what steps attend to there, made for the first cache with tokens in pages.
     """
 
     @ordinary_tensors
@@ -77,6 +83,7 @@ class GraphDecoder:
         self.captures = self.replays = 0
         self.capture_failure: str | None = None
         self.graphs: dict[StepKind, CapturedStep] = {}
+        self.pages: StepPages | None = None
         resources = HostResources(runtime, default_pool()) if resources is None else resources
         self.upload_tables = resources.tables.upload
         """Have the device see what planned host parts named: codes and clusters of all layers, by one copy."""
@@ -90,6 +97,24 @@ class GraphDecoder:
         )
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+
+    def write_pages(self, prefixes: Sequence[ExactPrefix | None], layers: Iterable[Any], levels: int) -> None:
+        """Tell the device what the rows, one for each place, have in pages. layers: of one that has some. levels: spans
+        that a row lies over at most, at least 1. Raises CaptureError for a prefix in the pages of others.
+        """
+        if self.pages is None:
+            rows, held = len(self.memory.token), [layer for layer in layers if isinstance(layer, RetrievalLayer)]
+            owner = next(one.layers for one in prefixes if one is not None)
+            self.pages = StepPages(rows, owner, {layer.number: layer.q_heads for layer in held})
+        self.pages.write(prefixes, levels)
+
+    def paged(self, number: int, query: Tensor, scoring: Scoring) -> Callable[[], Partial] | None:
+        """Records what the rows of query (batch, q_heads, 1, head_dim) attend to in pages of layer `number`, as the
+        graph that is captured finds it there; None: nothing.
+        """
+        if self.pages is None:
+            return None
+        return functools.partial(self.pages.attend, number, query, scoring, self.runtime.opaque)
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -10,11 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.prefix import PagedLayers
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.engine.graph.binding import Binding, expected_kind
 from retrieval_attn.engine.graph.decoder import GraphDecoder
 from retrieval_attn.engine.graph.emulation import emulated_runtime
 from retrieval_attn.engine.graph.launch import Launcher
+from retrieval_attn.engine.graph.pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.engine.graph.signature import signature
 from retrieval_attn.engine.graph.support import cache_refusal
 from retrieval_attn.engine.graph.watch import look_at
@@ -67,8 +69,9 @@ def bind(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> Lau
     Raises CaptureError with the reason where the step cannot be recorded.
     """
     reason = cache_refusal(cache) or look_at(model).reason
-    if reason is None and cache.batch.exact is not None:
-        reason = "the cache begins with tokens in pages, which steps of rows attend to"
+    prefix = prefix_of(cache)
+    if reason is None and prefix is not None and not is_recordable(prefix):
+        reason = NO_KERNELS
     if reason is not None:
         raise CaptureError(reason)
     needed = signature(model, cache, runtime)
@@ -93,6 +96,8 @@ def unbind(model: PreTrainedModel, launcher: Launcher) -> None:
         if decoder.capture_failure is not None:
             _failed.setdefault(model, {})[decoder.signature] = decoder.capture_failure
             return
+        if decoder.pages is not None and decoder.pages.layers.retired:
+            return
         waiting = _decoders.setdefault(model, [])
         if _is_large(decoder):
             waiting[:] = [one for one in waiting if not _is_large(one)]
@@ -100,28 +105,16 @@ def unbind(model: PreTrainedModel, launcher: Launcher) -> None:
         del waiting[:-KEPT_DECODERS]
 
 
-def large_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the window buffers that the decoder with large ones has, should one wait."""
+def retire(model: PreTrainedModel, layers: PagedLayers) -> None:
+    """No decoder over these pages is kept any more."""
     with _lock:
-        return sum(_window_bytes(one) for one in _decoders.get(model, ()) if _is_large(one))
-
-
-def release_large(model: PreTrainedModel, slots: int = 0) -> int:
-    """Let the decoder with large window buffers go, should one wait; unless they have `slots` slots, and then say how
-    many bytes they have.
-    """
-    with _lock:
+        layers.retired = True
         waiting = _decoders.get(model, [])
-        waiting[:] = [one for one in waiting if not _is_large(one) or one.slots[0].key.shape[2] == slots]
-        return sum(_window_bytes(one) for one in waiting if _is_large(one))
+        waiting[:] = [one for one in waiting if one.pages is None or one.pages.layers is not layers]
 
 
 def _is_large(decoder: GraphDecoder) -> bool:
-    return _window_bytes(decoder) >= LARGE_BYTES
-
-
-def _window_bytes(decoder: GraphDecoder) -> int:
-    return sum(slot.key.nbytes + slot.value.nbytes for slot in decoder.slots)
+    return sum(slot.key.nbytes + slot.value.nbytes for slot in decoder.slots) >= LARGE_BYTES
 
 
 def forget(model: PreTrainedModel) -> None:

@@ -12,14 +12,17 @@ from retrieval_attn.cache.sliding import SlidingLayer
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import code_shape
+from retrieval_attn.engine.graph.pages import prefix_of
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.engine.graph.watch import look_at
 from retrieval_attn.gpu.capture.runtime import Runtime
 
 
 def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> tuple[Any, ...]:
-    """Shapes, where the weights lie, and the pool of threads. Raises CaptureError for a cache without tokens."""
-    return id(runtime), id(default_pool()), *look_at(model).signature, cache_signature(cache)
+    """Shapes, where weights and pages lie, and the pool of threads. Raises CaptureError for a cache without tokens."""
+    prefix = prefix_of(cache)
+    pages = None if prefix is None else id(prefix.layers)
+    return id(runtime), id(default_pool()), *look_at(model).signature, pages, cache_signature(cache)
 
 
 def cache_signature(cache: RetrievalCache) -> tuple[Any, ...]:

@@ -18,26 +18,31 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.shared.partials import PagedKeys
-from retrieval_attn.gpu.shared.plan import ITEM, PAGE_TOKENS, SharedPlan, processors
+from retrieval_attn.gpu.shared.plan import ITEM, PACKED_SIDE_BY_SIDE, PAGE_TOKENS, SMALLEST_TILE, SharedPlan, processors
 
 LOG2_E = 1.4426950408889634
 TWO_TERMS = 256
 """Queries of a key-value head up to which weights have two terms."""
+PACKED_TILE = 8
+"""Queries of a program over int8 pages at least."""
 MERGED = 32
 """Partials that a program of the merge holds."""
 
 
 class Launch(NamedTuple):
-    """How the attention kernel is launched. programs: per multiprocessor."""
+    """How the attention kernel is launched. programs: per multiprocessor. registers: of a thread; 0: as many as the
+    compiler takes.
+    """
 
     warps: int
     stages: int
     programs: int
+    registers: int = 0
 
 
 @triton.jit
 def _scores(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores times log2(e): the exponential of the hardware is to base 2. They have the factor already without a cap."""
+    """Scores times log2(e): the exponential of the hardware is to base 2. Without a cap they have it already."""
     if HAS_SOFTCAP:  # the exponential may overflow to inf, which gives 1
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1)) * 1.4426950408889634
     return scores
@@ -86,66 +91,72 @@ def _block(
 
 @triton.jit
 def _two_terms(shares):
-    """int8 numbers coarse and fine of numbers from -127 to 127: coarse + fine / 254, to 1/508."""
+    """int8 numbers coarse and fine of numbers from -127 to 127 (rows, M): coarse + fine / 254, to 1/508. As (rows,
+    2 * M), all coarse ones before all fine ones.
+    """
     coarse = tl.floor(shares + 0.5)
-    return coarse.to(tl.int8), tl.floor((shares - coarse) * 254.0 + 0.5).to(tl.int8)
+    fine = tl.floor((shares - coarse) * 254.0 + 0.5)
+    both = tl.join(coarse.to(tl.int8), fine.to(tl.int8))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (shares.shape[0], 2 * shares.shape[1]))
 
 
 @triton.jit
-def _product(coarse, fine, numbers):
-    """254 times what `_two_terms` gave, times int8 numbers: exact but for float32's rounding, for up to 512 columns."""
-    return tl.dot(fine, numbers, tl.dot(coarse, numbers, out_dtype=tl.int32) * 254, out_dtype=tl.int32).to(tl.float32)
+def _product(numbers, terms, M: tl.constexpr):
+    """254 times numbers (rows, n) int8 by what `_two_terms` made (n, 2 * M): (rows, M) float32, exact but for its own
+    rounding, for up to 512 products a sum.
+    """
+    sums = tl.dot(numbers, terms, out_dtype=tl.int32)
+    counts = tl.where(tl.arange(0, 2 * M) < M, 254, 1)
+    return tl.sum(tl.reshape(sums * counts[None, :], (numbers.shape[0], 2, M)), axis=1).to(tl.float32)
 
 
 @triton.jit
 def _packed_block(
-    queries, fine, query_steps, key_at, value_at, key_step_at, value_step_at, key_t, value_c, left, softcap, top, total,
+    queries, query_steps, key_at, value_at, key_step_at, value_step_at, key_t, value_c, left, softcap, top, total,
     mixed, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The same of int8: keys (tokens, head_dim), values (value_dim, tokens), for a product wants its sum along rows.
+    """The same of int8: keys (tokens, head_dim), values (value_dim, tokens). A column for each query here, so that
+    matrix instructions take keys and values from where they are copied to, and a group of 4 fills one with its terms.
 
-    queries, fine, query_steps: the queries times scale, by `_two_terms`; EXACT: `queries` are float32, and no `fine` is
-    used. key_step_at, value_step_at: a step per token.
+    queries: their terms (head_dim, 2 * M), to be multiplied by query_steps; EXACT: float32 (head_dim, M).
+    key_step_at, value_step_at: a step per token.
     """
     token, column, value_column = tl.arange(0, N), tl.arange(0, D), tl.arange(0, V)
-    keys_from = key_at + token[None, :] * key_t + column[:, None]
-    values_from = value_at + value_column[None, :] * value_c + token[:, None]
+    keys_from = key_at + token[:, None] * key_t + column[None, :]
+    values_from = value_at + value_column[:, None] * value_c + token[None, :]
     if MASKED:
         here = token < left
-        keys = tl.load(keys_from, mask=here[None, :] & (column < DIM)[:, None], other=0)
-        values = tl.load(values_from, mask=here[:, None] & (value_column < VALUE_DIM)[None, :], other=0)
+        keys = tl.load(keys_from, mask=here[:, None] & (column < DIM)[None, :], other=0)
+        values = tl.load(values_from, mask=here[None, :] & (value_column < VALUE_DIM)[:, None], other=0)
         key_steps = tl.load(key_step_at + token, mask=here, other=0.0)
         steps = tl.load(value_step_at + token, mask=here, other=0.0)
     else:
-        keys = tl.load(keys_from) if DIM == D else tl.load(keys_from, mask=(column < DIM)[:, None], other=0)
+        keys = tl.load(keys_from) if DIM == D else tl.load(keys_from, mask=(column < DIM)[None, :], other=0)
         if VALUE_DIM == V:
             values = tl.load(values_from)
         else:
-            values = tl.load(values_from, mask=(value_column < VALUE_DIM)[None, :], other=0)
+            values = tl.load(values_from, mask=(value_column < VALUE_DIM)[:, None], other=0)
         key_steps, steps = tl.load(key_step_at + token), tl.load(value_step_at + token)
-    if EXACT:
-        scores = tl.dot(queries, keys.to(tl.float32), input_precision="ieee")
-    else:
-        scores = _product(queries, fine, keys)
-    scores = _scores(scores * query_steps[:, None] * key_steps[None, :], softcap, HAS_SOFTCAP)
+    scores = tl.dot(keys.to(tl.float32), queries, input_precision="ieee") if EXACT else _product(keys, queries, M)
+    scores = _scores(scores * query_steps[None, :] * key_steps[:, None], softcap, HAS_SOFTCAP)
     if MASKED:
-        scores = tl.where((token < left)[None, :], scores, -float("inf"))
-    here_top = tl.max(scores, axis=1)
+        scores = tl.where((token < left)[:, None], scores, -float("inf"))
+    here_top = tl.max(scores, axis=0)
     higher = tl.maximum(top, here_top)
     decay = tl.exp2(top - higher)
-    weights = tl.exp2(scores - here_top[:, None])  # of the page's largest: small ones of a later page stay numbers
+    weights = tl.exp2(scores - here_top[None, :])  # of the page's largest: small ones of a later page stay numbers
     share = tl.exp2(here_top - higher)
-    total = total * decay + tl.sum(weights, axis=1) * share
-    mixed = mixed * decay[:, None]
+    total = total * decay + tl.sum(weights, axis=0) * share
+    mixed = mixed * decay[None, :]
     if EXACT:
-        found = tl.dot(weights * steps[None, :], values.to(tl.float32), input_precision="ieee")
-        mixed += found * share[:, None]
+        found = tl.dot(values.to(tl.float32), weights * steps[:, None], input_precision="ieee")
+        mixed += found * share[None, :]
     else:
         largest = tl.max(steps, axis=0)
         most = largest * (1.0 / 127.0)
-        coarse_weights, fine_weights = _two_terms(weights * (steps / tl.where(largest > 0, most, 1.0))[None, :])
-        mixed += _product(coarse_weights, fine_weights, values) * (share * (most * (1.0 / 254.0)))[:, None]
+        terms = _two_terms(weights * (steps / tl.where(largest > 0, most, 1.0))[:, None])
+        mixed += _product(values, terms, M) * (share * (most * (1.0 / 254.0)))[None, :]
     return higher, total, mixed
 
 
@@ -180,26 +191,25 @@ def _attend_kernel(
         )
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
-        mixed = tl.zeros((M, V), tl.float32)
+        mixed = tl.zeros((V, M) if INT8 else (M, V), tl.float32)
         key_from, value_from = head.to(tl.int64) * key_h, head.to(tl.int64) * value_h
         step_from = head.to(tl.int64) * step_h
         table = pages + first_page
-        if INT8 and EXACT:
-            fine, query_steps = queries, tl.full((M,), 1.0, tl.float32) * scale
-        elif INT8:
-            numbers = queries.to(tl.float32)
-            most = tl.max(tl.abs(numbers), axis=1)
-            most = tl.where(most > 0, most, 1.0)
-            queries, fine = _two_terms(numbers * (127.0 / most)[:, None])
-            query_steps = most * (scale / (127.0 * 254.0))
+        if INT8:
+            queries, query_steps = tl.trans(queries.to(tl.float32)), tl.full((M,), 1.0, tl.float32) * scale
+            if not EXACT:
+                most = tl.max(tl.abs(queries), axis=0)
+                most = tl.where(most > 0, most, 1.0)
+                queries = _two_terms(queries * (127.0 / most)[None, :])
+                query_steps *= most * (1.0 / (127.0 * 254.0))
         for block in range(begin // N, end // N):
             page = tl.load(table + block).to(tl.int64)
             key_at, value_at = key + key_from + page * key_p, value + value_from + page * value_p
             if INT8:
                 step_at = step_from + page * N
                 top, total, mixed = _packed_block(
-                    queries, fine, query_steps, key_at, value_at, key_steps + step_at, value_steps + step_at, key_t,
-                    value_t, N, softcap, top, total, mixed, HAS_SOFTCAP, False, EXACT, DIM, VALUE_DIM, N, D, V,
+                    queries, query_steps, key_at, value_at, key_steps + step_at, value_steps + step_at, key_t,
+                    value_t, N, softcap, top, total, mixed, HAS_SOFTCAP, False, EXACT, DIM, VALUE_DIM, M, N, D, V,
                 )  # fmt: skip
             else:
                 top, total, mixed = _block(
@@ -212,8 +222,8 @@ def _attend_kernel(
             if INT8:
                 step_at = step_from + page * N
                 top, total, mixed = _packed_block(
-                    queries, fine, query_steps, key_at, value_at, key_steps + step_at, value_steps + step_at, key_t,
-                    value_t, end % N, softcap, top, total, mixed, HAS_SOFTCAP, True, EXACT, DIM, VALUE_DIM, N, D, V,
+                    queries, query_steps, key_at, value_at, key_steps + step_at, value_steps + step_at, key_t,
+                    value_t, end % N, softcap, top, total, mixed, HAS_SOFTCAP, True, EXACT, DIM, VALUE_DIM, M, N, D, V,
                 )  # fmt: skip
             else:
                 top, total, mixed = _block(
@@ -224,7 +234,7 @@ def _attend_kernel(
         place = (row * q_heads + q_head) * slots + slot
         tl.store(
             out + place[:, None] * VALUE_DIM + value_column[None, :],
-            mixed / total[:, None],
+            (tl.trans(mixed) if INT8 else mixed) / total[:, None],
             mask=real[:, None] & (value_column < VALUE_DIM)[None, :],
         )
         tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, mask=real)
@@ -270,10 +280,12 @@ def _merge_kernel(
     tl.store(target_lse + at, tl.where(some, top + tl.log(total), -float("inf")), mask=real)
 
 
-def launch_for(tile: int, head_dim: int, itemsize: int) -> Launch:
-    """What a tile of so many queries fits in registers and shared memory with."""
+def launch_for(tile: int, head_dim: int, itemsize: int, packed: bool = False) -> Launch:
+    """What a tile of so many queries fits in registers and shared memory with. packed: over int8 pages."""
     if itemsize == 4:
         return Launch(8, 1, 2)
+    if packed and tile == SMALLEST_TILE and head_dim <= 128:
+        return Launch(4, 3, PACKED_SIDE_BY_SIDE, 168)
     if head_dim > 128:
         return Launch(8, 2, 1)
     return Launch(8, 3, 1) if tile >= 128 else Launch(4, 3, 2)
@@ -289,12 +301,16 @@ def shared_partials(
     exact, packed, (key, value, steps) = query.dtype == torch.float32, pool.steps is not None, pool
     value_dim = pool.dims[1]
     key_steps, value_steps = (key, value) if steps is None else (steps[0], steps[1])
-    launch = launch_for(shape.tile, max(dim, value_dim), query.element_size()) if launch is None else launch
+    launch = launch_for(shape.tile, max(dim, value_dim), query.element_size(), packed) if launch is None else launch
     if two_terms is None:
         two_terms = rows * shape.group <= TWO_TERMS
     parts = torch.empty(rows, q_heads, shape.slots, value_dim, dtype=torch.float32, device=query.device)
     parts_lse = torch.empty(rows, q_heads, shape.slots, dtype=torch.float32, device=query.device)
     widths = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+    tile = shape.tile
+    if packed:  # fewer than those of other tiles fill a matrix instruction
+        tile = min(tile, max(PACKED_TILE, triton.next_power_of_2(rows * shape.group)))
+    options = {"maxnreg": launch.registers} if launch.registers else {}
     programs = min(shape.items, launch.programs * processors(query.device))
     _attend_kernel[(programs,)](
         query, key, value, key_steps, value_steps, plan.count, plan.work, plan.rows, plan.pages, parts, parts_lse,
@@ -302,8 +318,8 @@ def shared_partials(
         query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], key_steps.stride(0),
         shape.group, q_heads, shape.slots,
         HAS_SOFTCAP=softcap is not None, EXACT=exact, FINE=two_terms, INT8=packed, DIM=dim, VALUE_DIM=value_dim,
-        ITEM=ITEM, M=shape.tile, N=PAGE_TOKENS, D=max(32 if packed else 16, widths[0]),
-        V=max(16, widths[1]), num_warps=launch.warps, num_stages=launch.stages,
+        ITEM=ITEM, M=tile, N=PAGE_TOKENS, D=max(32 if packed else 16, widths[0]),
+        V=max(16, widths[1]), num_warps=launch.warps, num_stages=launch.stages, **options,
     )  # fmt: skip
     out = torch.empty(rows, q_heads, 1, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, q_heads, 1, dtype=torch.float32, device=query.device)

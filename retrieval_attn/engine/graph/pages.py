@@ -1,4 +1,4 @@
-"""BucketPages: what the rows of a bucket attend to in pages, as lists that its graphs walk.
+"""StepPages: what the rows of captured steps attend to in pages, as lists that the graphs walk.
 
 A graph knows where the pages of a layer lie. Which spans there are, who lies over them and in which parts they are
 attended to is read from memory, which is written when rows change: one graph serves every tree.
@@ -19,7 +19,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.shared.partials import PagedKeys, follows_its_plan, shared_partials
 from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedPlan, processors
 
-__all__ = ["NO_KERNELS", "BucketPages", "is_recordable", "levels_for", "prefix_of"]
+__all__ = ["NO_KERNELS", "StepPages", "is_recordable", "levels_for", "prefix_of"]
 
 Opaque = Callable[..., None]
 """`Runtime.opaque`."""
@@ -28,11 +28,11 @@ Opaque = Callable[..., None]
 NO_KERNELS = "attention to tokens in pages is recorded by Triton's kernels, which do not run here"
 
 
-class BucketPages:
+class StepPages:
     """See the module. layers: the pages, which stay in memory as long as graphs may read them."""
 
     def __init__(self, rows: int, layers: PagedLayers, q_heads: Mapping[int, int]) -> None:
-        """rows: of the bucket. q_heads: of each layer of the model that has tokens in pages, by its number."""
+        """rows: of the steps. q_heads: of each layer of the model that has tokens in pages, by its number."""
         self.layers = layers
         self._rows, self._q_heads = rows, q_heads
         self._plans: dict[int, dict[int, SharedPlan]] = {}  # by levels, by the layer's number
@@ -76,7 +76,7 @@ class BucketPages:
             key = self.layers.layer(number).key
             shape = PlanShape.of(
                 self._rows, q_heads, key.shape[0], key.shape[1], levels=levels, processors=processors(key.device),
-                exact=self.layers.dtype == torch.float32,
+                exact=self.layers.dtype == torch.float32, packed=self.layers.int8,
             )  # fmt: skip
             if shape not in made:
                 made[shape] = SharedPlan(shape, key.device)

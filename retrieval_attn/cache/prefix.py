@@ -18,10 +18,20 @@ from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.shared.partials import PagedKeys, empty_pages, path_partial, shared_partials, write_pages
+from retrieval_attn.gpu.shared.partials import (
+    PagedKeys,
+    empty_pages,
+    follows_its_plan,
+    path_partial,
+    shared_partials,
+    write_pages,
+)
 from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan, processors
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import pack
+
+FEW_QUERIES = 32
+"""Queries of int8 pages up to which they are attended with as rows of a step are."""
 
 __all__ = ["ExactPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
 
@@ -92,6 +102,7 @@ class ExactPrefix:
     ) -> None:
         self.layers, self.spans, self.reading = layers, spans, reading
         self.tokens = sum(one.tokens for one in spans)
+        self._plans = PrefixPlans()
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +125,16 @@ class ExactPrefix:
 
     def attend(self, number: int, query: Tensor, scoring: Scoring) -> Partial:
         """query (batch, q_heads, new, head_dim) of tokens behind the prefix, over all of it; `tokens` is not 0."""
+        pool, (batch, q_heads, new, _) = self.layers.layer(number), query.shape
+        if pool.steps is not None and batch * new <= FEW_QUERIES and follows_its_plan(pool):
+            # a kernel that reads int8 as it is, for rows of one token: nothing is turned into the model's dtype
+            rows = query.transpose(1, 2).reshape(batch * new, q_heads, 1, -1)
+            found = self._plans.attend(number, [self] * len(rows), rows, scoring)
+            assert found is not None
+            out, lse = (one.unflatten(0, (batch, new)).squeeze(3).transpose(1, 2) for one in found)
+            return Partial(out, lse)
         nodes = [SharedNode(one.pages, one.tokens, ()) for one in self.spans]
-        return path_partial(query, self.layers.layer(number), nodes, **scoring._asdict())
+        return path_partial(query, pool, nodes, **scoring._asdict())
 
 
 class KnownPrefixes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from retrieval_attn.memory.shape import ModelShape
 
-SEARCH_MICROSECONDS = {False: 85.0, True: 85.0}
+SEARCH_MICROSECONDS = {False: 85.0, True: 100.0}
 """What reading a layer's keys and values may take, by the GPU's bandwidth, to be sooner than a search, its transfers
-and the host's answer; in int8 (True), whose kernel comes less near to that bandwidth: 65,536 tokens of Llama-3-8B's
-shape on an H100, where both were timed (docs/log.md, 2026-11-27).
+and the host's answer; True: in int8, of twice as many keys, whose search takes longer. Of Llama-3-8B's shape on an H100
+65,536 and 158,627 tokens, a sixth less than where the ways were equal (docs/log.md, 2026-11-27).
 """
 
 

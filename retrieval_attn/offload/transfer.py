@@ -61,6 +61,10 @@ def pack(tensor: Tensor, fmt: Format) -> Tensor:
         return tensor.to(TORCH_DTYPE[fmt])
     rows = tensor.reshape(-1, tensor.shape[-1])
     packed = torch.empty(len(rows), fmt.width(rows.shape[1]), dtype=torch.int8, device=tensor.device)
+    kernels = kernels_for(rows, "attention.int8_triton")
+    if kernels is not None and len(rows):
+        kernels.pack(rows.contiguous(), packed, *map(float, (STEP_SHARE, MIN_STEP, MAX_STEP)), MAX_STEPS)
+        return packed.view(*tensor.shape[:-1], packed.shape[1])
     for some, into in _blocks(rows, packed):
         into.copy_(_in_steps(some.float()))
     return packed.view(*tensor.shape[:-1], packed.shape[1])

@@ -104,7 +104,7 @@ class Forest:
         tokens = span.key.shape[1]
         pages = [self.free.pop() for _ in range(-(-tokens // PAGE_TOKENS))]
         if self.fmt is Format.INT8:  # what is attended to is what they are rounded to; plain operations round that, too
-            packed = [pack(one, self.fmt) for one in span[1:]]
+            packed = pack(span.key, self.fmt), pack(span.value, self.fmt)
             dtype = torch.float32 if partials.follows_its_plan(self.pool) else self.dtype
             span = Span(span.rows, *(unpack(one, self.fmt, dtype) for one in packed))
             write_pages(self.pool, pages, *packed)

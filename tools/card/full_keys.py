@@ -26,7 +26,7 @@ from retrieval_attn.memory.units import show_bytes
 from tools.card.near import add_read_window, near_reads
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "retrieval": {"index": "auto", "all_keys": False},
     "always": {"index": "auto", "all_keys": "always"},
     "int8": {"index": "auto", "all_keys": "always", "host_dtype": "int8"},

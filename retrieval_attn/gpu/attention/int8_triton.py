@@ -1,4 +1,4 @@
-"""The Triton kernel that turns rows stored in int8 into a model's dtype, behind `offload/transfer.py`."""
+"""The Triton kernels that turn a model's rows into int8, and back into its dtype, behind `offload/transfer.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels get their types from Triton)
@@ -28,6 +28,43 @@ def _unpack_kernel(packed, numbers, count, dim, N: tl.constexpr, D: tl.constexpr
     steps = tl.load(begin[:, None] + column[None, :], mask=here, other=0).to(tl.float32)
     out = steps * step[:, None]
     tl.store(numbers + row[:, None] * dim + column[None, :], out.to(numbers.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["packed"])
+def _pack_kernel(
+    numbers, packed, count, dim, share, least, largest, N: tl.constexpr, D: tl.constexpr, MAX_STEPS: tl.constexpr
+):
+    """The inverse: the step is the row's largest absolute number times `share`, from `least` to `largest`; 0 of zeros,
+    and NaN of a row with anything that is not finite. Bit for bit what `index/formats.py` gives.
+    """
+    row, column = tl.program_id(0) * N + tl.arange(0, N).to(tl.int64), tl.arange(0, D)
+    inside = row < count
+    here = inside[:, None] & (column < dim)[None, :]
+    found = tl.load(numbers + row[:, None] * dim + column[None, :], mask=here, other=0.0).to(tl.float32)
+    odd = tl.sum((tl.abs(found) < float("inf")).to(tl.int32), axis=1) < D  # a largest number does not tell of NaN
+    found = tl.where(odd[:, None], 0.0, found)
+    most = tl.max(tl.abs(found), axis=1)
+    step = tl.minimum(tl.maximum(most * share, least), largest)
+    shares = tl.div_rn(found, tl.broadcast_to(tl.where(most > 0, step, 1.0)[:, None], (N, D)))
+    # half to even: what is below 2^22 has no bits behind the point beside so large a number
+    steps = (shares + 12582912.0) - 12582912.0
+    steps = tl.minimum(tl.maximum(steps, -MAX_STEPS), MAX_STEPS)
+    begin = packed + row * (dim + 4)
+    tl.store(begin[:, None] + column[None, :], steps.to(tl.int8), mask=here)
+    bits = tl.where(odd, float("nan"), tl.where(most > 0, step, 0.0)).to(tl.uint32, bitcast=True)
+    for byte in tl.static_range(4):
+        tl.store(begin + dim + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8).to(tl.int8, bitcast=True), mask=inside)
+
+
+def pack(numbers: Tensor, packed: Tensor, share: float, least: float, largest: float, most_steps: int) -> None:
+    """packed (n, dim + 4) int8 from numbers (n, dim) of a floating dtype, both contiguous. A row's step is `share` of
+    its largest absolute number, from `least` to `largest`; at most `most_steps` of them are a number.
+    """
+    count, dim = numbers.shape
+    _pack_kernel[(triton.cdiv(count, ROWS),)](
+        numbers, packed, count, dim, share, least, largest,
+        N=ROWS, D=triton.next_power_of_2(dim), MAX_STEPS=most_steps, num_warps=4,
+    )  # fmt: skip
 
 
 def unpack(packed: Tensor, numbers: Tensor) -> None:

@@ -26,6 +26,7 @@ import retrieval_attn as ra
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.engine.graph import capture, registry
 from retrieval_attn.engine.graph.emulation import emulated
+from retrieval_attn.engine.kept_pages import kept_pages
 from retrieval_attn.eval.bench.session.card import watch
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.eval.flags import as_tokens
@@ -40,6 +41,7 @@ from tools.card.runs import card_names
 from tools.card.subject import answered, save_found
 
 WAYS = "kernels", "modules"
+ALL_KEYS: dict[str, Any] = {"True": True, "False": False, "always": "always"}
 
 
 @contextmanager
@@ -75,7 +77,9 @@ def of_length(model: Any, config: ra.Config, length: int, args: argparse.Namespa
             with steps_by(way, model) as taken:
                 found = answered(context, ids, args.tokens)
             fused = max(taken, default=0)
-            rows.append({"length": length, "index": config.index, "way": way, "fused_layers": fused,
+            kept = kept_pages(model)
+            pages = None if kept is None else "int8" if kept.layers.int8 else "16 bits"
+            rows.append({"length": length, "index": config.index, "pages": pages, "way": way, "fused_layers": fused,
                          "read_seconds": seconds, **found})  # fmt: skip
             print(rows[-1], file=sys.stderr, flush=True)
     except (ra.RetrievalAttentionError, torch.OutOfMemoryError) as error:
@@ -95,6 +99,7 @@ def main() -> int:
     parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--all-keys", default="True", choices=ALL_KEYS, help="of Config (default: %(default)s)")
     parser.add_argument("--host-table", action="store_true", help="the input embedding's table in host memory")
     parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
     add_read_window(parser)
@@ -116,7 +121,8 @@ def main() -> int:
     if device.type == "cuda":
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
     config = ra.Config(
-        host_dtype=args.host_dtype, threads=args.threads or None, prefill_chunk=args.prefill_chunk
+        host_dtype=args.host_dtype, threads=args.threads or None, prefill_chunk=args.prefill_chunk,
+        all_keys=ALL_KEYS[args.all_keys],
     )  # fmt: skip
     ra.enable(model, config)
     rows: list[dict[str, Any]] = []

@@ -33,7 +33,7 @@ SIDE_BY_SIDE = 2
 """Programs with a tile below the largest that a multiprocessor has room for. While one of them multiplies, the other's
 pages come: a row's 131,072 tokens, 8 heads of 128, take 187 us by two and 230 by one (H100)."""
 PACKED_SIDE_BY_SIDE = 3
-PACKED_SPLITS = 48
+PACKED_SPLITS = 64
 """The same of int8 pages with the smallest tile, whose programs wait more and have less to read: 115 us, by two 129."""
 ITEM = 8
 """Numbers of an item of the work list: head, first entry and count of the node's rows, tile of its queries, first entry

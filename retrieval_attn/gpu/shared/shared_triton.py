@@ -284,7 +284,7 @@ def launch_for(tile: int, head_dim: int, itemsize: int, packed: bool = False) ->
     """What a tile of so many queries fits in registers and shared memory with. packed: over int8 pages."""
     if itemsize == 4:
         return Launch(8, 1, 2)
-    if packed and tile == SMALLEST_TILE and head_dim <= 128:
+    if packed and tile == SMALLEST_TILE and head_dim <= 256:
         return Launch(4, 3, PACKED_SIDE_BY_SIDE, 168)
     if head_dim > 128:
         return Launch(8, 2, 1)

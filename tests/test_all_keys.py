@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,7 +132,7 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
 
     assert form() is False
     for int8, slower in ((False, True), (True, None)):
-        roomy["speed"] = 200 * beside_bytes(shape, int8=int8) / (SEARCH_MICROSECONDS[int8] * 1e-6)
+        roomy["speed"] = 200.01 * beside_bytes(shape, int8=int8) / (SEARCH_MICROSECONDS[int8] * 1e-6)
         assert form() is int8
         roomy["speed"] *= 0.99
         assert form() is slower
@@ -139,12 +140,15 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
     assert form() is False
     roomy["free"] = 0
     assert form() is None
-    pages = pages_for(kept_tokens(paged_tokens := held_of(cache)[0].tail_start)) * PAGE_TOKENS
+    tokens = held_of(cache)[0].tail_start
+    pages = pages_for(tokens) * PAGE_TOKENS
     sizes = {int8: shape.full_layers * pages * beside_bytes(shape, int8=int8) for int8 in (False, True)}
-    roomy["free"] = next(free for free in range(0, 8 * GIB, sizes[True] // 4) if fits(roomy, free, form))
+    roomy["free"] = bisect.bisect_left(range(8 * GIB), True, key=lambda free: fits(roomy, free, form))
     assert form() is True, "where one does not fit the other may"
     roomy["free"] += sizes[False] - sizes[True]
-    assert form() is False and paged_tokens < pages
+    assert form() is False and kept_of(model).layers.pages == pages_for(tokens), "there is no room for more"
+    roomy["free"] += sizes[False] * kept_tokens(tokens) // tokens
+    assert form() is False and kept_of(model).layers.pages == pages_for(kept_tokens(tokens))
 
 
 def fits(roomy: dict[str, float], free: int, form: Callable[[], bool | None]) -> bool:
@@ -169,11 +173,11 @@ def test_rows_and_watchers_retrieve() -> None:
 
 
 @pytest.mark.usefixtures("roomy", "emulated_graphs")
-@pytest.mark.parametrize("host_dtype", ["auto", "int8"])
-def test_one_graph_serves_answers_over_all_keys(host_dtype: str, needle_model_path: str) -> None:
-    """Captured when the first text is read, for texts of other lengths, too, as long as its pages have room."""
-    llm = ra.LLM(needle_model_path, device="cpu", host_dtype=host_dtype, **SMALL)
-    contexts = [llm.read("A dog. " * times, progress=False) for times in (100, 40)]
+@pytest.mark.parametrize("options", [SMALL, {**SMALL, "host_dtype": "int8"}, {"threads": 1}], ids=str)
+def test_one_graph_serves_answers_over_all_keys(options: dict[str, Any], needle_model_path: str) -> None:
+    """Captured when the first text is read: for questions, and for other texts as long as its pages have room."""
+    llm = ra.LLM(needle_model_path, device="cpu", **options)
+    contexts = [llm.read("A dog. " * times, progress=False) for times in (500, 300)]
     [decoder] = [one for one in registry._decoders[llm.model] if one.pages is not None]
     assert decoder.captures == 1 and decoder.pages is not None
     for context in contexts:

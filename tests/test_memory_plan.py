@@ -118,7 +118,7 @@ def test_llama3_8b_at_128k_on_24_gib() -> None:
     assert whole.device_bytes == answer.device_bytes + 128256 * 4096 * 2
     assert not answer.full_attention.fits
     assert answer.full_attention.fits_quantized
-    assert any("4-bit weights and 8-bit KV" in text for text in answer.advice)
+    assert any("weights in 4 bits" in text and "KV in int8" in text for text in answer.advice)
 
 
 def test_parameters_and_bytes_equal_a_real_models() -> None:

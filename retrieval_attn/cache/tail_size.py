@@ -14,7 +14,8 @@ __all__ = ["TailSize"]
 
 class TailSize(NamedTuple):
     """kept: tokens that stay when others move to the host. spill: tokens that gather behind them before they do.
-    grows: none moves to the host, see index "full": the tail's memory grows. least: slots that it has then at least.
+    grows: none moves to the host, see index "full": the tail's memory grows. least: slots that it has until they are
+    used up; 0: it keeps more than it uses.
     """
 
     kept: int
@@ -29,7 +30,9 @@ class TailSize(NamedTuple):
 
     def slots(self, tail: int) -> int:
         """Tokens that there is to be room for, where the tail has so many."""
-        return max(self.least, kept_tokens(tail)) if self.grows else self.kept + self.spill
+        if not self.grows:
+            return self.kept + self.spill
+        return self.least if tail < self.least else kept_tokens(tail)
 
     def fit(self, window: WindowCache, tail: int) -> None:
         """Give a window this room, for a tail that has, or is about to have, so many tokens."""

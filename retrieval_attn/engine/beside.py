@@ -162,11 +162,11 @@ def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, new: int)
         same = kept is not None and kept.layers.int8 == int8 and kept.layers.pages >= pages_for(tokens)
         if kept is not None and same and not kept.in_use:
             return kept
-        pages = pages_for(kept_tokens(tokens))
-        if _fits(model, cache, pages, new, int8=int8):
-            made = KeptPages(pages, int8=int8)
-            keep(model, made)
-            return made
+        for pages in (pages_for(kept_tokens(tokens)), pages_for(tokens)):  # if there is room, for longer texts as well
+            if _fits(model, cache, pages, new, int8=int8):
+                made = KeptPages(pages, int8=int8)
+                keep(model, made)
+                return made
     return None
 
 

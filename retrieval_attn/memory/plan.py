@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, Place, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.all_keys import tokens_read_sooner
+from retrieval_attn.memory.all_keys import beside_bytes, tokens_read_sooner
 from retrieval_attn.memory.device import (
     DEVICE_RESERVE,
     GRAPH_STATES,
@@ -43,8 +43,12 @@ CHUNK_STEP = 256
 WIDTH = 100
 
 FULL_KEYS = (
-    "Measured on an H100, Llama-3-8B's shape, ms per token with all keys and by retrieval: 5.9 and 15.1 at 4K, 6.5 and "
-    "9.6 at 16K, 8.7 and 9.6 at 64K, 10.3 and 10.1 at 96K."
+    "Measured on an H100, Llama-3-8B's shape, ms per token with all keys and by retrieval: 6.7 and 8.7 at 16K, 8.8 and "
+    "9.4 at 64K, 10.2 and 9.8 at 96K; in int8 7.8 at 64K, 8.4 at 96K, 9.2 and 10.2 at 128K, 10.7 and 10.5 at 192K."
+)
+INT8_KEYS = (
+    "Measured on an H100, Llama-3-8B's shape, ms per token in int8 and by retrieval: 9.2 and 10.2 at 128K, 10.7 and "
+    "10.5 at 192K; with weights in 4 bits 6.5 and 7.7 at 128K."
 )
 H100_BANDWIDTH = 3.35e12
 
@@ -70,14 +74,17 @@ class Item:
 class FullAttention:
     """The alternative: ordinary attention with the whole KV on the device.
 
-    bytes_16bit: weights as planned and KV in the model's dtype; bytes_quantized: 4-bit weights and 8-bit KV.
+    bytes_16bit: weights as planned and KV in the model's dtype; bytes_int8: the same with KV in int8, which index="auto"
+    takes for answers; bytes_quantized: 4-bit weights and 8-bit KV.
     floor_ms: bandwidth floor of one generated token, KV in the model's dtype; retrieval_floor_ms: the same
     for retrieval, device and host reads one after the other, every host key scanned (flat index).
     """
 
     fits: bool
+    fits_int8: bool
     fits_quantized: bool
     bytes_16bit: int
+    bytes_int8: int
     bytes_quantized: int
     floor_ms: float
     retrieval_floor_ms: float
@@ -355,6 +362,8 @@ class _Arithmetic:
             + size.chunks.bytes(self.chunk)
         )
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
+        codes = n * size.coded_token_bytes  # of the index that answers with all keys do not use
+        int8 = part.weight_bytes + tokens_kv * beside_bytes(part, int8=True) + rest + codes
         share = part.weight_bytes / self.shape.weight_bytes
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
         quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
@@ -369,8 +378,10 @@ class _Arithmetic:
         ours = (device_read + read.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
         return FullAttention(
             fits=plain <= device_limit,
+            fits_int8=int8 <= device_limit,
             fits_quantized=quantized <= device_limit,
             bytes_16bit=plain,
+            bytes_int8=int8,
             bytes_quantized=quantized,
             floor_ms=1000 * floor,
             retrieval_floor_ms=1000 * ours,
@@ -419,12 +430,12 @@ class _Arithmetic:
             return ("No layer attends to the whole context, so there is nothing to retrieve: use the model as it is.",)
         floors = f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
         limit = show_bytes(device_limit)
+        large, small, large_int8, small_int8 = (
+            tokens_read_sooner(self.shape, speed, int8=int8)
+            for int8 in (False, True)
+            for speed in (H100_BANDWIDTH, DEVICE_BANDWIDTH)
+        )
         if full.fits:
-            large, small, large_int8, small_int8 = (
-                tokens_read_sooner(self.shape, speed, int8=int8)
-                for int8 in (False, True)
-                for speed in (H100_BANDWIDTH, DEVICE_BANDWIDTH)
-            )
             return (
                 f"When KV fits on the GPU, full attention there is exact, and it fits here: "
                 f'{show_bytes(full.bytes_16bit)} of {limit}; index="full" takes it, and twice as much KV again for '
@@ -433,12 +444,14 @@ class _Arithmetic:
                 f"to {large_int8:,} and {small_int8:,}, where these fit. Retrieval pays for longer texts, for many "
                 "contexts that are kept at once, or for memory that something else needs.",
             )
-        if full.fits_quantized:
+        if full.fits_int8 or full.fits_quantized:
+            form = "KV in int8 does" if full.fits_int8 else 'weights in 4 bits (quantization="int4") and KV in int8 do'
+            needed = full.bytes_int8 if full.fits_int8 else full.bytes_quantized
             return (
-                f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of "
-                f"{limit}), but 4-bit weights and 8-bit KV do ({show_bytes(full.bytes_quantized)}) and "
-                "decode at full bandwidth. If quantisation is acceptable, that is the faster choice for one "
-                "context at a time.",
+                f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of {limit}), but "
+                f'{form} ({show_bytes(needed)}). With index="auto" answers attend to all keys of up to {large_int8:,} '
+                f"tokens so on an H100, {small_int8:,} on an RTX 4090, one context at a time; "
+                f'Config(all_keys="always") has them do so beyond that. {INT8_KEYS}',
             )
         return (
             f"Full attention does not fit {limit}: {show_bytes(full.bytes_16bit)} as planned, "

@@ -135,7 +135,7 @@ class AnswerLoop:
             bar.wait()
             finish_prefill(cache, bar.show)
         with using_retrieval(self.model, cache.config.prefill_chunk):
-            answering = with_all_keys(self.model, cache, 0)
+            answering = with_all_keys(self.model, cache)
             make_ready(self.model, cache if answering is None else answering)
         return state
 

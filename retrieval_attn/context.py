@@ -17,7 +17,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.beside import over_all_keys
+from retrieval_attn.engine.beside import Ahead, over_all_keys
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.save_reading import ReadingSave
@@ -274,8 +274,8 @@ class Context:
                 cache.batch_repeat_interleave(len(asked))
             return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, emit, cancelled)
 
-        new = len(asked[0]) + sampling.max_new_tokens
-        found = over_all_keys(self.model, self._cache, new, answers, on_text) if len(asked) == 1 else None
+        ahead = Ahead(max(map(len, asked)) + sampling.max_new_tokens, len(asked))
+        found = over_all_keys(self.model, self._cache, ahead, answers, on_text)
         return answers(self._cache.fork(), on_text) if found is None else found
 
 

@@ -25,7 +25,7 @@ from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, beside_bytes
 from retrieval_attn.memory.shape import model_shape
-from tests.tiny_models import build_model, random_ids
+from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1, "retrieve": 2}
 TOLERANCE = 2e-5
@@ -80,7 +80,7 @@ def test_every_token_is_the_models_own(host_dtype: str) -> None:
     with torch.no_grad():
         wanted = model(input_ids=ids).logits[0, prompt:]
     cache = read(model, ids[:, :prompt], host_dtype=host_dtype)
-    fork = with_all_keys(model, cache, 0)
+    fork = with_all_keys(model, cache)
     assert fork is not None and not any(held.retrieves for held in held_of(fork))
     assert all(held.retrieves for held in held_of(cache))
     tolerance = TOLERANCE if host_dtype == "auto" else 0.02
@@ -116,7 +116,7 @@ def test_a_question_of_many_tokens(needle_model_path: str) -> None:
 @pytest.mark.usefixtures("roomy")
 def test_who_asks_for_retrieval_gets_it(options: dict[str, Any]) -> None:
     model = build_model("llama")
-    assert with_all_keys(model, read(model, random_ids(1, 200, 1), **options), 0) is None
+    assert with_all_keys(model, read(model, random_ids(1, 200, 1), **options)) is None
 
 
 def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
@@ -127,7 +127,7 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
 
     def form() -> bool | None:
         let_go(model)
-        fork = with_all_keys(model, cache, 0)
+        fork = with_all_keys(model, cache)
         return None if fork is None else paged(fork).layers.int8
 
     assert form() is False
@@ -162,14 +162,14 @@ def test_rows_and_watchers_retrieve() -> None:
     cache = read(model, random_ids(1, 200, 1))
     rows = cache.fork()
     rows.batch_repeat_interleave(2)
-    assert with_all_keys(model, rows, 0) is None
+    assert with_all_keys(model, rows) is None
     engine = cache.fork()
     engine.in_batch = True
-    assert with_all_keys(model, engine, 0) is None
+    assert with_all_keys(model, engine) is None
     watched: Any = cache.fork()
     watched.layers[0].mass_heads = 1
-    assert with_all_keys(model, watched, 0) is None
-    assert with_all_keys(model, read(model, random_ids(1, 12, 1)), 0) is None, "nothing lies on the host alone"
+    assert with_all_keys(model, watched) is None
+    assert with_all_keys(model, read(model, random_ids(1, 12, 1))) is None, "nothing lies on the host alone"
 
 
 @pytest.mark.usefixtures("roomy", "emulated_graphs")
@@ -190,6 +190,22 @@ def test_one_graph_serves_answers_over_all_keys(options: dict[str, Any], needle_
             assert not answer.stats.indexes
     assert [one for one in registry._decoders[llm.model] if one.pages is not None] == [decoder]
     assert decoder.captures == 1 and decoder.pages.layers is kept_of(llm.model).layers
+
+
+@pytest.mark.usefixtures("roomy", "emulated_graphs")
+@pytest.mark.parametrize("append", ["exact", "retrieval"])
+def test_questions_side_by_side(append: Any, needle_model_path: str) -> None:
+    """Of several lengths, over the same pages in one step: the answers that each gets alone."""
+    llm = ra.LLM(needle_model_path, device="cpu", **SMALL)
+    context = llm.read("The code of the door is 4711. The dog sleeps. " * 40, progress=False)
+    questions = ["What is the code of the door?", "Who sleeps, and where does it sleep?", "A dog."]
+    alone = [context.ask(one, max_new_tokens=24, append=append) for one in questions]
+    together = context.ask_many(questions, max_new_tokens=24, append=append)
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert {one.stats.decoded for one in (*alone, *together)} == {"graph"}
+    assert not any(one.stats.keys_scanned or one.stats.indexes for one in together)
+    decoders = [one for one in registry._decoders[llm.model] if one.pages is not None]
+    assert sorted(len(one.memory.token) for one in decoders) == [1, 3]
 
 
 @pytest.mark.usefixtures("emulated_graphs")
@@ -222,13 +238,13 @@ def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPat
     texts = [read(model, ids[:, :200]), read(model, ids[:, 200:])]
     for text, times in ((0, 1), (0, 0), (1, 1), (0, 1), (0, 0)):
         brought.clear()
-        fork = with_all_keys(model, texts[text], 0)
+        fork = with_all_keys(model, texts[text])
         assert fork is not None and len(brought) == times * len(held_of(fork))
     with torch.no_grad(), using_retrieval(model, 64):
         model(input_ids=ids[:, :50], past_key_values=texts[0])
         wanted = model(input_ids=torch.cat([ids[:, :200], ids[:, :51]], dim=1)).logits[0, -1]
     brought.clear()
-    fork = with_all_keys(model, texts[0], 0)
+    fork = with_all_keys(model, texts[0])
     assert fork is not None and brought == [held_of(texts[0])[0].tail_start] * len(held_of(fork))
     found = following(model, fork, ids[:, 50:51])[0]
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
@@ -241,7 +257,7 @@ def test_answers_on_two_texts_at_once(roomy: dict[str, float]) -> None:
     ids = random_ids(1, 400, 1)
     texts, forks = [read(model, ids[:, :200]), read(model, ids[:, 200:])], []
     for text in texts:
-        fork = with_all_keys(model, text, 0)
+        fork = with_all_keys(model, text)
         assert fork is not None
         forks.append(fork)
     assert paged(forks[0]).layers is not paged(forks[1]).layers
@@ -251,7 +267,7 @@ def test_answers_on_two_texts_at_once(roomy: dict[str, float]) -> None:
             wanted = model(input_ids=torch.cat([own, ids[:, :1]], dim=1)).logits[0, -1]
         assert (following(model, fork, ids[:, :1])[0] - wanted).abs().max() < TOLERANCE * wanted.abs().max()
     roomy["free"] = 0
-    assert with_all_keys(model, texts[0], 0) is None
+    assert with_all_keys(model, texts[0]) is None
 
 
 @pytest.mark.usefixtures("roomy")
@@ -304,7 +320,7 @@ def test_a_gpu_attends_to_all_keys(fresh_decoders: None, host_dtype: str) -> Non
     assert cache.index_kinds() == {"device": 2 * len(held_of(cache))}
     scale, found = plain.abs().max(), {}
     for graph in (False, True):
-        fork = with_all_keys(model, cache, 0)
+        fork = with_all_keys(model, cache)
         assert fork is not None and not any(held.retrieves for held in held_of(fork))
         steps, logits = Steps(model, fork, graph), []
         with torch.no_grad(), using_retrieval(model, 8192):
@@ -340,3 +356,18 @@ def test_memory_of_an_answer_is_given_back(needle_model_path: str) -> None:
     del kept
     gc.collect()
     assert torch.cuda.memory_allocated() < held[0]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("host_dtype", ["auto", "int8"])
+def test_a_gpu_answers_questions_side_by_side(host_dtype: str, needle_model_path: str) -> None:
+    """Rows over one text, whose keys lie in pages once: a short and a long question find what they ask for."""
+    llm = ra.LLM(needle_model_path, device="cuda", host_dtype=host_dtype)
+    context = llm.read(needle_text(60_000), progress=False)
+    ways: list[Any] = ["exact", "retrieval"]
+    for append in ways:
+        questions = [QUESTION, "The grass is green. " * 3 + QUESTION]
+        found = context.ask_many(questions, max_new_tokens=16, append=append)
+        assert all("7391846" in one.text and one.stats.decoded == "graph" for one in found)
+        assert not any(one.stats.keys_scanned or one.stats.indexes for one in found)
+    assert kept_of(llm.model).layers.int8 == (host_dtype == "int8")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -42,10 +42,20 @@ _turn = threading.Lock()
 """Answers in several threads: one brings its keys at a time."""
 
 
-def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> RetrievalCache | None:
-    """A fork of `cache` with all keys beside the model; None where its answers are to retrieve.
+class Ahead(NamedTuple):
+    """What is still to come at most. tokens: of a question and its answer. rows: answers side by side."""
 
-    new: tokens that are still to come at most, the question's and the answer's.
+    tokens: int = 0
+    rows: int = 1
+
+
+ALONE = Ahead()
+"""One answer, of which nothing is known."""
+
+
+def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, ahead: Ahead = ALONE) -> RetrievalCache | None:
+    """A fork of `cache` with all keys beside the model; None where its answers are to retrieve. ahead: in the fork, if
+    it is repeated for as many rows.
     """
     held = _to_bring(cache)
     ends = {one.tail_start for one in held}
@@ -53,7 +63,7 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> Re
         return None
     (tokens,) = ends
     with _turn:
-        pages = _pages(model, cache, tokens, new)
+        pages = _pages(model, cache, tokens, ahead)
         if pages is None:
             return None
         fork = cache.fork()
@@ -71,7 +81,7 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> Re
         kept = _to_bring(fork)
         fork.batch.exact = prefix
         for one in kept:
-            keep_the_rest(one, new)
+            keep_the_rest(one, ahead.tokens)
     form = " in int8" if pages.layers.int8 else ""
     log.info("an answer attends to all keys, of which those of %d tokens are beside the model%s", tokens, form)
     return fork
@@ -80,14 +90,14 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, new: int) -> Re
 def over_all_keys(
     model: PreTrainedModel,
     cache: RetrievalCache,
-    new: int,
+    ahead: Ahead,
     answers: Callable[[RetrievalCache, Emit], Found],
     emit: Emit,
 ) -> Found | None:
     """What `answers` gives with a fork from `with_all_keys`; None where there is none, or where memory ran out before
     any text was there: other answers may have taken what was free.
     """
-    fork, said = with_all_keys(model, cache, new), False
+    fork, said = with_all_keys(model, cache, ahead), False
     if fork is None:
         return None
 
@@ -153,7 +163,7 @@ def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
     return [layer.held for layer in layers if layer.held is not None and layer.held.retrieves]
 
 
-def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, new: int) -> KeptPages | None:
+def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: Ahead) -> KeptPages | None:
     """Pages for so many first tokens: those that have them, or others, where they fit; None: the answer retrieves."""
     forms, kept = forms_for_all(model, cache, cache.batch.columns), kept_pages(model)
     if kept is not None and kept.layers.int8 in forms and kept.hold(cache, tokens):
@@ -163,20 +173,22 @@ def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, new: int)
         if kept is not None and same and not kept.in_use:
             return kept
         for pages in (pages_for(kept_tokens(tokens)), pages_for(tokens)):  # if there is room, for longer texts as well
-            if _fits(model, cache, pages, new, int8=int8):
+            if _fits(model, cache, pages, ahead, int8=int8):
                 made = KeptPages(pages, int8=int8)
                 keep(model, made)
                 return made
     return None
 
 
-def _fits(model: PreTrainedModel, cache: RetrievalCache, pages: int, new: int, *, int8: bool) -> bool:
+def _fits(model: PreTrainedModel, cache: RetrievalCache, pages: int, ahead: Ahead, *, int8: bool) -> bool:
     """Whether the GPU has room for so many pages in all layers in place of those that are kept, if no answer uses them;
     for the windows of a fork and of a captured step, blocks under way, and a pass of the question.
     """
     shape, config = model_shape(model.config, None), cache.config
-    windows = 2 * shape.full_layers * (config.sink + kept_tokens(config.window + new)) * shape.kv_layer_bytes
-    question = ChunkSize.of(shape, 1, hidden_on_host=False, absent=0).bytes(min(new, config.prefill_chunk))
+    slots = ahead.rows * (config.sink + kept_tokens(config.window + ahead.tokens))
+    windows = 2 * shape.full_layers * slots * shape.kv_layer_bytes
+    chunk = ChunkSize.of(shape, ahead.rows, hidden_on_host=False, absent=0)
+    question = chunk.bytes(min(ahead.tokens, config.prefill_chunk))
     needed = shape.full_layers * pages * PAGE_TOKENS * beside_bytes(shape, int8=int8) + windows + question
     needed += BLOCKS * BLOCK_BYTES + HEADROOM
     kept = kept_pages(model)

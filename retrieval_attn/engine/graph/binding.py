@@ -154,10 +154,10 @@ class Binding:
         """Windows have moved: upload where they are, and plan what the host searches now."""
         self.room = min(bound.window.room for bound in self.layers)
         padded = any(bound.window.valid is not None for bound in self.layers)
-        prefix = prefix_of(self.cache)
-        levels = levels_for([prefix])
+        prefixes = [prefix_of(self.cache)] * len(self.cache.batch.sequences)  # rows of a cache are over the same
+        levels = levels_for(prefixes)
         if levels:
-            self.decoder.write_pages([prefix], self.cache.layers, levels)
+            self.decoder.write_pages(prefixes, self.cache.layers, levels)
         self.kind = StepKind(retrieves(self.cache), padded, 0, levels)
         for bound in changed:
             if padded:

@@ -85,7 +85,7 @@ class StepPages:
 
 
 def prefix_of(cache: RetrievalCache) -> ExactPrefix | None:
-    """What a cache of one sequence has in pages; None: nothing, as where all layers slide."""
+    """What each sequence of a cache has in pages; None: nothing, as where all layers slide."""
     exact = cache.batch.exact
     return exact if exact is not None and exact.tokens and exact.layers.any_layer is not None else None
 

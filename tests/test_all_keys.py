@@ -223,6 +223,17 @@ def test_pages_and_their_graphs_go_when_a_text_needs_the_room(roomy: dict[str, f
 
 
 @pytest.mark.usefixtures("roomy")
+def test_an_engine_has_the_room(needle_model_path: str) -> None:
+    """Its rows retrieve: pages that answers left are let go when it is made."""
+    llm = ra.LLM(needle_model_path, device="cpu", **SMALL)
+    context = llm.read("A dog. " * 100, progress=False)
+    context.ask("What?", max_new_tokens=2)
+    assert kept_pages(llm.model) is not None
+    with ra.Engine(llm):
+        assert kept_pages(llm.model) is None
+
+
+@pytest.mark.usefixtures("roomy")
 def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next answer on the same text finds them, until the text grows; one on another text brings its own."""
     brought: list[int] = []

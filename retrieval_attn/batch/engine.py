@@ -42,6 +42,7 @@ from retrieval_attn.batch.warm_up import DRAWS, WarmUp, WarmUps
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
+from retrieval_attn.engine.kept_pages import let_go
 from retrieval_attn.engine.saving import Saved, template_digest
 from retrieval_attn.errors import ConfigError, EngineFullError, InputDataError, RetrievalAttentionError
 from retrieval_attn.memory.host import HostSize
@@ -125,6 +126,7 @@ class Engine:
         16-bit ones, slower to attend to. reuse_generated: see `HeldAnswer`. Raises ConfigError."""
         _require_equal_windows(llm.config)
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
+        let_go(llm.model)  # rows retrieve, and have the room
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
         self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
         self._template = PromptTemplate.of(llm.tokenizer)

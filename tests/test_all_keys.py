@@ -13,6 +13,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache, retrieves
+from retrieval_attn.cache.layer_uploads import LayerUploads
 from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine import beside
@@ -224,24 +225,31 @@ def test_pages_and_their_graphs_go_when_a_text_needs_the_room(roomy: dict[str, f
 
 @pytest.mark.usefixtures("roomy")
 def test_an_engine_has_the_room(needle_model_path: str) -> None:
-    """Its rows retrieve: pages that answers left are let go when it is made."""
+    """Its rows retrieve: pages that answers left are let go when it is made. Nobody waits for the collector."""
     llm = ra.LLM(needle_model_path, device="cpu", **SMALL)
     context = llm.read("A dog. " * 100, progress=False)
-    context.ask("What?", max_new_tokens=2)
-    assert kept_pages(llm.model) is not None
+    gc.disable()
+    try:
+        context.ask("What?", max_new_tokens=2)
+        context.ask_many(["What?", "Who?"], max_new_tokens=2)
+        assert not kept_of(llm.model).in_use
+    finally:
+        gc.enable()
     with ra.Engine(llm):
         assert kept_pages(llm.model) is None
 
 
 @pytest.mark.usefixtures("roomy")
 def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next answer on the same text finds them, until the text grows; one on another text brings its own."""
-    brought: list[int] = []
+    """The next answer on the same text finds them, and brings what the text has grown by; one on another text, or after
+    tokens were taken back, brings its own.
+    """
+    brought: list[tuple[int, int]] = []
     usual = beside.bring_to_pages
 
-    def counted(held: Any, layers: Any, span: Any) -> None:
-        brought.append(span.tokens)
-        usual(held, layers, span)
+    def counted(held: Any, layers: Any, span: Any, first: int) -> None:
+        brought.append((first, span.tokens))
+        usual(held, layers, span, first)
 
     monkeypatch.setattr(beside, "bring_to_pages", counted)
     model = build_model("llama")
@@ -251,13 +259,45 @@ def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPat
         brought.clear()
         fork = with_all_keys(model, texts[text])
         assert fork is not None and len(brought) == times * len(held_of(fork))
-    with torch.no_grad(), using_retrieval(model, 64):
-        model(input_ids=ids[:, :50], past_key_values=texts[0])
-        wanted = model(input_ids=torch.cat([ids[:, :200], ids[:, :51]], dim=1)).logits[0, -1]
-    brought.clear()
-    fork = with_all_keys(model, texts[0])
-    assert fork is not None and brought == [held_of(texts[0])[0].tail_start] * len(held_of(fork))
-    found = following(model, fork, ids[:, 50:51])[0]
+    grown, said = texts[0], ids[:, :200]
+    earlier = with_all_keys(model, grown), said
+    for taken_back, first in ((0, held_of(grown)[0].tail_start), (30, 0)):
+        if taken_back:
+            grown.crop(said.shape[1] - taken_back)
+            said = said[:, :-taken_back]
+        with torch.no_grad(), using_retrieval(model, 64):
+            model(input_ids=ids[:, 300:350], past_key_values=grown)
+        said = torch.cat([said, ids[:, 300:350]], dim=1)
+        brought.clear()
+        fork = with_all_keys(model, grown)
+        assert brought == [(first, held_of(grown)[0].tail_start)] * len(held_of(grown))
+        for cache, known in ((fork, said), *([] if taken_back else [earlier])):
+            assert cache is not None
+            with torch.no_grad():
+                wanted = model(input_ids=torch.cat([known, ids[:, :1]], dim=1)).logits[0, -1]
+            found = following(model, cache, ids[:, :1])[0]
+            assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_question_asks_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What precedes it lies in pages and window: nothing comes from the host again for an exact question."""
+    model = build_model("llama")
+    ids = random_ids(1, 240, 1)
+    cache = read(model, ids[:, :200])
+    fork = with_all_keys(model, cache)
+    assert fork is not None
+
+    def walk(*_: Any, **__: Any) -> None:
+        raise AssertionError("a block of the host's keys was asked for")
+
+    monkeypatch.setattr(LayerUploads, "walk", walk)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits[0, 200:]
+        with using_retrieval(model, 64):
+            found = model(input_ids=ids[:, 200:], past_key_values=fork).logits[0]
+            with pytest.raises(AssertionError, match="was asked for"):
+                model(input_ids=ids[:, 200:], past_key_values=cache)
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 

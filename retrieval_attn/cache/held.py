@@ -339,18 +339,15 @@ def _spread(tokens: Tensor, real: Tensor) -> Tensor:
     return spread
 
 
-def bring_to_pages(held: HeldTokens, layers: PagedLayers, span: PagedSpan) -> None:
-    """The tokens before one row's tail come from the host, to be those of `span`, in pages of this layer. No token may
-    be padding, forgotten or in pages already.
+def bring_to_pages(held: HeldTokens, layers: PagedLayers, span: PagedSpan, first: int) -> None:
+    """Of the tokens before one row's tail those from `first` on come from the host, to be those of `span`, in pages of
+    this layer. No token may be padding, forgotten or in pages of others.
     """
-    key, _ = held.window.tail()
-    layers.dtype = key.dtype
-    cut = functools.partial(Stretch.of, stop=span.tokens)
-    stored = held.fmt is Format.INT8 or not layers.int8
-    uploads, first = LayerUploads(held._batch, held._number, held.device), 0
-    blocks = uploads.walk([cut(held.hosts[0])], None if held.fmt is Format.INT8 else key.dtype, last=True, cut=cut)
-    for _, *rows in blocks:
-        if not stored:
+    layers.dtype = held.window.buffers[0].dtype
+    cut = functools.partial(Stretch.of, stop=span.tokens, start=first)
+    uploads, packed = LayerUploads(held._batch, held._number, held.device), held.fmt is Format.INT8
+    for _, *rows in uploads.walk([cut(held.hosts[0])], None if packed else layers.dtype, last=True, cut=cut):
+        if layers.int8 and not packed:
             rows = [pack(one, Format.INT8) for one in rows]
         layers.write_stored(held._number, span, first, (rows[0], rows[1]))
         first += rows[0].shape[2]

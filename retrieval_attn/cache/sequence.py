@@ -70,7 +70,8 @@ class Sequence:
 
 
 class Batch:
-    """The rows of one cache. columns: how many columns every layer has stored. epoch: changes with them.
+    """The rows of one cache. columns: how many columns every layer has stored. epoch: changes with them. rewritten: how
+    often columns became others than they were, and did not only become more.
 
     valid: (batch, some first columns) CPU bool, True for a real token; None: no padding. Columns behind it are real.
     forgotten: what no token attends to from now on; columns count them still. exact: the first columns, where they lie
@@ -84,7 +85,7 @@ class Batch:
         self.sequences: list[Sequence] = []
         self.columns = 0
         self.valid: Tensor | None = None
-        self.epoch = 0
+        self.epoch = self.rewritten = 0
         self.forgotten = Forgotten()
         self.exact: ExactPrefix | None = None
         self.devices: dict[int, torch.device] = {}
@@ -138,7 +139,7 @@ class Batch:
 
     def crop(self, columns: int) -> None:
         """Forget the columns from `columns` on, also those of a forward that failed. Layers have cropped already."""
-        self.columns, self.epoch = columns, self.epoch + 1
+        self.columns, self.epoch, self.rewritten = columns, self.epoch + 1, self.rewritten + 1
         if self.valid is not None:
             self.valid = self.valid[:, :columns]
         for row, sequence in enumerate(self.sequences):
@@ -153,6 +154,7 @@ class Batch:
     def reset(self) -> None:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
+        self.rewritten += 1
         self.uploads, self.forgotten, self.exact, self.broken = {}, Forgotten(), None, ""
 
     def snapshot(self) -> dict[str, Any]:
@@ -161,13 +163,14 @@ class Batch:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be as when `snapshot` was made. The owner of the paths truncates them."""
-        vars(self).update(state, epoch=self.epoch + 1, uploads={})
+        vars(self).update(state, epoch=self.epoch + 1, rewritten=self.rewritten + 1, uploads={})
 
     # -- rows ---------------------------------------------------------------------------------------
 
     def select(self, rows: Items[int]) -> None:
         """Continue with these rows, in this order, repeats allowed. The host's part is shared, not copied."""
         self.sequences = [self.sequences[row].copy() for row in rows]
+        self.rewritten += 1
         if self.valid is not None:
             self.valid = self.valid[list(rows)]
 

@@ -68,9 +68,9 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, ahead: Ahead = 
             return None
         fork = cache.fork()
 
-        def bring(span: PagedSpan) -> None:
+        def bring(span: PagedSpan, first: int) -> None:
             for one in _to_bring(fork):
-                bring_to_pages(one, pages.layers, span)
+                bring_to_pages(one, pages.layers, span, first)
 
         try:
             prefix = pages.take(cache, tokens, bring)
@@ -166,11 +166,11 @@ def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
 def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: Ahead) -> KeptPages | None:
     """Pages for so many first tokens: those that have them, or others, where they fit; None: the answer retrieves."""
     forms, kept = forms_for_all(model, cache, cache.batch.columns), kept_pages(model)
-    if kept is not None and kept.layers.int8 in forms and kept.hold(cache, tokens):
-        return kept
+    if kept is not None and kept.held(cache) and kept.layers.int8 in forms and kept.layers.pages >= pages_for(tokens):
+        return kept  # what is missing goes behind what others may attend to
     for int8 in forms:
-        same = kept is not None and kept.layers.int8 == int8 and kept.layers.pages >= pages_for(tokens)
-        if kept is not None and same and not kept.in_use:
+        kept = kept_pages(model)  # those before may have been let go for these
+        if kept is not None and not kept.in_use and kept.serve(tokens, int8=int8):
             return kept
         for pages in (pages_for(kept_tokens(tokens)), pages_for(tokens)):  # if there is room, for longer texts as well
             if _fits(model, cache, pages, ahead, int8=int8):

@@ -43,20 +43,25 @@ class KeptPages:
         """Whether an answer attends to them."""
         return bool(self._users)
 
-    def hold(self, cache: RetrievalCache, tokens: int) -> bool:
-        """Whether the first `tokens` tokens of `cache`, as it is now, lie there."""
+    def held(self, cache: RetrievalCache) -> int:
+        """How many of the first tokens of `cache`, as it is now, lie there."""
         if self._of is None:
-            return False
-        known, epoch, held = self._of
-        return known() is cache and (epoch, held) == (cache.batch.epoch, tokens)
+            return 0
+        known, rewritten, tokens = self._of
+        return tokens if known() is cache and rewritten == cache.batch.rewritten else 0
 
-    def take(self, cache: RetrievalCache, tokens: int, bring: Callable[[PagedSpan], None]) -> ExactPrefix:
-        """The first `tokens` tokens of `cache`, as a prefix; `bring` puts them there, where they are not yet."""
+    def serve(self, tokens: int, *, int8: bool) -> bool:
+        """Whether so many tokens have room there, in this form."""
+        return self.layers.int8 == int8 and self.layers.pages >= pages_for(tokens)
+
+    def take(self, cache: RetrievalCache, tokens: int, bring: Callable[[PagedSpan, int], None]) -> ExactPrefix:
+        """The first `tokens` tokens of `cache`, as a prefix; bring: puts those from one on there, that are missing."""
         span = PagedSpan(np.arange(pages_for(tokens), dtype=np.int32), tokens, lambda pages: None)
-        if not self.hold(cache, tokens):
+        held = self.held(cache)
+        if held < tokens:
             self._of = None
-            bring(span)
-            self._of = weakref.ref(cache), cache.batch.epoch, tokens
+            bring(span, held)
+            self._of = weakref.ref(cache), cache.batch.rewritten, tokens
         prefix = ExactPrefix(self.layers, (span,))
         self._users.add(prefix)
         return prefix

@@ -18,8 +18,8 @@ from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.request import Request
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix
+from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Steps
-from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.exchange import VARIABLE
 from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
 from tests.graph_cases import DEVICE
@@ -204,15 +204,22 @@ def test_pages_of_another_engine_are_stepped_beside_it(caplog: pytest.LogCapture
     rows.runner.close()
 
 
-def test_a_context_with_such_a_prefix_decodes_eagerly() -> None:
-    """The graph of one context knows windows and hosts alone, and says so."""
+def test_a_context_with_such_a_prefix_decodes_by_graphs() -> None:
+    """A fork of a row, by itself, as eagerly: with its keys behind the prefix on the host, and with none there."""
     model = build_model("llama")
-    cache = trees(model, ExactPool(1000, 40), graph=True)[0]
-    place = cache.get_seq_length()
-    steps = Steps(model, cache, True)
-    with pytest.raises(CaptureError, match="begins with tokens in pages"):
-        steps.step(torch.tensor([5]), torch.tensor([place]), None)
-    steps.close()
+    for cache in trees(model, ExactPool(1000, 40)):
+        place, graphed, found = cache.get_seq_length(), cache.fork(), []
+        steps = Steps(model, graphed, True)
+        with torch.no_grad(), using_retrieval(model, 64):
+            for token in range(5, 9):
+                step = steps.step(torch.tensor([token]), torch.tensor([place + token - 5]), None)
+                found.append(step[0].clone())
+                steps.confirm()
+        assert steps.replays == 4
+        steps.close()
+        eager = cache.fork()
+        wanted = [feed(model, eager, torch.tensor([[token]])) for token in range(5, 9)]
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, DEVICE], ids=["auto", "device"])

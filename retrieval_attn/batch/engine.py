@@ -145,8 +145,7 @@ class Engine:
         self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail, self._counts)
         self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, Row] = {}
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._numbers, self._changed = itertools.count(), threading.Condition()
         caches = self._config, self._tree
         self._readings = Readings(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
         self._warm_ups = WarmUps()

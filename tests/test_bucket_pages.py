@@ -205,9 +205,11 @@ def test_pages_of_another_engine_are_stepped_beside_it(caplog: pytest.LogCapture
 
 
 def test_a_context_with_such_a_prefix_decodes_by_graphs() -> None:
-    """A fork of a row, by itself, as eagerly: with its keys behind the prefix on the host, and with none there."""
+    """A fork of a row, by itself, as eagerly: with its keys behind the prefix on the host, and with none there; of the
+    pages of one engine and of another.
+    """
     model = build_model("llama")
-    for cache in trees(model, ExactPool(1000, 40)):
+    for cache in [one for _ in range(2) for one in trees(model, ExactPool(1000, 40))]:
         place, graphed, found = cache.get_seq_length(), cache.fork(), []
         steps = Steps(model, graphed, True)
         with torch.no_grad(), using_retrieval(model, 64):

@@ -30,6 +30,7 @@ def hard_rows() -> torch.Tensor:
     sizes = 10.0 ** torch.randint(-44, 38, (3, 40, 1), generator=generator)
     rows = torch.randn(3, 40, 13, generator=generator) * sizes
     rows[0, 0], rows[0, 3] = 0, torch.finfo(torch.float32).max
+    rows[0, 5] = torch.cat([torch.tensor([127.0]), torch.arange(12) - 5.5])  # of a step of 1: halves
     rows[0, 1, 3], rows[0, 2, 0], rows[0, 4, 1] = torch.nan, torch.inf, -torch.inf
     return rows
 

@@ -20,6 +20,7 @@ from retrieval_attn.gpu.shared import partials
 from retrieval_attn.gpu.shared.partials import (
     PagedKeys,
     empty_pages,
+    numbers_in,
     path_partial,
     runs,
     shared_partials,
@@ -364,6 +365,25 @@ def test_prompts_of_several_rows_in_one_call() -> None:
     torch.testing.assert_close(found.lse.double(), right.lse, rtol=0, atol=1e-5)
     nothing = path_partial(query, forest.pool, [], scale=SCALE)
     assert not nothing.out.any() and bool(torch.isneginf(nothing.lse).all())
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_tokens_come_piece_by_piece(int8: bool) -> None:
+    """Into pages that follow each other and that do not, from the middle of a page to that of another: as at once."""
+    forest = Forest(1, (4, 2), 64, torch.float32, "cpu", int8=int8)
+    pages, (key, value) = [7, 8, 9, 3, 20, 21], (forest.random(2, 330, 64) for _ in range(2))
+    if int8:
+        key, value = pack(key, forest.fmt), pack(value, forest.fmt)
+    pieces = empty_pages(64, key[None], value[None])
+    write_pages(forest.pool, pages, key, value)
+    for start, stop in ((0, 50), (50, 64), (64, 100), (100, 301), (301, 330)):
+        own = pages[start // PAGE_TOKENS : -(-stop // PAGE_TOKENS)]
+        write_pages(pieces, own, key[:, start:stop], value[:, start:stop], start % PAGE_TOKENS)
+    for number, page in enumerate(pages):
+        there = slice(0, 330 - number * PAGE_TOKENS)
+        both = (numbers_in(pool, slice(page, page + 1), torch.float32) for pool in (forest.pool, pieces))
+        for right, found in zip(*both, strict=True):
+            assert torch.equal(right[:, there], found[:, there])
 
 
 def test_runs_of_pages() -> None:

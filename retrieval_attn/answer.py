@@ -113,7 +113,8 @@ class Stats:
     tail_share_most: the head whose mean is largest.
     audit: error of heads' outputs against exact attention; None unless `cache.instruments.audit` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; {} where all keys were beside the
-    model (`Config.all_keys`). `Context.index_notes` says why a head has its index.
+    model. `Context.index_notes` says why a head has its index. all_keys: the dtype that all keys were there in, "int8"
+    among them (`Config.all_keys`); None where they were retrieved.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
     """
@@ -135,6 +136,7 @@ class Stats:
     tail_share_most: HeadShare | None = None
     audit: Audit | None = None
     indexes: Mapping[str, int] = field(default_factory=dict)
+    all_keys: str | None = None
     decoded: str = "eager"
 
     @property

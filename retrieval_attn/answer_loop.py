@@ -25,7 +25,7 @@ from transformers.generation import (
 
 from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
 from retrieval_attn.batch.text import TextStream, before_stop
-from retrieval_attn.cache.cache import RetrievalCache, retrieves
+from retrieval_attn.cache.cache import RetrievalCache, form_beside, retrieves
 from retrieval_attn.cache.instruments import audits, tail_shares
 from retrieval_attn.cache.sequence import ids_tensor
 from retrieval_attn.cache.tail_share import largest_share, mean_share
@@ -278,6 +278,7 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         attend_seconds=work.attend_seconds,
         captured_mass=work.mass / work.mass_count if work.mass_count else None,
         indexes=cache.index_kinds() if retrieves(cache) else {},
+        all_keys=form_beside(cache),
         tail_share=mean_share(tails),
         tail_share_most=None if largest is None else HeadShare(*largest),
         audit=None if found is None else Audit(*astuple(found)),

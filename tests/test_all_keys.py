@@ -107,6 +107,9 @@ def test_a_question_of_many_tokens(needle_model_path: str) -> None:
     assert answers["all"].tokens == answers["full"].tokens
     assert answers["all"].stats.keys_scanned == 0 < answers["retrieves"].stats.keys_scanned
     assert not answers["all"].stats.indexes and answers["retrieves"].stats.indexes
+    assert {name: one.stats.all_keys for name, one in answers.items()} == {
+        "all": "float32", "full": "float32", "retrieves": None
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_one_graph_serves_answers_over_all_keys(options: dict[str, Any], needle_
         for _ in range(2):
             answer = context.ask("What?", max_new_tokens=24)
             assert answer.tokens == wanted.tokens and answer.stats.decoded == "graph" != wanted.stats.decoded
-            assert not answer.stats.indexes
+            assert answer.stats.all_keys == ("int8" if options.get("host_dtype") == "int8" else "float32")
     assert [one for one in registry._decoders[llm.model] if one.pages is not None] == [decoder]
     assert decoder.captures == 1 and decoder.pages.layers is kept_of(llm.model).layers
 

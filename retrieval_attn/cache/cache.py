@@ -277,6 +277,17 @@ def retrieves(cache: RetrievalCache) -> bool:
     return any(layer.held is not None and layer.held.retrieves for layer in layers)
 
 
+def form_beside(cache: RetrievalCache) -> str | None:
+    """The dtype in which all keys are beside the model, "int8" where those in pages are; None: some are retrieved, or
+    no layer attends to all.
+    """
+    held = [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer) and layer.held is not None]
+    if not held or retrieves(cache):
+        return None
+    exact = cache.batch.exact
+    return "int8" if exact is not None and exact.layers.int8 else str(held[0].window.buffers[0].dtype).split(".")[-1]
+
+
 def seal(cache: RetrievalCache) -> None:
     """From now on forks of it are continued, and no fork changes what others find in what they share.
 

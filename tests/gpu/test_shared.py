@@ -219,6 +219,25 @@ def test_numbers_that_are_tiny_stay_numbers(device: str) -> None:
     assert float((1e3 * found.out - wanted).abs().max()) < 2e-3 * float(wanted.abs().max())
 
 
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_no_number_is_none_in_int8(where: str, dtype: torch.dtype, device: str) -> None:
+    """As in other pages: of the heads and rows that have something to do with it, and of no others."""
+    forest = Forest(2, (4, 2), 64, dtype, device, int8=True)
+    for rows in ([0], [1]):
+        key, value = forest.random(2, 200, 64), forest.random(2, 200, 64)
+        if rows == [0] and where != "query":
+            (key if where == "key" else value)[1, 77, 5] = torch.nan
+        forest.put(Span(rows, key, value))
+    if where == "query":
+        forest.query[0, 2, 0, 5] = torch.nan
+    found = forest.partials()
+    odd = [2] if where == "query" else [2, 3]
+    numbers = found.out.isfinite().all(dim=3)[..., 0]
+    assert numbers[0].tolist() == [head not in odd for head in range(4)] and bool(numbers[1].all())
+    assert not bool(found.out[0, odd].isfinite().any())
+
+
 def test_pages_of_int8_have_half_the_bytes_and_int8s_error() -> None:
     """Against what was rounded, in float64: below the bound of a row's half step, and not 0."""
     forest, packed = (Forest(3, (4, 2), 128, torch.bfloat16, "cpu", int8=int8) for int8 in (False, True))

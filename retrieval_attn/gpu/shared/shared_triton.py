@@ -147,7 +147,8 @@ def _packed_block(
     decay = tl.exp2(top - higher)
     weights = tl.exp2(scores - here_top[None, :])  # of the page's largest: small ones of a later page stay numbers
     share = tl.exp2(here_top - higher)
-    total = total * decay + tl.sum(weights, axis=0) * share
+    # a value that is no number makes none of the sum; in int8 it would count as some
+    total = total * decay + tl.sum(weights + (steps * 0.0)[:, None], axis=0) * share
     mixed = mixed * decay[None, :]
     if EXACT:
         found = tl.dot(values.to(tl.float32), weights * steps[:, None], input_precision="ieee")
@@ -199,7 +200,7 @@ def _attend_kernel(
             queries, query_steps = tl.trans(queries.to(tl.float32)), tl.full((M,), 1.0, tl.float32) * scale
             if not EXACT:
                 most = tl.max(tl.abs(queries), axis=0)
-                most = tl.where(most > 0, most, 1.0)
+                most = tl.where(most > 0, most, 1.0) + tl.sum(queries * 0.0, axis=0)  # none of what is no number
                 queries = _two_terms(queries * (127.0 / most)[None, :])
                 query_steps *= most * (1.0 / (127.0 * 254.0))
         for block in range(begin // N, end // N):

@@ -58,7 +58,7 @@ def test_forks_share_budgets_and_small_extensions_keep_them(context: ra.Context)
     assert budgets_of(fork) == before
     fork.extend(" The sky is blue. " * 20)
     assert budgets_of(fork) == before
-    fork.extend(" The special magic Turin number is: 1112223. The grass is green. " * 300)
+    fork.extend(" The special magic Turin number is: 1112223. The grass is green. " * 180)
     assert budgets_of(fork) != before, "the index was made anew, and budgets with it"
     assert budgets_of(context) == before
 

@@ -21,8 +21,8 @@ from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.beside import make_way, with_all_keys
 from retrieval_attn.engine.decode import Steps
 from retrieval_attn.engine.graph import registry
-from retrieval_attn.engine.kept_pages import KeptPages, kept_pages, let_go, pages_for
-from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.engine.kept_pages import KeptPages, kept_pages, let_go
+from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, beside_bytes
 from retrieval_attn.memory.shape import model_shape

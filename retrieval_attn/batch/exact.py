@@ -25,7 +25,7 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix, PagedLayers, PagedSpan
 from retrieval_attn.config import Config
 from retrieval_attn.errors import AdmissionError, ConfigError, OutOfPagesError
-from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import exact_device_bytes
@@ -79,7 +79,7 @@ class ExactPool:
             room = limits.host_bytes // 4 if room is None else room
             stored = config.replace(host_dtype="int8" if int8 else "auto")
             token_bytes = HostSize(model_shape(model), stored).token_bytes
-            each = -(-tokens // PAGE_TOKENS) + PARTS
+            each = pages_for(tokens) + PARTS
             pages = max(each, min(each * limits.rows, room // (max(1, token_bytes) * PAGE_TOKENS)))
         return cls(tokens, pages, int8=int8)
 

@@ -285,7 +285,8 @@ def form_beside(cache: RetrievalCache) -> str | None:
     if not held or retrieves(cache):
         return None
     exact = cache.batch.exact
-    return "int8" if exact is not None and exact.layers.int8 else str(held[0].window.buffers[0].dtype).split(".")[-1]
+    in_int8 = exact is not None and exact.layers.int8
+    return "int8" if in_int8 else str(held[0].window.buffers[0].dtype).removeprefix("torch.")
 
 
 def seal(cache: RetrievalCache) -> None:

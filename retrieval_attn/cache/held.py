@@ -29,7 +29,7 @@ from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import host_format, pack, to_device
+from retrieval_attn.offload.transfer import host_format, to_device
 from retrieval_attn.offload.upload import Stretch
 from retrieval_attn.offload.work import HostWork
 
@@ -343,14 +343,11 @@ def bring_to_pages(held: HeldTokens, layers: PagedLayers, span: PagedSpan, first
     """Of the tokens before one row's tail those from `first` on come from the host, to be those of `span`, in pages of
     this layer. No token may be padding, forgotten or in pages of others.
     """
-    layers.dtype = held.window.buffers[0].dtype
-    cut = functools.partial(Stretch.of, stop=span.tokens, start=first)
-    uploads, packed = LayerUploads(held._batch, held._number, held.device), held.fmt is Format.INT8
-    for _, *rows in uploads.walk([cut(held.hosts[0])], None if packed else layers.dtype, last=True, cut=cut):
-        if layers.int8 and not packed:
-            rows = [pack(one, Format.INT8) for one in rows]
-        layers.write_stored(held._number, span, first, (rows[0], rows[1]))
-        first += rows[0].shape[2]
+    dtype, cut = held.window.buffers[0].dtype, functools.partial(Stretch.of, stop=span.tokens, start=first)
+    uploads, stored = LayerUploads(held._batch, held._number, held.device), held.fmt is Format.INT8
+    for _, key, value in uploads.walk([cut(held.hosts[0])], None if stored else dtype, last=True, cut=cut):
+        layers.write(held._number, span, key, value, dtype, first)
+        first += key.shape[2]
 
 
 def keep_the_rest(held: HeldTokens, new: int) -> None:

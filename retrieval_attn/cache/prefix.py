@@ -23,17 +23,18 @@ from retrieval_attn.gpu.shared.partials import (
     empty_pages,
     follows_its_plan,
     path_partial,
+    plan_shape,
     shared_partials,
     write_pages,
 )
-from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan, processors
+from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, SharedNode, SharedPlan, pages_for
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import pack
 
+__all__ = ["ExactPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
+
 FEW_QUERIES = 32
 """Queries of int8 pages up to which they are attended with as rows of a step are."""
-
-__all__ = ["ExactPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
 
 
 class PagedLayers:
@@ -59,28 +60,24 @@ class PagedLayers:
         """Of some layer whose tokens have come; None: of none."""
         return next(iter(self._layers.values()), None)
 
-    def write(self, number: int, span: PagedSpan, key: Tensor, value: Tensor) -> None:
-        """The span's keys and values (1, kv_heads, tokens, dim) in one layer."""
-        self.dtype = key.dtype
-        if self.int8:
-            key, value = pack(key, Format.INT8), pack(value, Format.INT8)
-        self._write(number, span.pages, key, value, 0)
+    def write(
+        self, number: int, span: PagedSpan, key: Tensor, value: Tensor, dtype: torch.dtype, first: int = 0
+    ) -> None:
+        """Of the span's keys and values (1, kv_heads, tokens, dim) those from token `first` on, in one layer.
 
-    def write_stored(self, number: int, span: PagedSpan, first: int, rows: tuple[Tensor, Tensor]) -> None:
-        """Of the span's tokens those from `first` on, keys and values as they are stored (1, kv_heads, tokens, width),
-        in one layer. Who does so says the `dtype`.
+        dtype: of the tokens. int8: they may come as they are stored, (1, kv_heads, tokens, width).
         """
+        self.dtype = dtype
+        if self.int8 and key.dtype != torch.int8:
+            key, value = pack(key, Format.INT8), pack(value, Format.INT8)
         page, slot = divmod(first, PAGE_TOKENS)
-        stop = -(-(first + rows[0].shape[2]) // PAGE_TOKENS)
-        self._write(number, span.pages[page:stop], *rows, slot)
-
-    def _write(self, number: int, pages: NDArray[np.int32], key: Tensor, value: Tensor, first: int) -> None:
+        pages = span.pages[page : pages_for(first + key.shape[2])]
         with self._lock:
             pool = self._layers.get(number)
             if pool is None:
                 pool = self._layers[number] = empty_pages(self.pages, key, value)
                 self.nbytes_per_page += pool.nbytes // max(1, self.pages)
-        write_pages(pool, pages, key[0], value[0], first)
+        write_pages(pool, pages, key[0], value[0], slot)
 
 
 class PagedSpan:
@@ -121,7 +118,7 @@ class ExactPrefix:
     def write(self, number: int, key: Tensor, value: Tensor) -> None:
         """Keys and values (1, kv_heads, tokens, dim) of the span that is being read, in layer `number`."""
         assert self.reading is not None
-        self.layers.write(number, self.reading, key, value)
+        self.layers.write(number, self.reading, key, value, key.dtype)
 
     def attend(self, number: int, query: Tensor, scoring: Scoring) -> Partial:
         """query (batch, q_heads, new, head_dim) of tokens behind the prefix, over all of it; `tokens` is not 0."""
@@ -183,10 +180,7 @@ class PrefixPlans:
             return plan
         nodes = nodes_of(prefixes)
         deepest = max((len(one.spans) for one in prefixes if one is not None), default=0)
-        shape = PlanShape.of(
-            rows, q_heads, heads, pool.key.shape[1], levels=max(LEVELS, deepest), processors=processors(query.device),
-            exact=query.element_size() > 2, packed=pool.steps is not None,
-        )  # fmt: skip
+        shape = plan_shape(pool, rows, q_heads, exact=query.element_size() > 2, levels=max(LEVELS, deepest))
         if plan is None or plan.device != query.device or plan.shape != shape:
             plan = SharedPlan(shape, query.device)
         plan.write(nodes)

@@ -20,10 +20,10 @@ from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.held import HeldTokens, bring_to_pages, keep_the_rest
 from retrieval_attn.cache.prefix import PagedSpan
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine.kept_pages import KeptPages, keep, kept_pages, let_go, pages_for
+from retrieval_attn.engine.kept_pages import KeptPages, keep, kept_pages, let_go
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
-from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.index.full import kept_tokens
 from retrieval_attn.memory.all_keys import beside_bytes, tokens_read_sooner
 from retrieval_attn.memory.chunk import ChunkSize
@@ -57,8 +57,7 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, ahead: Ahead = 
     """A fork of `cache` with all keys beside the model; None where its answers are to retrieve. ahead: in the fork, if
     it is repeated for as many rows.
     """
-    held = _to_bring(cache)
-    ends = {one.tail_start for one in held}
+    ends = {one.tail_start for one in _to_bring(cache)}
     if len(ends) != 1:  # nothing lies on the host alone
         return None
     (tokens,) = ends
@@ -67,9 +66,10 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, ahead: Ahead = 
         if pages is None:
             return None
         fork = cache.fork()
+        held = _to_bring(fork)
 
         def bring(span: PagedSpan, first: int) -> None:
-            for one in _to_bring(fork):
+            for one in held:
                 bring_to_pages(one, pages.layers, span, first)
 
         try:
@@ -78,9 +78,8 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, ahead: Ahead = 
             let_go(model)
             log.info("an answer retrieves: all keys of %d tokens found no room beside the model", tokens)
             return None
-        kept = _to_bring(fork)
         fork.batch.exact = prefix
-        for one in kept:
+        for one in held:
             keep_the_rest(one, ahead.tokens)
     form = " in int8" if pages.layers.int8 else ""
     log.info("an answer attends to all keys, of which those of %d tokens are beside the model%s", tokens, form)
@@ -166,23 +165,28 @@ def _to_bring(cache: RetrievalCache) -> list[HeldTokens]:
 def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: Ahead) -> KeptPages | None:
     """Pages for so many first tokens: those that have them, or others, where they fit; None: the answer retrieves."""
     forms, kept = forms_for_all(model, cache, cache.batch.columns), kept_pages(model)
-    if kept is not None and kept.held(cache) and kept.layers.int8 in forms and kept.layers.pages >= pages_for(tokens):
+    if kept is not None and kept.held(cache) and kept.layers.int8 in forms and kept.has_room(tokens):
         return kept  # what is missing goes behind what others may attend to
+    missing = 0
     for int8 in forms:
         kept = kept_pages(model)  # those before may have been let go for these
-        if kept is not None and not kept.in_use and kept.serve(tokens, int8=int8):
+        if kept is not None and not kept.in_use and kept.layers.int8 == int8 and kept.has_room(tokens):
             return kept
         for pages in (pages_for(kept_tokens(tokens)), pages_for(tokens)):  # if there is room, for longer texts as well
-            if _fits(model, cache, pages, ahead, int8=int8):
+            missing = _missing_bytes(model, cache, pages, ahead, int8=int8)
+            if not missing:
                 made = KeptPages(pages, int8=int8)
                 keep(model, made)
                 return made
+    if missing:
+        log.info("an answer retrieves: all keys beside the model take %s more than is free", show_bytes(missing))
     return None
 
 
-def _fits(model: PreTrainedModel, cache: RetrievalCache, pages: int, ahead: Ahead, *, int8: bool) -> bool:
-    """Whether the GPU has room for so many pages in all layers in place of those that are kept, if no answer uses them;
-    for the windows of a fork and of a captured step, blocks under way, and a pass of the question.
+def _missing_bytes(model: PreTrainedModel, cache: RetrievalCache, pages: int, ahead: Ahead, *, int8: bool) -> int:
+    """What the GPU has too little room by, 0 for none: for so many pages in all layers in place of those that are kept,
+    if no answer uses them; for the windows of a fork and of a captured step, blocks under way, and a pass of the
+    question.
     """
     shape, config = model_shape(model.config, None), cache.config
     slots = ahead.rows * (config.sink + kept_tokens(config.window + ahead.tokens))
@@ -196,6 +200,4 @@ def _fits(model: PreTrainedModel, cache: RetrievalCache, pages: int, ahead: Ahea
     if waiting and needed <= free + waiting:
         let_go(model)
         free = whole_device_bytes(model) or 0
-    if needed > free:
-        log.info("an answer retrieves: all keys beside the model take %s, %s is free", *map(show_bytes, (needed, free)))
-    return needed <= free
+    return max(0, needed - free)

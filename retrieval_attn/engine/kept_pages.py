@@ -15,14 +15,9 @@ from transformers import PreTrainedModel
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.prefix import ExactPrefix, PagedLayers, PagedSpan
 from retrieval_attn.engine.graph.registry import retire
-from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.gpu.shared.plan import pages_for
 
-__all__ = ["KeptPages", "keep", "kept_pages", "let_go", "pages_for"]
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that so many tokens take."""
-    return -(-tokens // PAGE_TOKENS)
+__all__ = ["KeptPages", "keep", "kept_pages", "let_go"]
 
 
 class KeptPages:
@@ -50,9 +45,9 @@ class KeptPages:
         known, rewritten, tokens = self._of
         return tokens if known() is cache and rewritten == cache.batch.rewritten else 0
 
-    def serve(self, tokens: int, *, int8: bool) -> bool:
-        """Whether so many tokens have room there, in this form."""
-        return self.layers.int8 == int8 and self.layers.pages >= pages_for(tokens)
+    def has_room(self, tokens: int) -> bool:
+        """Whether so many tokens have room there."""
+        return self.layers.pages >= pages_for(tokens)
 
     def take(self, cache: RetrievalCache, tokens: int, bring: Callable[[PagedSpan, int], None]) -> ExactPrefix:
         """The first `tokens` tokens of `cache`, as a prefix; bring: puts those from one on there, that are missing."""

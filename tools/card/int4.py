@@ -27,6 +27,7 @@ from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.engine.graph import capture, registry
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.engine.kept_pages import kept_pages
+from retrieval_attn.eval.bench.methods import value_of
 from retrieval_attn.eval.bench.session.card import watch
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.eval.flags import as_tokens
@@ -41,7 +42,6 @@ from tools.card.runs import card_names
 from tools.card.subject import answered, save_found
 
 WAYS = "kernels", "modules"
-ALL_KEYS: dict[str, Any] = {"True": True, "False": False, "always": "always"}
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--all-keys", default="True", choices=ALL_KEYS, help="of Config (default: %(default)s)")
+    parser.add_argument("--all-keys", type=value_of, default=True, help="True, False or always (default: %(default)s)")
     parser.add_argument("--host-table", action="store_true", help="the input embedding's table in host memory")
     parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
     add_read_window(parser)
@@ -122,7 +122,7 @@ def main() -> int:
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
     config = ra.Config(
         host_dtype=args.host_dtype, threads=args.threads or None, prefill_chunk=args.prefill_chunk,
-        all_keys=ALL_KEYS[args.all_keys],
+        all_keys=args.all_keys,
     )  # fmt: skip
     ra.enable(model, config)
     rows: list[dict[str, Any]] = []

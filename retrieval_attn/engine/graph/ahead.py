@@ -27,8 +27,8 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
-from retrieval_attn.gpu.shared.partials import empty_pages, shared_partials
-from retrieval_attn.gpu.shared.plan import PlanShape, SharedPlan
+from retrieval_attn.gpu.shared.partials import empty_pages, plan_shape, shared_partials
+from retrieval_attn.gpu.shared.plan import SharedPlan
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack
 
@@ -84,12 +84,10 @@ class LayerLaunches:
     def attend_to_all(self) -> None:
         """Attend to a window and to pages with all keys before it, beside which there is no part of the host."""
         query, value_dim = self._query(), self._value.shape[3]
-        exact = query.element_size() > 2
         for int8 in self._forms if len(query) == 1 else ():
             rows = (query.new_zeros(1, self._kv_heads, 1, dim) for dim in (self._dim, value_dim))
             pool = empty_pages(2, *(pack(one, Format.INT8) if int8 else one for one in rows))
-            sizes, options = (1, self._q_heads, self._kv_heads, 2), {"exact": exact, "packed": int8}
-            plan = SharedPlan(PlanShape.of(*sizes, processors=self._processors, **options), query.device)
+            plan = SharedPlan(plan_shape(pool, 1, self._q_heads, exact=query.element_size() > 2), query.device)
             part = shared_partials(query, pool, plan, scale=1.0)
             merge_parts(self._window_parts(query, self._key.shape[2]), None, None, query.dtype, None, part)
 

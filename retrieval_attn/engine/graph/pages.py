@@ -16,8 +16,8 @@ from retrieval_attn.cache.prefix import ExactPrefix, KnownPrefixes, PagedLayers,
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.shared.partials import PagedKeys, follows_its_plan, shared_partials
-from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedPlan, processors
+from retrieval_attn.gpu.shared.partials import PagedKeys, follows_its_plan, plan_shape, shared_partials
+from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedPlan
 
 __all__ = ["NO_KERNELS", "StepPages", "is_recordable", "levels_for", "prefix_of"]
 
@@ -73,13 +73,10 @@ class StepPages:
         made: dict[PlanShape, SharedPlan] = {}
         plans: dict[int, SharedPlan] = {}
         for number, q_heads in self._q_heads.items():
-            key = self.layers.layer(number).key
-            shape = PlanShape.of(
-                self._rows, q_heads, key.shape[0], key.shape[1], levels=levels, processors=processors(key.device),
-                exact=self.layers.dtype == torch.float32, packed=self.layers.int8,
-            )  # fmt: skip
+            pool = self.layers.layer(number)
+            shape = plan_shape(pool, self._rows, q_heads, exact=self.layers.dtype == torch.float32, levels=levels)
             if shape not in made:
-                made[shape] = SharedPlan(shape, key.device)
+                made[shape] = SharedPlan(shape, pool.key.device)
             plans[number] = made[shape]
         return plans
 

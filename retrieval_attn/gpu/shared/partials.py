@@ -19,7 +19,16 @@ from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.gpu.codes.named import STEP_BYTES
 from retrieval_attn.gpu.decode.kernels import kernels_for
-from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, Ids, SharedNode, SharedPlan
+from retrieval_attn.gpu.shared.plan import (
+    LEVELS,
+    PAGE_TOKENS,
+    Ids,
+    PlanShape,
+    SharedNode,
+    SharedPlan,
+    pages_for,
+    processors,
+)
 
 SHARE_FROM_ROWS = 2
 SHARE_FROM_TOKENS = 512
@@ -76,8 +85,8 @@ def write_pages(pool: PagedKeys, pages: Ids, key: Tensor, value: Tensor, first: 
     first: slot of the first page that the first token goes to. Raises ShapeError for too few pages, or too many.
     """
     tokens = first + key.shape[1]
-    if len(pages) != -(-tokens // PAGE_TOKENS):
-        raise ShapeError(f"{tokens} tokens take {-(-tokens // PAGE_TOKENS)} pages, got {len(pages)}.")
+    if len(pages) != pages_for(tokens):
+        raise ShapeError(f"{tokens} tokens take {pages_for(tokens)} pages, got {len(pages)}.")
     start = 0
     for begin, stop in runs(pages):
         count = min((stop - begin) * PAGE_TOKENS - first, key.shape[1] - start)
@@ -152,6 +161,15 @@ def shared_partials(
         whole.out[rows], whole.lse[rows] = part.out, part.lse
         reached[rows] = True
     return whole
+
+
+def plan_shape(pool: PagedKeys, rows: int, q_heads: int, *, exact: bool, levels: int = LEVELS) -> PlanShape:
+    """What plans of a batch over these pages are made for. exact: its queries are of float32."""
+    heads, pages = pool.key.shape[:2]
+    return PlanShape.of(
+        rows, q_heads, heads, pages, levels=levels, processors=processors(pool.key.device), exact=exact,
+        packed=pool.steps is not None,
+    )  # fmt: skip
 
 
 def follows_its_plan(pool: PagedKeys) -> bool:

@@ -42,6 +42,11 @@ of its pages, first and last token, slot."""
 Ids = Sequence[int] | NDArray[np.int32]
 
 
+def pages_for(tokens: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-tokens // PAGE_TOKENS)
+
+
 class SharedNode(NamedTuple):
     """Tokens that rows share: they lie in `pages`, in order, the last page maybe in part; no tokens take no pages."""
 
@@ -231,9 +236,9 @@ class SharedPlan:
         shape = self.shape
         if rows.min() < 0 or rows.max() >= shape.rows or len(np.unique(rows)) != len(rows):
             raise ShapeError(f"rows of a node must be different numbers below {shape.rows}, got {rows.tolist()}.")
-        if node.tokens < 0 or len(pages) != -(-node.tokens // PAGE_TOKENS) or pages.min() < 0:
+        if node.tokens < 0 or len(pages) != pages_for(node.tokens) or pages.min() < 0:
             raise ShapeError(
-                f"{node.tokens} tokens of a node take {-(-node.tokens // PAGE_TOKENS)} pages of {PAGE_TOKENS} tokens "
+                f"{node.tokens} tokens of a node take {pages_for(node.tokens)} pages of {PAGE_TOKENS} tokens "
                 f"with numbers of at least 0, got {len(pages)} pages."
             )
         if int(depth[rows].max()) >= shape.levels:

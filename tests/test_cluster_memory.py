@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.coded_clusters import device_cluster_bytes
+from retrieval_attn.cache.coded_clusters import beside_codes_bytes
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.memory.clusters import mass_bytes
 from retrieval_attn.memory.plan import plan
@@ -75,10 +75,10 @@ def test_on_the_device_what_generating_made() -> None:
     tokens = 1500
     model, cache = read(CONFIG, tokens)
     before = cache.device_nbytes
-    assert device_cluster_bytes(paths_of(cache)) == 0
+    assert beside_codes_bytes(paths_of(cache)) == 0
     with torch.no_grad():
         model(random_ids(1, 1), past_key_values=cache)
-    held = device_cluster_bytes(paths_of(cache))
+    held = beside_codes_bytes(paths_of(cache))
     assert cache.device_nbytes == before + held > before
     indexes: list[Any] = cache.coded_indexes
     estimates = sum(index.codes.device.space.estimate.nbytes for index in indexes)

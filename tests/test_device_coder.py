@@ -73,7 +73,7 @@ def test_lent_keys_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_saved_codes_come_back_in_parts(
-    device: str, together: bool, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    device: str, together: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes that were there, and the same answers; keys that come later are coded as if nothing had happened.
 
@@ -178,7 +178,12 @@ def test_keys_that_find_no_room_are_not_added_in_part(monkeypatch: pytest.Monkey
 
 def test_options_of_finer_codes() -> None:
     """They are more than the others, which must be said; and name fewer keys, or there are none."""
-    for options in ({"finer_bytes": 32}, {"finer_bytes": 16, "key_bytes": 16}, {"finer_bytes": 4, "key_bytes": 2}):
+    wrong: list[dict[str, Any]] = [
+        {"finer_bytes": 32},
+        {"finer_bytes": 16, "key_bytes": 16},
+        {"finer_bytes": 4, "key_bytes": 2},
+    ]
+    for options in wrong:
         with pytest.raises(ConfigError):
             DeviceIndex.Options(**options)
     spec = IndexSpec.of("device", {"key_bytes": 24, "rescore": 12, "finer_bytes": 64})

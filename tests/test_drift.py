@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.coded_clusters import device_cluster_bytes
+from retrieval_attn.cache.coded_clusters import beside_codes_bytes
 from retrieval_attn.cpu.store import SequenceKV
 from tests.tiny_models import build_model, random_ids
 
@@ -87,12 +87,12 @@ def test_a_device_follows() -> None:
     config = CONFIG.replace(index="device")
     model, cache = read(config)
     run(model, cache, text("read", 1, 3))
-    held = device_cluster_bytes(paths_of(cache))
+    held = beside_codes_bytes(paths_of(cache))
     fork = cache.fork()
     for one in (fork, cache):
         run(model, one, text("other", TURN, 2))
         run(model, one, text("other", 1, 4))
-        assert device_cluster_bytes(paths_of(one)) >= held
+        assert beside_codes_bytes(paths_of(one)) >= held
     for one, coded in ((fork, TOKENS), (cache, TOKENS)):
         for path in paths_of(one):
             clusters, segments = path.clusters, path.segments

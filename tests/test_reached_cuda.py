@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from retrieval_attn.batch.exact import ExactPool
-from retrieval_attn.engine.graph import reached
 from retrieval_attn.engine.graph.reached import Reads
-from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded
+from tests.graph_cases import CONFIG, DEVICE_CASES, Decoded
 from tests.test_bucket import Rows
 from tests.test_bucket_pages import rows_of, trees
 from tests.test_graph_cuda import on_device
-from tests.test_reached import kinds_of
+from tests.test_reached import REACHED, case_of, kinds_of
 from tests.test_rows import Pair
 from tests.tiny_models import build_model
 
@@ -23,26 +22,29 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_decoders")]
 
 
 @pytest.fixture(autouse=True)
-def device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reached, "NAMED_READER", "device")
+def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("case", DEVICE_CASES)
 def test_steps_equal_eager_decoding(case: str, host_callback: str) -> None:
-    model, options = on_device("llama"), DEVICE_CASES[case]
+    model, options = on_device("llama"), case_of(case)
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 2e-5
     assert any(any(reads) for reads in kinds_of(graphed.decoder))
 
 
-@pytest.mark.parametrize("host_dtype", ["bfloat16", "float16", "int8"])
-def test_keys_in_every_format(host_dtype: str) -> None:
-    """Across spills, before which nobody asks the host."""
-    options: dict[str, Any] = {"config": CONFIG.replace(**DEVICE, host_dtype=host_dtype), "prompt": 200, "new": 20}
+@pytest.mark.parametrize("host_dtype", ["bfloat16", "int8"])
+def test_before_a_spill_nobody_asks_the_host(host_dtype: str) -> None:
+    """Then it attends to what has no codes."""
+    options: dict[str, Any] = {
+        "config": CONFIG.replace(**{**REACHED, "host_dtype": host_dtype}),
+        "prompt": 200,
+        "new": 20,
+    }
     model = on_device("llama")
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
-    assert graphed.difference(eager) <= 2e-4
+    assert graphed.difference(eager) <= (2e-4 if host_dtype == "int8" else 1e-2)
     layers = len(graphed.cache.layers)
     assert set(kinds_of(graphed.decoder)) == {(Reads.DEVICE,) * layers, (Reads.BOTH,) * layers}
 
@@ -50,7 +52,7 @@ def test_keys_in_every_format(host_dtype: str) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_rows_of_a_batch_are_as_alone() -> None:
     model = build_model("llama", max_position_embeddings=8192).cuda()
-    rows = Rows(model, [50, 900, 6000], **DEVICE)
+    rows = Rows(model, [50, 900, 6000], **REACHED)
     for pair in rows.pairs:  # what searches by rounded queries may name another key once in a while
         pair.allow(1e-2, 3)
     rows.steps(rows.pairs[:2], 10)
@@ -62,7 +64,7 @@ def test_rows_of_a_batch_are_as_alone() -> None:
 def test_rows_over_pages_are_as_alone() -> None:
     """Pages, named keys and late ones; forks, crops and random members."""
     model = build_model("llama", max_position_embeddings=8192).cuda()
-    rows = rows_of(model, trees(model, ExactPool(1000, 40), **DEVICE))
+    rows = rows_of(model, trees(model, ExactPool(1000, 40), **REACHED))
     for pair in rows.pairs:
         pair.allow(1e-2, 3)
     chance = random.Random(3)

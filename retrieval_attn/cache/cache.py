@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from retrieval_attn.cache.coded_clusters import device_cluster_bytes
+from retrieval_attn.cache.coded_clusters import beside_codes_bytes
 from retrieval_attn.cache.layer import CacheLayer, LayeredCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, distinct, own_start
@@ -225,7 +225,7 @@ class RetrievalCache(LayeredCache):
         """
         codes = sum(index.device_nbytes for index in self.coded_indexes)
         pages = 0 if self.batch.exact is None else self.batch.exact.nbytes
-        return sum(one.nbytes for one in own_tensors(self)) + codes + pages + device_cluster_bytes(self._paths())
+        return sum(one.nbytes for one in own_tensors(self)) + codes + pages + beside_codes_bytes(self._paths())
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""

@@ -91,11 +91,13 @@ def new_mass(
     return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device, waits=waits, tables=tables)
 
 
-def device_cluster_bytes(paths: Sequence[SequenceKV]) -> int:
-    """Bytes of what devices hold of the clusters of paths, what they share counted once."""
+def beside_codes_bytes(paths: Sequence[SequenceKV]) -> int:
+    """Bytes of what devices hold of paths beside codes, what they share counted once: clusters, and of int8 rows."""
     shared = {id(path.clusters.shared): path.clusters.shared for path in paths if path.clusters is not None}
     held = [of for one in shared.values() for of in list(one.on_devices.values())]
-    return sum(clusters.nbytes for of in held for clusters in of.values())
+    segments = {id(segment): segment for path in paths for segment in path.segments}
+    rows = sum(one.rounded.device_nbytes for one in segments.values() if one.rounded is not None)
+    return rows + sum(clusters.nbytes for of in held for clusters in of.values())
 
 
 class _SegmentClusters:

@@ -6,7 +6,7 @@ from typing import Any
 
 from retrieval_attn.cache.audit import AuditResult, HeadAudit, audited
 from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.coded_clusters import device_cluster_bytes
+from retrieval_attn.cache.coded_clusters import beside_codes_bytes
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import distinct
@@ -26,7 +26,7 @@ def coded_bytes(cache: RetrievalCache) -> int:
     """Bytes of device memory held by codes of keys and by their clusters, which grow with the context."""
     codes = sum(index.device_nbytes for index in cache.coded_indexes)
     paths = (host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts)
-    return codes + device_cluster_bytes(list(paths))
+    return codes + beside_codes_bytes(list(paths))
 
 
 def audit(cache: RetrievalCache, heads: int = 1) -> None:

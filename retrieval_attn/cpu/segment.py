@@ -36,6 +36,21 @@ class HeadCoders(Protocol):
         """What makes the codes of this head: a `index.device.Coder`."""
 
 
+class DeviceRows(Protocol):
+    """What devices have of a segment's tokens beside its index: `offload/rounded.py`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of device memory."""
+
+    def cut(self, length: int) -> None:
+        """The tokens from `length` on are others."""
+
+
 class Hits(NamedTuple):
     """Search results over one part of a segment: ids (heads, n, k) count from the segment's first token."""
 
@@ -97,6 +112,7 @@ class Segment:
         self.locked_rows: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
         """Keys and values where they are page-locked, if that is another address: a file's own pages. Not to be written
         to."""
+        self.rounded: DeviceRows | None = None  # the same tokens as int8 rows that a device reads, if it does
         self.fmt = fmt
         self.length = 0
         self.frozen = self.sealed = False
@@ -128,9 +144,9 @@ class Segment:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes that the index holds beyond the keys."""
-        index = self._index
-        return 0 if index is None else sum(head.nbytes for head in index.heads)
+        """Bytes that the index holds beyond the keys, and rows that a device reads."""
+        rows = 0 if self.rounded is None else self.rounded.nbytes
+        return rows + sum(head.nbytes for head in self.indexes)
 
     @property
     def indexes(self) -> tuple[base.KeyIndex, ...]:
@@ -174,6 +190,8 @@ class Segment:
     def truncate(self, length: int) -> None:
         """Drop tokens from `length` on, to be overwritten; freezes if the index cannot forget them."""
         assert not self.frozen and length <= self.length, (self.frozen, length, self.length)
+        if self.rounded is not None:
+            self.rounded.cut(length)
         index = self._index
         longest = 0 if index is None else max(map(len, index.heads))  # an insertion may have ended between two heads
         if index is not None and index.first + longest > length:
@@ -275,16 +293,12 @@ class Segment:
         # heads may have got different kinds, each the one that answers it best
         together = kind if all(type(head) is kind for head in index.heads) else base.KeyIndex
         found = together.search_heads(index.heads, queries, k, limit=stop - index.first)
-        bytes_read = found.keys_scanned // max(1, queries.shape[1]) * self._key_bytes
+        bytes_read = found.keys_scanned // max(1, queries.shape[1]) * self.keys.strides[1]
         return [*hits, Hits(_shifted(found.ids, index.first), found.scores, found.keys_scanned, bytes_read)]
-
-    @property
-    def _key_bytes(self) -> int:
-        return int(self.keys.shape[2]) * self.fmt.bytes
 
     def _scan(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> Hits:
         found = search_exact(self.read(start, stop)[0], queries, k, self.fmt)
-        bytes_read = (stop - start) * len(self.keys) * self._key_bytes
+        bytes_read = (stop - start) * len(self.keys) * self.keys.strides[1]
         return Hits(_shifted(found.ids, start), found.scores, found.keys_scanned, bytes_read)
 
     def _extended(self, start: int, stop: int) -> _SegmentIndex:

@@ -62,11 +62,12 @@ class CodeSizes(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """What bytes follow from: numbers of a key, query heads of the group, whether keys are stored as int8, and how many
-    training queries the user asked for.
+    """What bytes follow from: numbers of a key and of a value, query heads of the group, whether keys are stored as
+    int8, and how many training queries the user asked for.
     """
 
     head_dim: int
+    value_dim: int
     group: int
     int8: bool
     train_queries: int | None
@@ -146,6 +147,11 @@ class KeyIndex(SearchedInSteps, ABC):
     def device_bytes(cls, options: Any, head_dim: int) -> DeviceBytes:
         """Bytes of device memory for each key."""
         return DeviceBytes()
+
+    @classmethod
+    def device_rows(cls, options: Any) -> bool:
+        """Whether the host holds keys and values once more, as rows that a device reads: `offload/rounded.py`."""
+        return False
 
     @classmethod
     def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> CodeSizes | None:

@@ -7,6 +7,9 @@ it scans every one, and the host reads twice as many keys as are wanted and noth
 Codes of few bytes tell little, so that many more keys must be named than are wanted, and each is eight lines of the
 host's memory. Finer codes of all keys, in host memory that the device reads in place, are one line each: it reads those
 of the keys that it would name, and names the best of them.
+
+A captured step's host then does little but wait for its memory. With int8 rows of all keys and values, in such memory,
+the device reads those that it names as well, and does not ask the host for more than keys that have no codes yet.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ LEARNED_KEYS = 4096
 400 named, on five heads of the bundled model over 16K of prose."""
 FINER = "finer_"
 """What the names of a state begin with that tell of finer codes."""
+ROW_STEPS_BYTES = 8
+"""On the device, of an int8 row of a key and its value."""
 SPARE_TOKENS = 4096
 """Room that a device has for codes of keys that come later, before codes move."""
 
@@ -163,7 +168,8 @@ NOT_FINITE = "keys to be coded must be finite; leave the others out or use index
 class DeviceOptions:
     """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys picked by them per key wanted.
     finer_bytes: per key, of finer codes in host memory, by which fewer of these get an exact score; 0: there are none,
-    and all do.
+    and all do. int8_rows: the host holds keys and values once more, as int8 rows, which captured steps have the device
+    read where others have the host attend; with estimates alone (`Config.tail`).
 
     Raises ConfigError for other values.
     """
@@ -171,6 +177,7 @@ class DeviceOptions:
     key_bytes: int | None = None
     rescore: int = RESCORE
     finer_bytes: int = 0
+    int8_rows: bool = False
 
     def __post_init__(self) -> None:
         check_key_bytes(self.key_bytes)
@@ -182,6 +189,8 @@ class DeviceOptions:
                     f"finer_bytes={self.finer_bytes} must be more than key_bytes={self.key_bytes}, which is to be "
                     "given, too: index_options such as {'key_bytes': 24, 'rescore': 12, 'finer_bytes': 64}"
                 )
+        if not isinstance(self.int8_rows, bool):
+            raise ConfigError(f"int8_rows must be True or False, got {self.int8_rows!r}")
 
     def bytes_for(self, head_dim: int) -> int:
         """Bytes per key, at most one per number."""
@@ -232,12 +241,17 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        held = options.finer_for(head.head_dim)
-        return (HeldBytes(held, None, f"{'a finer code of every key' if held else 'no bytes'}: codes lie on the GPU"),)
+        finer, rows = options.finer_for(head.head_dim), options.int8_rows * (head.head_dim + head.value_dim)
+        texts = ["a finer code of every key"] * bool(finer) + ["int8 rows that the GPU reads"] * bool(rows)
+        return (HeldBytes(finer + rows, None, f"{' and '.join(texts) or 'no bytes'}: codes lie on the GPU"),)
 
     @classmethod
     def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:
-        return DeviceBytes(options.bytes_for(head_dim))
+        return DeviceBytes(options.bytes_for(head_dim) + options.int8_rows * ROW_STEPS_BYTES)
+
+    @classmethod
+    def device_rows(cls, options: DeviceOptions) -> bool:
+        return options.int8_rows
 
     @classmethod
     def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> CodeSizes:

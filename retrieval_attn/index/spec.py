@@ -82,6 +82,10 @@ class IndexSpec:
     def device_bytes(self, head_dim: int) -> DeviceBytes:
         return self.cls.device_bytes(self.options, head_dim)
 
+    @property
+    def device_rows(self) -> bool:
+        return self.cls.device_rows(self.options)
+
     def keeps_codes(self, head_dim: int) -> bool:
         """Whether a device keeps codes of the keys, for as long as the index lives."""
         return self.device_bytes(head_dim).held > 0

@@ -9,17 +9,21 @@ from typing import Any
 
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
+from retrieval_attn.gpu.codes.reach import RowShape
 from retrieval_attn.gpu.memory import spare_bytes, split_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.index.device import code_sizes
+from retrieval_attn.index.device import DeviceOptions, code_sizes
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, layouts, state_bytes
+from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.packed import unpacked_bytes
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.finer import reads_host
+from retrieval_attn.offload.managed import has_managed
 
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
@@ -64,9 +68,11 @@ class IndexChoice:
 
     def take(self, decided: Config) -> None:
         """The index is the one that `config` named when a saved context was read, but for finer codes that the device
-        here cannot read.
+        here cannot read, and for rows that it would read: they are not saved.
         """
         model, options = self._loaded, dict(decided.index_options)
+        if options.pop("int8_rows", False):
+            decided = decided.replace(index_options=options)
         if options.get("finer_bytes") and model is not None and not reads_host(input_device(model)):
             del options["finer_bytes"]
             decided = decided.replace(index_options=options)
@@ -81,8 +87,11 @@ class IndexChoice:
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
                 possible = possible.replace(hidden_states="device")
             free = whole_device_bytes(model)
-            finer = free is not None and reads_host(input_device(model))
-            self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer)
+            place = input_device(model)
+            finer = free is not None and reads_host(place)
+            rows = finer and has_managed(place) and possible.graph is not False
+            host_free = available_host_bytes() if rows else 0
+            self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer, host_free=host_free)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec
@@ -106,7 +115,14 @@ def whole_device_bytes(model: Any) -> int | None:
 
 
 def chosen_index(
-    model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1, *, finer: bool = True
+    model_config: Any,
+    config: Config,
+    tokens: int,
+    free: int | None,
+    batch: int = 1,
+    *,
+    finer: bool = True,
+    host_free: int = 0,
 ) -> Config:
     """`config`, or where it says index="auto" and `free` bytes of device memory are enough, one with index="device".
 
@@ -114,8 +130,9 @@ def chosen_index(
     for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
     which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
     finer codes there leave of these. Where none fit beside a chunk of config.prefill_chunk tokens, that is halved until
-    some do. A scan on the device takes a tenth of the host's time, and nothing is built while the device waits; the
-    choice is logged.
+    some do. Where the host has room for int8 rows of all keys and values that a device reads, they are kept as well;
+    host_free: its bytes, for a device that reads any. A scan on the device takes a tenth of the host's time, and
+    nothing is built while the device waits; the choice is logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
         return config
@@ -127,15 +144,21 @@ def chosen_index(
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    for coded in _coded_configs(config, code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer), tokens):
+    sizes: list[dict[str, Any]] = []
+    for size in code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer):
+        rows = {**size, "int8_rows": True}
+        plain, coded = (config.replace(index="device", index_options=one) for one in (size, rows))
+        sizes += [rows, size] if _has_room_for_rows(shape, (plain, coded), tokens, batch, host_free) else [size]
+    for coded in _coded_configs(config, sizes, tokens):
         needed = _needed(shape, coded, tokens, batch, free)
         if needed <= free:
             taken = f"; prefill_chunk={coded.prefill_chunk} makes room for them and is taken for this read"
             log.info(
-                "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each (reading takes %s, %s "
-                "is free)%s",
+                "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each%s (reading takes %s, "
+                "%s is free)%s",
                 tokens,
-                IndexSpec.of("device", coded.index_options).device_bytes(shape.key_dim).held,
+                DeviceOptions(**coded.index_options).bytes_for(shape.key_dim),
+                ", which reads int8 rows on the host" if coded.index_options.get("int8_rows") else "",
                 show_bytes(needed),
                 show_bytes(free),
                 "" if coded.prefill_chunk == config.prefill_chunk else taken,
@@ -151,7 +174,21 @@ def chosen_index(
     return config
 
 
-def _coded_configs(config: Config, sizes: Sequence[Mapping[str, int]], tokens: int) -> Iterator[Config]:
+def _has_room_for_rows(
+    shape: ModelShape, configs: tuple[Config, Config], tokens: int, batch: int, host_free: int
+) -> bool:
+    """Whether rows that the device reads take no more than half of what keys and values leave of the host's memory.
+
+    configs: without and with them. Not without estimates: then the host attends.
+    """
+    plain, coded = (HostSize(shape, config, batch) for config in configs)
+    rows = coded.index_bytes(tokens) - plain.index_bytes(tokens)
+    held = plain.token_bytes * tokens + plain.index_bytes(tokens)
+    readable = RowShape(shape.key_dim, shape.value_dim).readable and configs[0].estimates
+    return readable and held + 2 * rows <= host_free
+
+
+def _coded_configs(config: Config, sizes: Sequence[Mapping[str, Any]], tokens: int) -> Iterator[Config]:
     """`config` with codes on the device, the preferred first: of all `sizes` with its chunk, then with half of it."""
     chunk = min(config.prefill_chunk, tokens)
     for options in sizes:

@@ -49,7 +49,11 @@ class HostSize:
 
         shape, options = self.shape, self.options
         head = HeadShape(
-            shape.key_dim, shape.q_heads // shape.kv_heads, options.host_dtype == "int8", options.train_queries
+            shape.key_dim,
+            shape.value_dim,
+            shape.q_heads // shape.kv_heads,
+            options.host_dtype == "int8",
+            options.train_queries,
         )
         return IndexSpec.of(options.index, options.index_options).host_bytes(head)
 

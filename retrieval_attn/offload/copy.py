@@ -14,7 +14,9 @@ from torch import Tensor
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.page_lock import lock_pages
+from retrieval_attn.offload.rounded import RoundedRows, new_rows, round_rows
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import all_to_host, pack
@@ -44,12 +46,16 @@ class KVCopy:
         self._kv = [(key.detach(), value.detach())]  # empty once they are copied
         self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
+        self._empty_rows: dict[int, RoundedRows | None] = {}
 
     def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
         """Row `row` goes to the end of `host`; real: (new,) bool, the columns that are tokens, None = all."""
         self._rows.append((row, host, real))
         if real is None and len(host) == 0:
             self._whole.add(id(host))
+        if host.spec.device_rows and all(one.is_hole for one in host.segments):
+            key, value = (tensor[row] for tensor in self._kv[0])
+            self._empty_rows[id(host)] = new_rows(key, value)
 
     def is_whole(self, host: SequenceKV) -> bool:
         """Whether `host` holds nothing but this pass: its keys then lie on the device as they are."""
@@ -60,6 +66,7 @@ class KVCopy:
         for key, value in self._kv:
             staging(self.device).bring(self._pieces(key, value), ready)
         self._require_finite()
+        self._round(ready)
         self.filled()
 
     def fill(self, keys: np.ndarray, values: np.ndarray) -> None:
@@ -92,7 +99,21 @@ class KVCopy:
                     self._require_finite()
                 key, value = all_to_host([tensor[row] for tensor in kv], self._fmt)
                 _append(host, real, key, value)
+        self._round(None)
         self._kv.clear()
+
+    def _round(self, ready: torch.cuda.Event | None) -> None:
+        """Rows that the device will read, of tokens that have come to a segment, once `ready` is over."""
+        for row, host, real in self._rows:
+            if not host.spec.device_rows or not len(host):
+                continue
+            with beside(self.device):
+                if ready is not None:
+                    torch.cuda.current_stream(self.device).wait_event(ready)
+                kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)
+                for key, value in self._kv:
+                    empty = self._empty_rows.get(id(host))
+                    round_rows(host.segments[-1], key[row][:, kept], value[row][:, kept], empty)
 
     def _note_size(self, packed: Iterable[Tensor]) -> None:
         """Remember, on the device, whether there are infinities among numbers that are on their way."""

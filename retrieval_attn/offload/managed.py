@@ -63,6 +63,22 @@ def managed_bytes(nbytes: int, device: torch.device) -> npt.NDArray[np.uint8] | 
 
 
 @functools.cache
+def has_managed(device: torch.device) -> bool:
+    """Whether a device reads such memory."""
+    return device.type == "cuda" and managed_bytes(1 << 20, device) is not None
+
+
+def populate(array: npt.NDArray[np.uint8], stream: torch.cuda.Stream) -> None:
+    """Take the pages of managed memory by work of a stream: faster than one after the other as they are written to."""
+    driver = _driver()
+    failed = driver.cuMemPrefetchAsync(
+        ctypes.c_uint64(array.ctypes.data), ctypes.c_size_t(array.nbytes), _CPU, ctypes.c_void_p(stream.cuda_stream)
+    )
+    if failed:  # they are taken as they are written to
+        log.debug("pages of managed memory are not taken ahead (%d)", failed)
+
+
+@functools.cache
 def _context(number: int) -> ctypes.c_void_p | int:
     """The context of a device that PyTorch uses, too, kept for as long as the process lives; or why there is none."""
     driver = _driver()

@@ -47,25 +47,8 @@ def lock_pages(segment: Segment) -> None:
     _lock(segment, start, stop)
 
 
-def lock_rest(segment: Segment) -> bool:
-    """Register all that `segment` holds, to the last page of each head; whether a device can read all of it in place.
-
-    Memory behind the last token is taken, too, as far as it is registered. Not for parts of a file that are too small
-    for `lock_file`. Raises StoreError.
-    """
-    if segment.locked_tokens < segment.length and lockable(segment):
-        lock_file(segment)
-    if segment.locked_tokens < segment.length and not _refused.is_set() and segment.locked_rows is None:
-        if segment.page_tokens:
-            stop = min(-(-segment.length // segment.page_tokens) * segment.page_tokens, segment.capacity)
-            _lock(segment, segment.locked_tokens, stop)
-        elif not is_mapped(segment.keys):
-            _lock(segment, 0, segment.capacity)
-    return segment.locked_tokens >= segment.length
-
-
 def _lock(segment: Segment, start: int, stop: int) -> None:
-    """Register tokens [start, stop), all that there is room for in a segment whose heads begin no pages.
+    """Register tokens [start, stop) of a segment whose heads begin pages.
 
     Threads take turns; one that comes late does nothing.
     """
@@ -77,7 +60,7 @@ def _lock(segment: Segment, start: int, stop: int) -> None:
 def _register_tokens(segment: Segment, start: int, stop: int) -> None:
     done: list[int] = []
     for array in (segment.keys, segment.values):
-        for rows in array[:, start:stop] if segment.page_tokens else [array]:
+        for rows in array[:, start:stop]:
             if reason := register(rows.ctypes.data, rows.nbytes):
                 unregister(done)
                 _refused.set()

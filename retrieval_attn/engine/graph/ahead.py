@@ -14,9 +14,11 @@ from torch import Tensor
 from retrieval_attn.cache.coded_clusters import new_mass
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.host import code_shape, split_microbatches
+from retrieval_attn.engine.graph.reached import device_reads
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
+from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
 from retrieval_attn.gpu.decode.kernels import (
     HostPart,
@@ -47,7 +49,7 @@ class LayerLaunches:
         self._processors, self._q_heads, self._forms = processors, layer.q_heads, tuple(forms)
         batch, self._kv_heads, _, self._dim = self._key.shape
         self._rows = sorted({part.stop - part.start for part in split_microbatches(layer, batch, self._dim)})
-        self._step_codes = code_shape(layer, self._dim)
+        self._step_codes, self._reads = code_shape(layer, self._dim), device_reads(layer)
         ranges = [] if layer.held is None else layer.held.ranges
         self._keys = max((stop - start for start, stop in ranges), default=0)
         k = layer.config.retrieve_count(self._keys)
@@ -61,13 +63,14 @@ class LayerLaunches:
     def shape(self) -> tuple[object, ...]:
         """Of layers with the same shape one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
-        codes = self._step_codes, self._question_codes, self._k, self._fmt
+        codes = self._step_codes, self._reads, self._question_codes, self._k, self._fmt
         return *sizes, self._q_heads, self._processors, self._forms, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
         """What to call, in any order. graphs: steps are captured."""
         question = [self.search_question, self.attend_named]
-        return [self.attend, self.attend_to_all, self.search_step, *question] if graphs else question
+        step = [self.attend, self.attend_to_all, self.search_step, self.reach_named]
+        return [*step, *question] if graphs else question
 
     def attend(self) -> None:
         """Stage queries, attend to a window, merge with the host's part."""
@@ -100,6 +103,15 @@ class LayerLaunches:
             count = rows * self._q_heads
             search = CodeSearch(rows, self._q_heads, self._kv_heads, codes, device)
             self._run(search, self._query()[:rows], count, self._places(rows))
+
+    def reach_named(self) -> None:
+        """Attend to named keys as a step does whose device reads them."""
+        codes, shape = self._step_codes, RowShape(self._dim, self._value.shape[3])
+        if codes is None or not self._reads or not shape.readable:
+            return
+        for rows in self._rows:
+            ids = torch.full((rows * self._q_heads, codes.room), -1, dtype=torch.int32, device=self._key.device)
+            KeyReach(rows * self._kv_heads, shape, ids.device).run(self._query()[:rows], ids, Scoring(1.0), _at_once)
 
     def search_question(self) -> None:
         """Search codes as a question does."""
@@ -137,13 +149,10 @@ class LayerLaunches:
         ids = torch.empty(count, search.shape.room, dtype=torch.int32, device=query.device)
         scratch = Scratch(count, size_class(self._keys), search.shape.picked_room, query.device, has_memory=False)
 
-        def opaque(function: Callable[..., None], *arguments: object) -> None:
-            function(*arguments)
-
-        search.run(query, ids, places, scratch, opaque)
+        search.run(query, ids, places, scratch, _at_once)
         if self._estimates:
             mass = new_mass(len(search.entries), self._value.shape[3], query.device)
-            mass.run(search, query, ids, places, scratch, Scoring(1.0), opaque)
+            mass.run(search, query, ids, places, scratch, Scoring(1.0), _at_once)
 
     def _query(self) -> Tensor:
         return self._key.new_zeros(len(self._key), self._q_heads, 1, self._dim)
@@ -154,3 +163,7 @@ class LayerLaunches:
     def _places(self, rows: int) -> Tensor | None:
         """As `HostRows` has them."""
         return None if rows == 1 else torch.arange(rows * self._q_heads, device=self._key.device)
+
+
+def _at_once(function: Callable[..., None], *arguments: object) -> None:
+    function(*arguments)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from retrieval_attn.cache.coded_clusters import CodedPieces, coded_pieces, new_mass, take_apart
 from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.reached_keys import row_shape
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
@@ -33,6 +32,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.clusters.mass import RestPart
+from retrieval_attn.gpu.codes.reach import RowShape
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, shared_scratch, size_class
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
@@ -142,11 +142,11 @@ class HostRows:
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
         self.rest: RestPart | None = None
-        self.reads, rows_as_stored = Reads.HOST, row_shape(held_by(layer).fmt, dim, value_dim)
+        self.reads, stored = Reads.HOST, RowShape(dim, value_dim)
         self._reached, self._has_late = None, False
         self._beside: object = None
-        if codes is not None and reached.device_reads(layer, rows.start) and rows_as_stored.unit:
-            self._reached = ReachedRows(batch * kv_heads, count, room, rows_as_stored, self._tally, codes.named)
+        if codes is not None and reached.device_reads(layer) and stored.readable:
+            self._reached = ReachedRows(batch * kv_heads, count, room, stored, self._tally, codes.named)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -223,7 +223,7 @@ class HostRows:
             self.reads = Reads.HOST
             return False
         self._has_late = any(one.pieces for one in late_only(apart))
-        self.reads = Reads.BOTH if self._has_late or self.rows.start else Reads.DEVICE
+        self.reads = Reads.BOTH if self._has_late else Reads.DEVICE
         if not self._has_late:
             self._host_finds_nothing()
             clear_costs(self._buffers)
@@ -253,7 +253,7 @@ class HostRows:
         if self._reached is not None:
             self._reached.bind_nothing()
             clear_costs(self._buffers)
-            self.reads = Reads.BOTH if self.rows.start else Reads.DEVICE
+            self.reads = Reads.DEVICE
 
     def begin(self, query: Tensor, max_coded_keys: int) -> Any:
         """Record: stage these rows of query (batch, q_heads, 1, head_dim), search their codes, begin the call.

@@ -1,8 +1,7 @@
 """Of a captured layer's host rows, what the device reads itself: keys that its codes named, over the bus.
 
-`NAMED_READER` says who reads. The host then has only the keys that have no codes yet. Where the device reads for all
-rows and none has such keys, the step is recorded without a host call; of two parts both call it, or rows that spill
-would need another graph.
+It does where all of them have rows for it (`offload/rounded.py`). The host then has only the keys that have no codes
+yet; where no row of the batch has such keys, the step is recorded without a host call.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,12 +25,6 @@ from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
 from retrieval_attn.gpu.decode.kernels import HostPart
 from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
 
-NAMED_READER: Literal["host", "half", "device"] = "host"
-"""Who reads the keys that codes name, where estimates are on: the host, the device, or either for half of the rows.
-
-"half": of a batch in two parts the host has the first; meanwhile the device searches and reads for the second.
-"""
-
 
 class Reads(enum.IntEnum):
     """Who reads the host memory of some rows in a step."""
@@ -45,9 +37,11 @@ class Reads(enum.IntEnum):
     """The device, all of it: there is no host call."""
 
 
-def device_reads(layer: RetrievalLayer, first: int = 0) -> bool:
-    """Whether a device is to read what it names of such a layer, where it can. first: row of a part of the batch."""
-    return (NAMED_READER == "device" or (NAMED_READER == "half" and first > 0)) and layer.config.estimates
+def device_reads(layer: RetrievalLayer) -> bool:
+    """Whether a device is to read what it names of such a layer, where there are rows for it. Not without estimates:
+    then a query attends to the best of named and late keys together, which one reader must tell.
+    """
+    return layer.index.spec.device_rows and layer.config.estimates
 
 
 class ReachedRows:
@@ -66,9 +60,8 @@ class ReachedRows:
 
     def bind(self, paths: Sequence[SequenceKV | None], apart: Sequence[CodedPieces], rows_of: list[list[int]]) -> bool:
         """Take the coded keys of a planned step; whether the device reads all of them. paths: None: nobody's row."""
-        device = self.ids.device
         found = [
-            [] if path is None else reach_entries(path, one, self._least, device)
+            [] if path is None else reach_entries(path, one, self._least)
             for path, one in zip(paths, apart, strict=True)
         ]
         if any(one is None for one in found):

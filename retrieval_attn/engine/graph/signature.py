@@ -13,6 +13,7 @@ from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import code_shape
 from retrieval_attn.engine.graph.pages import prefix_of
+from retrieval_attn.engine.graph.reached import device_reads
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.engine.graph.watch import look_at
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -36,10 +37,10 @@ def cache_signature(cache: RetrievalCache) -> tuple[Any, ...]:
             continue
         key, value = window_of(layer).buffers
         slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
-        fmt = codes = None
+        fmt = codes = reads = None
         if isinstance(layer, RetrievalLayer):
             fmt = None if layer.held is None else layer.held.fmt
-            codes = code_shape(layer, key.shape[3])
+            codes, reads = code_shape(layer, key.shape[3]), device_reads(layer)
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
-        layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes))
+        layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes, reads))
     return tuple(layers)

@@ -1,10 +1,10 @@
-"""Attention of a step's queries to named keys that lie in page-locked host memory: the device reads them over the bus.
+"""Attention of a step's queries to named keys that lie in host memory: the device reads them over the bus, in place.
 
-What the host does for named keys (`cpu/step`), for rows in memory that the device can address: each query attends to
-all keys that `CodeSearch` named for it. Where keys lie is read from a table in device memory, so one graph serves
-whatever context is bound. Two kernels (`reach_triton.py`): one gathers and attends in parts, one merges the parts. The
-host has nothing to do for these keys, so what bounds its part, the latency of its loads, is hidden by thousands of
-loads under way.
+What the host does for named keys (`cpu/step`), for int8 rows of a key and its value side by side, which one request or
+two of the bus bring; their steps lie on the device. Each query attends to all keys that `CodeSearch` named for it.
+Where rows lie is read from a table in device memory, so one graph serves whatever context is bound. Two kernels
+(`reach_triton.py`): one gathers and attends in parts, one merges the parts. The host has nothing to do for these keys:
+what bounds its part, the latency of its loads, is hidden by thousands of loads under way.
 
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against. Arithmetic is float32.
 """
@@ -20,59 +20,47 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes.named import STEP_BYTES, numbers_of
 from retrieval_attn.gpu.codes.table import TableWriter
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
-"""Words of a row of the table: where keys and values begin, how many ids there are, how many are named at least.
+"""Words of a row of the table: where rows and steps begin, how many ids there are, how many are named at least.
 
-Where something begins is counted from the table itself, in the bytes that `RowShape.unit` says: see `codes/search.py`.
+Where something begins is counted from the table itself, rows in units of WIDE bytes, steps in those of STEP_BYTES.
 """
-WORD = 4
-"""Bytes that rows are read by, at least."""
 WIDE = 16
-"""Bytes that they are read by where all rows begin on multiples of it."""
+"""Bytes that rows are read by: they begin on multiples of it, and so do values within them."""
+STEP_BYTES = 8
+"""Of a key's step and its value's, float32."""
 
 
 class RowShape(NamedTuple):
-    """Rows as they are stored: their numbers' dtype, numbers of a key and of a value.
+    """Numbers of a key and of a value, int8."""
 
-    int8: each row ends with STEP_BYTES more, the float32 size of a step.
-    """
-
-    dtype: torch.dtype
     head_dim: int
     value_dim: int
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Elements of a stored key and of a stored value."""
-        extra = STEP_BYTES if self.dtype == torch.int8 else 0
-        return self.head_dim + extra, self.value_dim + extra
+    def width(self) -> int:
+        """Bytes of a row."""
+        return self.head_dim + self.value_dim
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a stored key and of a stored value."""
-        return self.widths[0] * self.dtype.itemsize, self.widths[1] * self.dtype.itemsize
-
-    @property
-    def unit(self) -> int:
-        """Bytes on whose multiples rows must begin; 0: there are rows that no kernel reads."""
-        if any(dim * self.dtype.itemsize % WORD for dim in self[1:]):
-            return 0
-        return WORD if any(size % WIDE for size in self.row_bytes) else WIDE
+    def readable(self) -> bool:
+        """Whether the kernels read such rows."""
+        return self.head_dim % WIDE == self.value_dim % WIDE == 0
 
 
 class ReachEntry(NamedTuple):
-    """Keys and values (tokens, width) of a key-value head, as stored, contiguous, where the device can read them.
+    """Rows (tokens, width) int8 of a key-value head where the device can read them, and steps (tokens, 2) float32 on
+    it, contiguous: token i, whose id is i, has the key rows[i, :head_dim] * steps[i, 0], and behind it its value.
 
-    Token i has id i. ids: how many there are. least: how many of them a search names; it names fewer only of fewer, or
-    for a query whose scores are not finite.
+    ids: how many there are. least: how many of them a search names; it names fewer only of fewer, or for a query whose
+    scores are not finite.
     """
 
-    keys: Tensor
-    values: Tensor
+    rows: Tensor
+    steps: Tensor
     ids: int
     least: int
 
@@ -84,11 +72,11 @@ class KeyReach:
     """
 
     def __init__(self, entries: int, shape: RowShape, device: torch.device) -> None:
-        """entries: key-value heads of all rows. Raises BackendError for rows that kernels cannot read by words."""
-        if not shape.unit:
+        """entries: key-value heads of all rows. Raises BackendError for rows that kernels do not read."""
+        if not shape.readable:
             raise BackendError(
-                f"rows of {shape.head_dim} and {shape.value_dim} numbers in {shape.dtype} are no multiples of {WORD} "
-                "bytes; the host must attend to such keys"
+                f"rows of {shape.head_dim} and {shape.value_dim} numbers are no multiples of {WIDE} bytes; the host "
+                "must attend to such keys"
             )
         self.shape = shape
         self.entries: list[ReachEntry | None] = [None] * entries
@@ -96,7 +84,7 @@ class KeyReach:
         self._writer = TableWriter(self.table)
 
     def bind(self, entries: Sequence[ReachEntry | None]) -> None:
-        """Keys and values of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
+        """Rows of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
 
         Raises BackendError for rows of another shape, or that begin elsewhere than kernels read.
         """
@@ -105,22 +93,26 @@ class KeyReach:
         self._writer.write(rows)
 
     def _row(self, entry: ReachEntry) -> list[int]:
-        tokens, unit = len(entry.keys), self.shape.unit
-        for array, width in zip(entry[:2], self.shape.widths, strict=True):
-            if array.dtype != self.shape.dtype or array.shape != (tokens, width) or not array.is_contiguous():
+        tokens, begins = len(entry.rows), []
+        for array, dtype, width, unit in (
+            (entry.rows, torch.int8, self.shape.width, WIDE),
+            (entry.steps, torch.float32, 2, STEP_BYTES),
+        ):
+            if array.dtype != dtype or array.shape != (tokens, width) or not array.is_contiguous():
                 raise BackendError(
-                    f"rows must be contiguous, {tokens} of {width} numbers in {self.shape.dtype}, got "
-                    f"{tuple(array.shape)} in {array.dtype}"
+                    f"rows must be contiguous, {tokens} of {width} numbers in {dtype}, got {tuple(array.shape)} in "
+                    f"{array.dtype}"
                 )
+            offset = array.data_ptr() - self.table.data_ptr()
+            if offset % unit:
+                raise BackendError(f"rows and steps must begin on multiples of {WIDE} and {STEP_BYTES} bytes")
+            begins.append(offset // unit)
         if not 0 <= entry.ids <= tokens:
             raise BackendError(f"there are {entry.ids} ids, but {tokens} rows")
-        begins = [array.data_ptr() - self.table.data_ptr() for array in entry[:2]]
-        if any(begin % unit for begin in begins):
-            raise BackendError(f"keys and values must begin on multiples of {unit} bytes")
-        return [*(begin // unit for begin in begins), entry.ids, entry.least]
+        return [*begins, entry.ids, entry.least]
 
     def forget(self) -> None:
-        """Let keys and values go; `bind` names others before the next `run`."""
+        """Let rows go; `bind` names others before the next `run`."""
         self.entries = [None] * len(self.entries)
 
     def run(self, query: Tensor, ids: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> Partial:
@@ -149,13 +141,15 @@ class KeyReach:
             entry = self.entries[number // group]
             if entry is None or not entry.ids:
                 continue
-            named = own[(own >= 0) & (own < entry.ids)].long().cpu()
+            named = own[(own >= 0) & (own < entry.ids)].long()
             if own[min(entry.least, entry.ids) - 1] < 0:
-                named = torch.arange(entry.ids)
+                named = torch.arange(entry.ids, device=own.device)
             if len(named):
-                keys, values = (numbers_of(rows[named]).to(query.device) for rows in entry[:2])
-                scores = keys @ flat[number] * scoring.scale
+                rows = entry.rows[named.to(entry.rows.device)].to(query.device).float()
+                keys, values = rows.split(list(self.shape), dim=1)
+                steps = entry.steps[named]
+                scores = keys @ flat[number] * steps[:, 0] * scoring.scale
                 if scoring.softcap is not None:
                     scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
                 into.lse[number] = scores.logsumexp(0)
-                into.out[number] = scores.softmax(0) @ values
+                into.out[number] = scores.softmax(0) * steps[:, 1] @ values

@@ -2,7 +2,7 @@
 
 A load over the bus takes a microsecond or more, so what counts is how many are under way. A query's keys are shared out
 to many small programs, and each asks for all words of its keys and values before it needs the first of them. Rows are
-read by words of 4 bytes: the 32 threads of a warp ask for one int8 row of 128 numbers at once, whatever it begins on.
+read by words of four numbers: a warp asks for four keys of 128 numbers at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,58 +16,49 @@ from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes.reach import TABLE_WORDS, WORD, KeyReach
+from retrieval_attn.gpu.codes.reach import STEP_BYTES, TABLE_WORDS, WIDE, KeyReach
 
+WORD = 4
+"""Numbers of a word."""
 TILE_WORDS = 1024
 """Words of keys that a program asks for at a time, and as many of values: 8 for each thread."""
 WARPS = 4
 MAX_PARTS = 64
 """Parts that a query's keys are cut into at most: the merge holds all of them in one tile."""
-FORMS = {torch.int8: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-"""Of numbers in a word, as kernels know them."""
 
 
 @triton.jit
-def _numbers(words, place: tl.constexpr, FORM: tl.constexpr):
+def _numbers(words, place: tl.constexpr):
     """float32: the number at `place` of each word."""
-    if FORM == 0:
-        return ((words << (24 - 8 * place)) >> 24).to(tl.float32)
-    elif FORM == 1:
-        bits = words & -65536 if place else words << 16
-        return bits.to(tl.float32, bitcast=True)
-    elif FORM == 2:
-        return (words >> (16 * place)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        return words.to(tl.float32, bitcast=True)
+    return ((words << (24 - 8 * place)) >> 24).to(tl.float32)
 
 
 @triton.jit
-def _asked(query, place: tl.constexpr, dim, PER: tl.constexpr, W: tl.constexpr):
-    """float32 (W,): the query's number that meets the number at `place` of each word."""
-    number = tl.arange(0, W) * PER + place
-    return tl.load(query + number, mask=number < dim, other=0.0).to(tl.float32)
+def _products(words, query, place: tl.constexpr, dim, W: tl.constexpr):
+    """Of each word the number at `place`, times the query's number that meets it."""
+    number = tl.arange(0, W) * 4 + place
+    return _numbers(words, place) * tl.load(query + number, mask=number < dim, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _mixed(words, weights, place: tl.constexpr, FORM: tl.constexpr):
+def _mixed(words, weights, place: tl.constexpr):
     """float32 (W,): weighted sum over rows of the numbers at `place`."""
-    return tl.sum(weights[:, None] * _numbers(words, place, FORM), axis=0)
+    return tl.sum(weights[:, None] * _numbers(words, place), axis=0)
 
 
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members", "room"])
 def _reach_kernel(
     query, ids, table, anchor, outs, lses, query_b, query_h, q_heads, members, room, scale, softcap,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
-    UNIT: tl.constexpr, FORM: tl.constexpr, PER: tl.constexpr, STEP: tl.constexpr,
-    N: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, PARTS: tl.constexpr, TABLE: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
+    PARTS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of query i to part p of what is named for it: outs[i, p] and lses[i, p]; 0 and -inf where it is empty.
 
-    KEY_WORDS, VALUE_WORDS: words from row to row; the first DIM / PER of them are numbers, STEP: one more is a step.
+    UNIT, STEPS: words of what the table counts rows and steps in.
     """
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = table + i // members * TABLE
-    keys_at, values_at = tl.load(places), tl.load(places + 1)
+    rows_at, steps_at = tl.load(places), tl.load(places + 1)
     count, least = tl.load(places + 2), tl.load(places + 3)
     needed = tl.minimum(least, count)
     named_enough = tl.load(ids + i * room + needed - 1, mask=needed > 0, other=0) >= 0
@@ -75,6 +66,7 @@ def _reach_kernel(
     own = query + i // q_heads * query_b + i % q_heads * query_h
 
     key_word, value_word = tl.arange(0, KW), tl.arange(0, VW)
+    here = value_word < VALUE_DIM // 4
     top, total = -float("inf"), 0.0
     mixed_0, mixed_1 = tl.zeros((VW,), tl.float32), tl.zeros((VW,), tl.float32)
     mixed_2, mixed_3 = tl.zeros((VW,), tl.float32), tl.zeros((VW,), tl.float32)
@@ -84,30 +76,17 @@ def _reach_kernel(
         token = tl.where(named_enough, named.to(tl.int64), slot.to(tl.int64))
         inside = (token >= 0) & (token < count)
         token = tl.where(inside, token, 0)
-        # a multiple of UNIT words: the compiler knows what rows begin on, and loads as much at once
-        key_row = anchor + keys_at * UNIT + token * KEY_WORDS
-        value_row = anchor + values_at * UNIT + token * VALUE_WORDS
+        # multiples of UNIT words: the compiler knows what rows begin on, and loads as much at once
+        row = anchor + (rows_at + token * ((DIM + VALUE_DIM) // 4 // UNIT)) * UNIT
         # all that is needed is asked for before any of it is used
-        keys = tl.load(
-            key_row[:, None] + key_word[None, :], mask=inside[:, None] & (key_word < DIM // PER)[None, :], other=0
-        )
-        values = tl.load(
-            value_row[:, None] + value_word[None, :],
-            mask=inside[:, None] & (value_word < VALUE_DIM // PER)[None, :], other=0,
-        )  # fmt: skip
-        products = _numbers(keys, 0, FORM) * _asked(own, 0, DIM, PER, KW)[None, :]
-        if PER > 1:
-            products += _numbers(keys, 1, FORM) * _asked(own, 1, DIM, PER, KW)[None, :]
-        if PER > 2:
-            products += _numbers(keys, 2, FORM) * _asked(own, 2, DIM, PER, KW)[None, :]
-            products += _numbers(keys, 3, FORM) * _asked(own, 3, DIM, PER, KW)[None, :]
-        score = tl.sum(products, axis=1)
-        value_step = tl.full((N,), 1.0, tl.float32)
-        if STEP:
-            key_step = tl.load(key_row + DIM // PER, mask=inside, other=0)
-            value_step = tl.load(value_row + VALUE_DIM // PER, mask=inside, other=0).to(tl.float32, bitcast=True)
-            score *= key_step.to(tl.float32, bitcast=True)
-        score *= scale
+        keys = tl.load(row[:, None] + key_word[None, :], mask=inside[:, None] & (key_word < DIM // 4)[None, :], other=0)
+        values = tl.load(row[:, None] + DIM // 4 + value_word[None, :], mask=inside[:, None] & here[None, :], other=0)
+        step = anchor + (steps_at + token) * STEPS
+        key_step = tl.load(step, mask=inside, other=0).to(tl.float32, bitcast=True)
+        value_step = tl.load(step + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
+        products = _products(keys, own, 0, DIM, KW) + _products(keys, own, 1, DIM, KW)
+        products += _products(keys, own, 2, DIM, KW) + _products(keys, own, 3, DIM, KW)
+        score = tl.sum(products, axis=1) * key_step * scale
         if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
             score = softcap * (1 - 2 / (tl.exp(2 * score / softcap) + 1))
         score = tl.where(inside, score, -float("inf"))
@@ -117,25 +96,20 @@ def _reach_kernel(
         kept = tl.exp(top - shift)
         top, total = higher, total * kept + tl.sum(weight, axis=0)
         weight = weight * value_step
-        mixed_0 = mixed_0 * kept + _mixed(values, weight, 0, FORM)
-        if PER > 1:
-            mixed_1 = mixed_1 * kept + _mixed(values, weight, 1, FORM)
-        if PER > 2:
-            mixed_2 = mixed_2 * kept + _mixed(values, weight, 2, FORM)
-            mixed_3 = mixed_3 * kept + _mixed(values, weight, 3, FORM)
+        mixed_0 = mixed_0 * kept + _mixed(values, weight, 0)
+        mixed_1 = mixed_1 * kept + _mixed(values, weight, 1)
+        mixed_2 = mixed_2 * kept + _mixed(values, weight, 2)
+        mixed_3 = mixed_3 * kept + _mixed(values, weight, 3)
 
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     shift = tl.where(top > -float("inf"), top, 0.0)
     tl.store(lses + i * PARTS + part, tl.where(empty, -float("inf"), shift + tl.log(divisor)))
-    into = outs + (i * PARTS + part) * VALUE_DIM + value_word * PER
-    here = value_word < VALUE_DIM // PER
+    into = outs + (i * PARTS + part) * VALUE_DIM + value_word * 4
     tl.store(into, mixed_0 / divisor, mask=here)
-    if PER > 1:
-        tl.store(into + 1, mixed_1 / divisor, mask=here)
-    if PER > 2:
-        tl.store(into + 2, mixed_2 / divisor, mask=here)
-        tl.store(into + 3, mixed_3 / divisor, mask=here)
+    tl.store(into + 1, mixed_1 / divisor, mask=here)
+    tl.store(into + 2, mixed_2 / divisor, mask=here)
+    tl.store(into + 3, mixed_3 / divisor, mask=here)
 
 
 @triton.jit
@@ -160,29 +134,25 @@ def _merge_kernel(outs, lses, out, lse, PARTS: tl.constexpr, P: tl.constexpr, VA
 
 def reach(reached: KeyReach, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial) -> None:
     """Attend to what ids name; see `KeyReach.run`."""
-    shape = reached.shape
     (batch, q_heads, _, dim), room = query.shape, ids.shape[1]
-    count = batch * q_heads
-    per = WORD // shape.dtype.itemsize
-    widths = [triton.next_power_of_2(-(-size // per)) for size in (dim, shape.value_dim)]
-    row_words = [size // WORD for size in shape.row_bytes]
+    count, value_dim = batch * q_heads, reached.shape.value_dim
+    widths = [triton.next_power_of_2(size // WORD) for size in (dim, value_dim)]
     at_once = max(1, triton.next_power_of_2(-(-room // MAX_PARTS)), TILE_WORDS // max(widths))
     parts = -(-room // at_once)
     outs, lses = into.out, into.lse
     if parts > 1:
-        outs = torch.empty(count, parts, shape.value_dim, dtype=torch.float32, device=query.device)
+        outs = torch.empty(count, parts, value_dim, dtype=torch.float32, device=query.device)
         lses = torch.empty(count, parts, dtype=torch.float32, device=query.device)
     _reach_kernel[(count, parts)](
         query, ids, reached.table, reached.table.view(torch.int32), outs, lses,
         query.stride(0), query.stride(1), q_heads, count // len(reached.entries), room,
         float(scoring.scale), float(scoring.softcap or 0.0),
-        DIM=dim, VALUE_DIM=shape.value_dim, KEY_WORDS=row_words[0], VALUE_WORDS=row_words[1],
-        UNIT=shape.unit // WORD, FORM=FORMS[shape.dtype], PER=per, STEP=shape.dtype == torch.int8,
-        N=at_once, KW=widths[0], VW=widths[1], PARTS=parts, TABLE=TABLE_WORDS, num_warps=WARPS,
+        DIM=dim, VALUE_DIM=value_dim, N=at_once, KW=widths[0], VW=widths[1], PARTS=parts, TABLE=TABLE_WORDS,
+        UNIT=WIDE // WORD, STEPS=STEP_BYTES // WORD, num_warps=WARPS,
     )  # fmt: skip
     if parts > 1:
         _merge_kernel[(count,)](
             outs, lses, into.out, into.lse,
-            PARTS=parts, P=triton.next_power_of_2(parts), VALUE_DIM=shape.value_dim,
-            D=triton.next_power_of_2(shape.value_dim), num_warps=1,
+            PARTS=parts, P=triton.next_power_of_2(parts), VALUE_DIM=value_dim, D=triton.next_power_of_2(value_dim),
+            num_warps=1,
         )  # fmt: skip

@@ -1,0 +1,129 @@
+"""RoundedRows: a segment's keys and values once more, as int8 rows that a device reads in host memory, where they lie.
+
+A step attends to a few hundred keys of each head, wherever they are. The processor's loads of them wait for its memory,
+and the device for the processor's answer; the device itself has thousands of loads under way, and brings the same rows
+at the bus's rate (`gpu/codes/reach.py`). What a key and its value take there is one row, begun on a multiple of its
+parts, so that no request of the bus brings anything else; their steps, which would not fit, lie on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.gpu.codes.codes import capacity_for
+from retrieval_attn.gpu.codes.reach import ReachEntry, RowShape
+from retrieval_attn.index.device import SPARE_TOKENS
+from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.host_rows import as_device, host_rows
+from retrieval_attn.offload.managed import has_managed, populate
+from retrieval_attn.offload.transfer import pack, stored_on
+
+WORD = torch.int32
+"""Rows are written by numbers of it."""
+
+
+class RoundedRows:
+    """See the module. So many tokens of the segment as `length` says have rows, from token `first` on: before it are
+    those of pages, which the host does not hold.
+
+    Several threads may ask for rows at once, as forks do that share a segment.
+    """
+
+    def __init__(self, heads: int, shape: RowShape, expected: int, device: torch.device) -> None:
+        """Memory for `expected` tokens and a few more, of so many key-value heads: beside a GPU its pages are taken
+        while the caller goes on. Raises MemoryPlanError.
+        """
+        self.shape, self.first, self.length = shape, 0, 0
+        self._heads, self._device, self._turn = heads, device, threading.Lock()
+        self._taken: torch.cuda.Event | None = None
+        self._take(capacity_for(expected + SPARE_TOKENS))
+        if device.type == "cuda" and has_managed(device):
+            stream = _taking(device)
+            populate(self._memory.view(-1).numpy(), stream)
+            self._taken = stream.record_event()
+
+    def _take(self, capacity: int) -> None:
+        rows = host_rows(self._heads, capacity, self.shape.width, self._device)
+        self._rows = rows if self._device.type == "cpu" else as_device(rows, self._device)
+        self._memory = rows  # kept: the other one is its address
+        self._steps = torch.empty(self._heads, capacity, 2, device=self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory, with room for more."""
+        return self._memory.nbytes
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self._steps.nbytes
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Rows of the next tokens, keys (heads, n, head_dim) and values (heads, n, value_dim) of a floating dtype, or
+        as int8 is stored, by the current stream. Raises MemoryPlanError.
+        """
+        start, stop = self.length, self.length + keys.shape[1]
+        if self._taken is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._taken)
+            self._taken = None
+        if stop > self._rows.shape[1]:
+            before, steps = self._rows, self._steps
+            self._take(capacity_for(stop + stop // 16))
+            self._rows[:, :start], self._steps[:, :start] = before[:, :start], steps[:, :start]
+        words = self._rows.view(WORD)
+        for head, both in enumerate(zip(keys, values, strict=True)):
+            place = 0
+            for part, numbers in enumerate(both):
+                packed = (numbers if numbers.dtype == torch.int8 else pack(numbers, Format.INT8)).view(WORD)
+                count = packed.shape[1] - 1
+                words[head, start:stop, place : place + count] = packed[:, :-1]
+                self._steps[head, start:stop, part] = packed[:, -1].view(torch.float32)
+                place += count
+        self.length = stop
+
+    def entries(self, segment: Segment, start: int, stop: int, least: int) -> list[ReachEntry]:
+        """Of each head the rows of tokens [start, stop) of the segment; those that are missing come from the host.
+
+        least: as in `ReachEntry`. Raises MemoryPlanError.
+        """
+        with self._turn:
+            if stop > self.first + self.length:
+                stored = segment.read(self.first + self.length, stop)
+                self.write(*(stored_on(self._device, array, segment.fmt) for array in stored))
+            span = slice(start - self.first, stop - self.first)
+            own = zip(self._rows.view(torch.int8)[:, span], self._steps[:, span], strict=True)
+            return [ReachEntry(rows, steps, stop - start, least) for rows, steps in own]
+
+    def cut(self, length: int) -> None:
+        """The segment's tokens from `length` on are others."""
+        self.length = max(0, min(self.length, length - self.first))
+
+
+def new_rows(keys: Tensor, values: Tensor) -> RoundedRows | None:
+    """Memory for rows of keys (heads, n, head_dim) and values (heads, n, value_dim); None where no device reads such.
+    Raises MemoryPlanError.
+    """
+    shape = RowShape(keys.shape[2], values.shape[2])
+    return RoundedRows(len(keys), shape, keys.shape[1], keys.device) if shape.readable else None
+
+
+def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRows | None) -> None:
+    """The segment has rows of the tokens that keys (heads, n, head_dim) and values are of, its newest ones, if it has
+    those of all before. empty: for a segment whose first tokens they are. Raises MemoryPlanError.
+    """
+    start, rounded = segment.length - keys.shape[1], segment.rounded
+    if rounded is None and empty is not None:
+        rounded = segment.rounded = empty
+        empty.first = start
+    if isinstance(rounded, RoundedRows) and rounded.first + rounded.length == start:
+        rounded.write(keys, values)
+
+
+@functools.cache
+def _taking(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

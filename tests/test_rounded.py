@@ -1,0 +1,167 @@
+"""Int8 rows of keys and values that a device reads: what they hold as a segment grows, is cropped, forked and saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import retrieval_attn as ra
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.memory.device_room import chosen_index
+from retrieval_attn.memory.plan import GIB, plan
+from retrieval_attn.offload.rounded import RoundedRows, new_rows, round_rows
+from retrieval_attn.offload.transfer import pack, to_host
+from retrieval_attn.store.store import ContextStore
+from tests.graph_cases import CONFIG, Decoded, enabled
+from tests.test_finer_codes import TOKENS, answer, context_of, ids_of
+from tests.test_memory_plan import llama3_8b
+from tests.test_reached import REACHED
+
+HEADS, DIMS = 2, (32, 48)
+
+
+def numbers(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Keys and values (heads, tokens, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(HEADS, tokens, dim, generator=generator).to(dtype) for dim in DIMS)
+    return keys, values
+
+
+def appended(segment: Segment, kv: tuple[Tensor, Tensor], empty: RoundedRows | None = None, write: bool = True) -> None:
+    """Tokens come to a segment, and with `write` to its rows."""
+    keys, values = (to_host(one, segment.fmt) for one in kv)
+    segment.append(keys, values)
+    if write:
+        round_rows(segment, *kv, empty)
+
+
+def check(segment: Segment, kv: tuple[Tensor, Tensor], start: int, first: int = 0) -> None:
+    """Rows of tokens from `start` on are those that int8 storage has, number for number. first: of kv's."""
+    assert isinstance(segment.rounded, RoundedRows)
+    entries = segment.rounded.entries(segment, start, segment.length, 7)
+    for head, entry in enumerate(entries):
+        assert (entry.ids, entry.least) == (segment.length - start, 7)
+        place = 0
+        for part, one in enumerate(kv):
+            stored = pack(one[head, start - first :], Format.INT8)
+            dim = stored.shape[1] - 4
+            assert torch.equal(entry.rows[:, place : place + dim], stored[:, :dim])
+            steps = stored[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            assert torch.equal(entry.steps[:, part], steps[:, 0])
+            place += dim
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+def test_rows_are_those_of_int8_storage(fmt: Format) -> None:
+    """Of tokens that were on the device, and of later ones, which come from the host as it stores them."""
+    dtype = torch.bfloat16 if fmt is Format.BFLOAT16 else torch.float16 if fmt is Format.FLOAT16 else torch.float32
+    segment, first, later = Segment(HEADS, 9000, *DIMS, fmt), numbers(300, 1, dtype), numbers(70, 2, dtype)
+    appended(segment, first, new_rows(*first))
+    check(segment, first, 20)
+    appended(segment, later, write=False)
+    both = torch.cat([first[0], later[0]], 1), torch.cat([first[1], later[1]], 1)
+    check(segment, both, 0)
+
+
+def test_more_tokens_than_there_was_room_for() -> None:
+    """Rows move, and those before stay as they are; what was cropped is written anew."""
+    segment, first = Segment(HEADS, 9000, *DIMS, Format.FLOAT32), numbers(100, 1)
+    appended(segment, first, new_rows(*first))
+    before = segment.rounded
+    assert before is not None and segment.index_nbytes == before.nbytes == HEADS * before._rows.shape[1] * sum(DIMS)  # type: ignore[attr-defined]
+    assert before.device_nbytes == HEADS * before._rows.shape[1] * ROW_STEPS_BYTES  # type: ignore[attr-defined]
+    more = numbers(SPARE_TOKENS + 50, 2)
+    appended(segment, more)
+    both = torch.cat([first[0], more[0]], 1), torch.cat([first[1], more[1]], 1)
+    check(segment, both, 0)
+    segment.truncate(150)
+    other = numbers(30, 3)
+    appended(segment, other)
+    cropped = torch.cat([both[0][:, :150], other[0]], 1), torch.cat([both[1][:, :150], other[1]], 1)
+    check(segment, cropped, 64)
+
+
+def test_rows_that_begin_behind_pages() -> None:
+    """The host has no tokens before: a segment that counts them, where a prefix lies in pages."""
+    segment, kv = Segment(HEADS, 900, *DIMS, Format.FLOAT32), numbers(60, 1)
+    segment.length = 40
+    appended(segment, kv, new_rows(*kv))
+    check(segment, kv, 48, first=40)
+    segment.truncate(10)
+    assert segment.rounded is not None and segment.rounded.length == 0  # type: ignore[attr-defined]
+
+
+def test_widths_that_no_kernel_reads() -> None:
+    keys, values = torch.zeros(1, 5, 40), torch.zeros(1, 5, 64)
+    assert new_rows(keys, values) is None
+    with pytest.raises(ConfigError, match="int8_rows"):
+        IndexSpec.of("device", {"int8_rows": 1})
+
+
+def rows_in(cache: ra.RetrievalCache) -> list[Any]:
+    layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
+    return [segment.rounded for layer in layers for host in layer.hosts for segment in host.segments]
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_forks_share_rows_and_count_them() -> None:
+    """A fork's steps read them, too; bytes are counted once."""
+    model = enabled("llama")
+    done = Decoded(model, True, config=CONFIG.replace(**REACHED), prompt=200, new=3)
+    held = rows_in(done.cache)
+    assert held and all(held)
+    plain = Decoded(
+        model, True, config=CONFIG.replace(**{**REACHED, "index_options": {"key_bytes": 64}}), prompt=200, new=3
+    )
+    assert done.cache.host_nbytes - plain.cache.host_nbytes == sum(one.nbytes for one in held)
+    assert done.cache.device_nbytes - plain.cache.device_nbytes == sum(one.device_nbytes for one in held)
+    fork = done.cache.fork()
+    assert [id(one) for one in rows_in(fork)] == [id(one) for one in held]
+    assert fork.device_nbytes == done.cache.device_nbytes
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_a_context_that_was_saved_is_the_hosts(tmp_path: Path) -> None:
+    """Rows are not saved; it answers as before, by the host."""
+    config = CONFIG.replace(**REACHED, graph=True)
+    context = context_of(config)
+    context.read(ids_of(context, TOKENS), progress=False)
+    question = ids_of(context, 8)
+    first = answer(context, question)
+    store = ContextStore(tmp_path / "store")
+    context.save("rows", store=store)
+    again = context_of(config).open("rows", store=store, progress=False)
+    assert again.cache.index.config.index_options == {"key_bytes": 64} and not any(rows_in(again.cache))
+    assert answer(again, question) == first
+    again.kept.wait()
+
+
+def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:
+    """Of Llama-3-8B's 128K: 16 GiB of keys and values, 8 of rows. No more than half of what keys leave is taken."""
+    caplog.set_level(logging.INFO)
+    given: dict[str, Any] = {"tokens": 131072, "free": 8 * GIB}
+    found = {
+        gib: chosen_index(llama3_8b(), ra.Config(), **given, host_free=gib * GIB).index_options for gib in (0, 31, 33)
+    }
+    assert [dict(one) for one in found.values()] == [{}, {}, {"int8_rows": True}]
+    assert "which reads int8 rows on the host" in caplog.text
+    eager = chosen_index(llama3_8b(), ra.Config(tail=False), **given, host_free=64 * GIB)
+    assert eager.index_options == {}
+    sizes = [
+        plan(llama3_8b(), 131072, config={"index": "device", "index_options": options})
+        for options in ({}, {"int8_rows": True})
+    ]
+    assert sizes[1].host_bytes - sizes[0].host_bytes == 32 * 8 * 131072 * 256
+    assert sizes[1].device_bytes - sizes[0].device_bytes == 32 * 8 * (131072 + SPARE_TOKENS) * ROW_STEPS_BYTES
+    tight = chosen_index(llama3_8b(), ra.Config(), 131072, int(4.1 * GIB), host_free=64 * GIB)
+    assert tight.index == "device", "codes that fit without rows are taken without"

@@ -17,15 +17,17 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory.device_room import chosen_index
+from retrieval_attn.memory.device_room import IndexChoice, chosen_index
 from retrieval_attn.memory.plan import GIB, plan
-from retrieval_attn.offload.rounded import RoundedRows, new_rows, round_rows
+from retrieval_attn.offload import rounded
+from retrieval_attn.offload.rounded import RoundedRows, ask_for_rows, new_rows, round_rows
 from retrieval_attn.offload.transfer import pack, to_host
 from retrieval_attn.store.store import ContextStore
 from tests.graph_cases import CONFIG, Decoded, enabled
 from tests.test_finer_codes import TOKENS, answer, context_of, ids_of
 from tests.test_memory_plan import llama3_8b
 from tests.test_reached import REACHED
+from tests.tiny_models import build_model
 
 HEADS, DIMS = 2, (32, 48)
 
@@ -130,9 +132,14 @@ def test_forks_share_rows_and_count_them() -> None:
     assert fork.device_nbytes == done.cache.device_nbytes
 
 
+def made_rows() -> None:
+    """Wait for the thread that makes rows."""
+    rounded._makers().submit(int).result()
+
+
 @pytest.mark.usefixtures("emulated_graphs")
-def test_a_context_that_was_saved_is_the_hosts(tmp_path: Path) -> None:
-    """Rows are not saved; it answers as before, by the host."""
+def test_a_context_that_was_saved_gets_rows(tmp_path: Path) -> None:
+    """Rows are not saved. It answers by the host, until a thread has made them: those that reading made."""
     config = CONFIG.replace(**REACHED, graph=True)
     context = context_of(config)
     context.read(ids_of(context, TOKENS), progress=False)
@@ -141,9 +148,48 @@ def test_a_context_that_was_saved_is_the_hosts(tmp_path: Path) -> None:
     store = ContextStore(tmp_path / "store")
     context.save("rows", store=store)
     again = context_of(config).open("rows", store=store, progress=False)
-    assert again.cache.index.config.index_options == {"key_bytes": 64} and not any(rows_in(again.cache))
+    assert answer(again, question) == first
+    made_rows()
+    for made, read in zip(rows_in(again.cache), rows_in(context.cache), strict=True):
+        assert isinstance(made, RoundedRows) and made.length == read.length
+        assert torch.equal(made._rows[:, : made.length], read._rows[:, : made.length])
+        assert torch.equal(made._steps[:, : made.length], read._steps[:, : made.length])
     assert answer(again, question) == first
     again.kept.wait()
+
+
+def test_rows_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """No room, a disk that fails: the host goes on attending, nothing is tried twice, and the log says why once."""
+    caplog.set_level(logging.INFO)
+    segment, kv = Segment(HEADS, 900, *DIMS, Format.FLOAT32), numbers(60, 1)
+    appended(segment, kv, write=False)
+    where = torch.device("cpu")
+    ask_for_rows(segment, where)
+    assert segment.rounded is None, "more may come to it"
+    segment.freeze()
+
+    def fails(*given: Any) -> Any:
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr(rounded, "read_in", fails)
+    for _ in range(2):
+        ask_for_rows(segment, where)
+        made_rows()
+    assert isinstance(segment.rounded, rounded.RowsUnderWay) and segment.index_nbytes == 0
+    assert caplog.text.count("the disk went away") == 1
+
+
+def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host has room now, whatever it had when the text was read; never without codes there."""
+    model, free = build_model("llama"), [0]
+    monkeypatch.setattr(IndexChoice, "_host_free", lambda self, model: free[0])
+    choice = IndexChoice(model, ra.Config())
+    saved = ra.Config(index="device", index_options={"key_bytes": 32, "int8_rows": True})
+    for free[0], options in ((0, {"key_bytes": 32}), (64 * GIB, {"key_bytes": 32, "int8_rows": True})):
+        choice.take(saved, 1 << 16)
+        assert choice.config.index_options == options and choice.spec.device_rows == (len(options) == 2)
+    choice.take(ra.Config(index="sketch"), 1 << 16)
+    assert not choice.spec.device_rows
 
 
 def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:

@@ -119,7 +119,7 @@ def restored_cache(
 ) -> RetrievalCache:
     """A cache for one sequence of `ids`, whose layers `restore_layer` fills. index: what the first read decided on."""
     cache = RetrievalCache(model, config)
-    cache.index.take(index)
+    cache.index.take(index, len(ids))
     cache.batch.start(1)
     cache.batch.forgotten = forgotten
     (sequence,) = cache.batch.sequences

@@ -311,7 +311,7 @@ def emptied(saved: SavedChain, model: PreTrainedModel, config: Config) -> Retrie
     last = saved.nodes[-1]
     chosen = _opened_config(last, config, {})
     cache = RetrievalCache(model, chosen)
-    cache.index.take(chosen.replace(**last.plain["decided"]))
+    cache.index.take(chosen.replace(**last.plain["decided"]), len(saved.ids()))
     return cache
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from retrieval_attn.config import Config
@@ -66,16 +66,21 @@ class IndexChoice:
         """The next first tokens decide anew; until then `config` and `spec` stay, for forks that read before."""
         self._decided = False
 
-    def take(self, decided: Config) -> None:
-        """The index is the one that `config` named when a saved context was read, but for finer codes that the device
-        here cannot read, and for rows that it would read: they are not saved.
+    def take(self, decided: Config, tokens: int) -> None:
+        """The index is the one that `config` named when a saved context of so many tokens was read, but for finer codes
+        that the device here cannot read. Rows that a device reads are not saved: they are made where the host here has
+        room for them.
         """
         model, options = self._loaded, dict(decided.index_options)
-        if options.pop("int8_rows", False):
-            decided = decided.replace(index_options=options)
         if options.get("finer_bytes") and model is not None and not reads_host(input_device(model)):
             del options["finer_bytes"]
             decided = decided.replace(index_options=options)
+        if model is not None and decided.index == "device" and self._requested.index == "auto":
+            options.pop("int8_rows", None)
+            plain = decided.replace(index_options=options)
+            shape = _known_shape(model.config)
+            room = shape is not None and has_room_for_rows(shape, plain, tokens, self._host_free(model))
+            decided = _with_rows(plain) if room else plain
         self.config, self.spec = decided, IndexSpec.of(decided.index, decided.index_options)
         self._decided = True
 
@@ -87,14 +92,17 @@ class IndexChoice:
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
                 possible = possible.replace(hidden_states="device")
             free = whole_device_bytes(model)
-            place = input_device(model)
-            finer = free is not None and reads_host(place)
-            rows = finer and has_managed(place) and possible.graph is not False
-            host_free = available_host_bytes() if rows else 0
+            finer = free is not None and reads_host(input_device(model))
+            host_free = self._host_free(model) if finer else 0
             self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer, host_free=host_free)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec
+
+    def _host_free(self, model: Any) -> int:
+        """Bytes of host memory of which some may be for rows that a device reads; 0 where it reads none."""
+        reads = has_managed(input_device(model)) and not is_spread(model) and self._requested.graph is not False
+        return available_host_bytes() if reads else 0
 
 
 def free_device_bytes(model: Any) -> int | None:
@@ -144,12 +152,12 @@ def chosen_index(
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
-    sizes: list[dict[str, Any]] = []
+    sizes: list[Config] = []
     for size in code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer):
-        rows = {**size, "int8_rows": True}
-        plain, coded = (config.replace(index="device", index_options=one) for one in (size, rows))
-        sizes += [rows, size] if _has_room_for_rows(shape, (plain, coded), tokens, batch, host_free) else [size]
-    for coded in _coded_configs(config, sizes, tokens):
+        plain = config.replace(index="device", index_options=size)
+        room = has_room_for_rows(shape, plain, tokens, host_free, batch)
+        sizes += [_with_rows(plain), plain] if room else [plain]
+    for coded in _coded_configs(sizes, tokens):
         needed = _needed(shape, coded, tokens, batch, free)
         if needed <= free:
             taken = f"; prefill_chunk={coded.prefill_chunk} makes room for them and is taken for this read"
@@ -174,28 +182,27 @@ def chosen_index(
     return config
 
 
-def _has_room_for_rows(
-    shape: ModelShape, configs: tuple[Config, Config], tokens: int, batch: int, host_free: int
-) -> bool:
+def has_room_for_rows(shape: ModelShape, config: Config, tokens: int, host_free: int, batch: int = 1) -> bool:
     """Whether rows that the device reads take no more than half of what keys and values leave of the host's memory.
 
-    configs: without and with them. Not without estimates: then the host attends.
+    config: without them. Not without estimates: then the host attends.
     """
-    plain, coded = (HostSize(shape, config, batch) for config in configs)
+    plain, coded = (HostSize(shape, one, batch) for one in (config, _with_rows(config)))
     rows = coded.index_bytes(tokens) - plain.index_bytes(tokens)
     held = plain.token_bytes * tokens + plain.index_bytes(tokens)
-    readable = RowShape(shape.key_dim, shape.value_dim).readable and configs[0].estimates
-    return readable and held + 2 * rows <= host_free
+    return RowShape(shape.key_dim, shape.value_dim).readable and config.estimates and held + 2 * rows <= host_free
 
 
-def _coded_configs(config: Config, sizes: Sequence[Mapping[str, Any]], tokens: int) -> Iterator[Config]:
-    """`config` with codes on the device, the preferred first: of all `sizes` with its chunk, then with half of it."""
-    chunk = min(config.prefill_chunk, tokens)
-    for options in sizes:
-        yield config.replace(index="device", index_options=options)
+def _with_rows(config: Config) -> Config:
+    return config.replace(index_options={**config.index_options, "int8_rows": True})
+
+
+def _coded_configs(sizes: Sequence[Config], tokens: int) -> Iterator[Config]:
+    """All `sizes`, the preferred first, with their chunk, then with half of it, and so on."""
+    yield from sizes
+    chunk = min(sizes[0].prefill_chunk, tokens)
     while (chunk := chunk // 2) >= LEAST_CHUNK:
-        for options in sizes:
-            yield config.replace(index="device", index_options=options, prefill_chunk=chunk)
+        yield from (one.replace(prefill_chunk=chunk) for one in sizes)
 
 
 def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:
@@ -209,13 +216,17 @@ def reading_layout(model_config: Any, config: Config, tokens: int, free: int | N
 
     free: bytes of device memory beside what is there already; None: not known, and the first of `layouts` is taken.
     """
-    try:
-        shape = None if free is None else model_shape(model_config, None)
-    except RetrievalAttentionError:
-        shape = None
+    shape = _known_shape(model_config)
     if free is None or shape is None:
         return layouts(config)[0]
     return _sized(shape, config, tokens, batch, free).layout
+
+
+def _known_shape(model_config: Any) -> ModelShape | None:
+    try:
+        return model_shape(model_config, None)
+    except RetrievalAttentionError:
+        return None
 
 
 def _sized(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> DeviceSize:

@@ -9,20 +9,29 @@ parts, so that no request of the bus brings anything else; their steps, which wo
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+import weakref
 
 import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.codes.codes import capacity_for
 from retrieval_attn.gpu.codes.reach import ReachEntry, RowShape
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.formats import Format
+from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.host_rows import as_device, host_rows
 from retrieval_attn.offload.managed import has_managed, populate
+from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import pack, stored_on
+from retrieval_attn.store.mapped import populate as read_in
 
+log = logging.getLogger(__name__)
+AT_ONCE = 1 << 14
+"""Tokens of a segment whose rows are made at a time, of what the host stores."""
 WORD = torch.int32
 """Rows are written by numbers of it."""
 
@@ -122,6 +131,49 @@ def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRow
         empty.first = start
     if isinstance(rounded, RoundedRows) and rounded.first + rounded.length == start:
         rounded.write(keys, values)
+
+
+class RowsUnderWay:
+    """In the place of rows that a thread makes, or could not make."""
+
+    nbytes = device_nbytes = 0
+
+    def cut(self, length: int) -> None:
+        """There are none, and a frozen segment is not cut."""
+
+
+def ask_for_rows(segment: Segment, device: torch.device) -> None:
+    """Have a thread make rows of a segment without any, if nothing is added to it any more: of a context that was
+    opened, say. Plans find them once they are there.
+    """
+    if segment.rounded is None and segment.frozen:
+        segment.rounded = RowsUnderWay()
+        _makers().submit(_make_rows, weakref.ref(segment), device)
+
+
+def _make_rows(reference: weakref.ref[Segment], device: torch.device) -> None:
+    segment = reference()
+    if segment is None:
+        return
+    dims = (segment.fmt.dim_of(array) for array in (segment.keys, segment.values))
+    try:
+        rows = RoundedRows(len(segment.keys), RowShape(*dims), segment.length, device)
+        for start in range(0, segment.length, AT_ONCE):
+            stored = segment.read(start, min(start + AT_ONCE, segment.length))
+            for array in stored:
+                for head in array:
+                    read_in(head)
+            with beside(device):
+                rows.write(*(stored_on(device, array, segment.fmt) for array in stored))
+    except (RetrievalAttentionError, OSError, torch.OutOfMemoryError) as error:
+        log.info("the host attends to what is named of %d tokens: no rows for a device (%s)", segment.length, error)
+        return
+    segment.rounded = rows
+
+
+@functools.cache
+def _makers() -> ThreadPool:
+    return ThreadPool(1, "retrieval_attn-rows")
 
 
 @functools.cache

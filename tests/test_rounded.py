@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
@@ -26,7 +29,7 @@ from retrieval_attn.store.store import ContextStore
 from tests.graph_cases import CONFIG, Decoded, enabled
 from tests.test_finer_codes import TOKENS, answer, context_of, ids_of
 from tests.test_memory_plan import llama3_8b
-from tests.test_reached import REACHED
+from tests.test_reached import REACHED, kinds_of
 from tests.tiny_models import build_model
 
 HEADS, DIMS = 2, (32, 48)
@@ -130,6 +133,40 @@ def test_forks_share_rows_and_count_them() -> None:
     fork = done.cache.fork()
     assert [id(one) for one in rows_in(fork)] == [id(one) for one in held]
     assert fork.device_nbytes == done.cache.device_nbytes
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_rows_go_with_their_cache() -> None:
+    """A captured step that read them does not keep them: 8 GiB, of 128K tokens of an 8B model."""
+    model = enabled("llama")
+    done = Decoded(model, True, config=CONFIG.replace(**REACHED), prompt=200, new=3)
+    decoder, held = done.decoder, [weakref.ref(one) for one in rows_in(done.cache)]
+    assert any(any(reads) for reads in kinds_of(decoder))
+    del done
+    gc.collect()
+    assert decoder.graphs and held and not any(one() for one in held)
+    reaches: list[Any] = [host._reached for slot in decoder.slots for host in slot.hosts]
+    assert reaches and not any(entry for one in reaches for entry in (*one._reach.entries, *one._known))
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_plans_look_at_rows_once() -> None:
+    """A batch is planned again whenever a row joins: what the others read is known."""
+    segment, kv = Segment(HEADS, 900, *DIMS, Format.FLOAT32), numbers(60, 1)
+    appended(segment, kv, new_rows(*kv))
+    held: Any = segment.rounded
+    first = held.entries(segment, 16, 60, 7)
+    assert held.entries(segment, 16, 60, 7) is first
+    assert held.entries(segment, 16, 60, 8) is not first
+    reach = KeyReach(HEADS, RowShape(*DIMS), torch.device("cpu"))
+    reach.bind(first)
+    before = reach.table.clone()
+    reach.bind([first[0], None])
+    assert torch.equal(reach.table[0], before[0]) and not reach.table[1].any()
+    reach.forget(slice(0, 1))
+    assert reach.entries == [None, None]
+    reach.bind(first)
+    assert torch.equal(reach.table, before)
 
 
 def made_rows() -> None:

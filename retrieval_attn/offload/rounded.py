@@ -50,6 +50,7 @@ class RoundedRows:
         self.shape, self.first, self.length = shape, 0, 0
         self._heads, self._device, self._turn = heads, device, threading.Lock()
         self._taken: torch.cuda.Event | None = None
+        self._asked: tuple[tuple[int, ...], list[ReachEntry]] | None = None
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
             stream = _taking(device)
@@ -104,9 +105,12 @@ class RoundedRows:
             if stop > self.first + self.length:
                 stored = segment.read(self.first + self.length, stop)
                 self.write(*(stored_on(self._device, array, segment.fmt) for array in stored))
-            span = slice(start - self.first, stop - self.first)
-            own = zip(self._rows.view(torch.int8)[:, span], self._steps[:, span], strict=True)
-            return [ReachEntry(rows, steps, stop - start, least) for rows, steps in own]
+            asked = start, stop, least, self._rows.data_ptr()
+            if self._asked is None or self._asked[0] != asked:  # the same objects, which plans know again
+                span = slice(start - self.first, stop - self.first)
+                own = zip(self._rows.view(torch.int8)[:, span], self._steps[:, span], strict=True)
+                self._asked = asked, [ReachEntry(rows, steps, stop - start, least) for rows, steps in own]
+            return self._asked[1]
 
     def cut(self, length: int) -> None:
         """The segment's tokens from `length` on are others."""
@@ -126,6 +130,8 @@ def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRow
     those of all before. empty: for a segment whose first tokens they are. Raises MemoryPlanError.
     """
     start, rounded = segment.length - keys.shape[1], segment.rounded
+    if start < 0:  # they went to two segments
+        return
     if rounded is None and empty is not None:
         rounded = segment.rounded = empty
         empty.first = start

@@ -146,7 +146,7 @@ class HostRows:
         self._reached, self._has_late = None, False
         self._beside: object = None
         if codes is not None and reached.device_reads(layer) and stored.readable:
-            self._reached = ReachedRows(batch * kv_heads, count, room, stored, self._tally, codes.named)
+            self._reached = ReachedRows(kv_heads, (batch, room), stored, self._tally, codes.named, tables)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -329,7 +329,7 @@ class HostRows:
         if self._mass is not None:
             self._mass.forget(own)
         if self._reached is not None:
-            self._reached.forget()
+            self._reached.forget(place)
 
 
 _NOTHING = CodedPieces([], [], None, None)

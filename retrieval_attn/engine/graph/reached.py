@@ -7,7 +7,6 @@ yet; where no row of the batch has such keys, the step is recorded without a hos
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +21,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
+from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostPart
 from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
 
@@ -50,38 +50,46 @@ class ReachedRows:
     ids: (rows * q_heads, room) int32, where the search names keys, in the order of queries.
     """
 
-    def __init__(self, entries: int, queries: int, room: int, shape: RowShape, tally: Tensor, least: int) -> None:
-        """entries: key-value heads of all rows. tally: as in `HostPart`. least: keys that a search names at least."""
-        device = tally.device
-        self._reach, self._least, self._nothing = KeyReach(entries, shape, device), least, torch.zeros_like(tally[:, 0])
-        self._tally = tally
-        self.ids = torch.full((queries, room), -1, dtype=torch.int32, device=device)
+    def __init__(
+        self, heads: int, sizes: tuple[int, int], shape: RowShape, tally: Tensor, least: int, tables: SharedTables
+    ) -> None:
+        """heads: key-value heads of a row. sizes: rows, and keys that a query may have named. tally: as in `HostPart`.
+        least: keys that a search names at least. tables: see `KeyReach`.
+        """
+        (rows, room), device = sizes, tally.device
+        self._reach, self._heads, self._least = KeyReach(rows * heads, shape, device, tables), heads, least
+        self._tally, self._nothing = tally, torch.zeros_like(tally[:, 0])
+        self._known: dict[int, tuple[CodedPieces, list[ReachEntry]]] = {}  # as found last, by the number of the path
+        self.ids = torch.full((len(tally), room), -1, dtype=torch.int32, device=device)
         self.found: Partial | None = None
 
     def bind(self, paths: Sequence[SequenceKV | None], apart: Sequence[CodedPieces], rows_of: list[list[int]]) -> bool:
         """Take the coded keys of a planned step; whether the device reads all of them. paths: None: nobody's row."""
-        found = [
-            [] if path is None else reach_entries(path, one, self._least)
-            for path, one in zip(paths, apart, strict=True)
-        ]
-        if any(one is None for one in found):
-            self.forget()
-            return False
-        heads = len(self._reach.entries) // sum(map(len, rows_of))
+        known, self._known = self._known, {}
         entries: list[ReachEntry | None] = [None] * len(self._reach.entries)
-        for members, one in zip(rows_of, found, strict=True):
-            for row, head in itertools.product(members, range(heads if one else 0)):
-                entries[row * heads + head] = one[head] if one else None
+        for number, (path, one, members) in enumerate(zip(paths, apart, rows_of, strict=True)):
+            if path is None:
+                continue
+            before = known.get(number)
+            found = before[1] if before is not None and before[0] is one else reach_entries(path, one, self._least)
+            if found is None:
+                self.forget()
+                return False
+            self._known[number] = one, found
+            for row in members:
+                entries[row * self._heads : row * self._heads + len(found)] = found
         self._reach.bind(entries)
         return True
 
     def bind_nothing(self) -> None:
         """No row has any keys."""
+        self._known = {}
         self._reach.bind([None] * len(self._reach.entries))
 
-    def forget(self) -> None:
-        """Let go of keys and values until the next plan."""
-        self._reach.forget()
+    def forget(self, row: int | None = None) -> None:
+        """Let go of keys and values, or of those of one row, until the next plan."""
+        self._known = {}
+        self._reach.forget(slice(None) if row is None else slice(row * self._heads, (row + 1) * self._heads))
 
     def run(self, query: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> None:
         """Record: attend query (rows, q_heads, 1, head_dim) to what `ids` name."""

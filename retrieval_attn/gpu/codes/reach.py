@@ -20,7 +20,7 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes.table import TableWriter
+from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
@@ -71,8 +71,10 @@ class KeyReach:
     A query for which fewer than `least` keys are named gets exact attention to all of its head's: scores failed.
     """
 
-    def __init__(self, entries: int, shape: RowShape, device: torch.device) -> None:
-        """entries: key-value heads of all rows. Raises BackendError for rows that kernels do not read."""
+    def __init__(self, entries: int, shape: RowShape, device: torch.device, tables: SharedTables | None = None) -> None:
+        """entries: key-value heads of all rows. tables: where its table lies, which are then uploaded before `run`;
+        None: in memory of its own. Raises BackendError for rows that kernels do not read.
+        """
         if not shape.readable:
             raise BackendError(
                 f"rows of {shape.head_dim} and {shape.value_dim} numbers are no multiples of {WIDE} bytes; the host "
@@ -80,17 +82,26 @@ class KeyReach:
             )
         self.shape = shape
         self.entries: list[ReachEntry | None] = [None] * entries
-        self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
-        self._writer = TableWriter(self.table)
+        self._written: list[list[int]] = [[0] * TABLE_WORDS for _ in range(entries)]
+        self._writer: Writer
+        if tables is None:
+            self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
+            self._writer = TableWriter(self.table)
+        else:
+            self.table, self._writer = tables.take(entries, TABLE_WORDS, device)
 
     def bind(self, entries: Sequence[ReachEntry | None]) -> None:
         """Rows of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.
 
         Raises BackendError for rows of another shape, or that begin elsewhere than kernels read.
         """
-        rows = [[0] * TABLE_WORDS if entry is None else self._row(entry) for entry in entries]
+        for number, (entry, before) in enumerate(zip(entries, self.entries, strict=True)):
+            if entry is None:
+                self._written[number] = [0] * TABLE_WORDS
+            elif entry is not before:  # to look at tensors takes longer than all the rest
+                self._written[number] = self._row(entry)
         self.entries = list(entries)
-        self._writer.write(rows)
+        self._writer.write(self._written)
 
     def _row(self, entry: ReachEntry) -> list[int]:
         tokens, begins = len(entry.rows), []
@@ -111,9 +122,9 @@ class KeyReach:
             raise BackendError(f"there are {entry.ids} ids, but {tokens} rows")
         return [*begins, entry.ids, entry.least]
 
-    def forget(self) -> None:
-        """Let rows go; `bind` names others before the next `run`."""
-        self.entries = [None] * len(self.entries)
+    def forget(self, own: slice = slice(None)) -> None:
+        """Let the rows of these entries go; `bind` names others before the next `run`."""
+        self.entries[own] = [None] * len(self.entries[own])
 
     def run(self, query: Tensor, ids: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> Partial:
         """Attend query (batch, q_heads, 1, head_dim) to what ids (batch * q_heads, room) int32 name; -1: no key.

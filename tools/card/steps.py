@@ -23,6 +23,7 @@ from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.eval.flags import as_tokens
+from tools.card.near import add_read_window, near_reads
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 
 QUESTION = 16
@@ -101,6 +102,7 @@ def main() -> int:
     parser.add_argument("--length", type=as_tokens, default=2048, help="of each prompt")
     parser.add_argument("--tokens", type=as_tokens, default=256, help="of each answer")
     parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
+    add_read_window(parser)
     args = parser.parse_args()
     found: dict[str, Any] = {"rows": args.rows, "length": args.length}
     with emulated() if args.emulate else ExitStack():
@@ -108,10 +110,14 @@ def main() -> int:
         usual = default_limits(llm.model, llm.config)
         # what is read beside the first rows need not wait for them: only steps are timed
         limits = replace(usual, rows=args.rows, pages=args.rows + usual.ahead, inter_token_seconds=READ_SECONDS)
-        with ra.Engine(llm, limits=limits) as engine:
+        # of prompts that take much of the memory, too, as each of 128K tokens does
+        with ra.Engine(llm, limits=limits, shared_bytes=limits.host_bytes // 2) as engine:
             engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
+            if args.read_window is not None:
+                subject.simplifications.append(f"chunks were read with the {args.read_window} tokens before them alone")
             prompts = [subject.ids(args.length) for _ in range(args.rows)]
-            answer(engine, prompts, 1, ra.RowDraw())  # all but QUESTION is known from now on: rows come together
+            with near_reads(args.read_window):
+                answer(engine, prompts, 1, ra.RowDraw())  # all but QUESTION is known from now on: rows come together
             for name, draw in (("", ra.RowDraw()), ("sampled_", SAMPLED)):
                 with Clock(args.rows) as clock:
                     answer(engine, prompts, args.tokens, draw)

@@ -10,15 +10,19 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.context import stream_after
-from retrieval_attn.errors import BackendError
+from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
 from retrieval_attn.index.base import Training
-from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.index.device import SPARE_TOKENS, DeviceIndex
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.memory.plan import plan
 from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.offload.finer import CodesOnHost
 from retrieval_attn.store import ContextStore
 from tests.graph_cases import CONFIG, FINER
+from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model
 
 TOKENS = 900
@@ -86,10 +90,47 @@ def test_opened_where_a_device_cannot_read_them(tmp_path: Path, monkeypatch: pyt
     plain.read(ids_of(context, TOKENS), progress=False)
     again = context_of(config).open("finer", store=store, progress=False)
     indexes: list[Any] = list(again.cache.coded_indexes)
-    assert all(one.codes.device.finer is None and one.codes.finer_nbytes == 0 for one in indexes)
+    assert all(one.codes.device.finer is None and one.codes.host_nbytes == 0 for one in indexes)
     question = ids_of(context, 8)
     assert answer(again, question) == answer(plain, question)
     again.kept.wait()
+
+
+@pytest.mark.parametrize("options", [{"key_bytes": 16}, FINER["index_options"]])
+def test_all_codes_on_the_host(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is that by codes on the device; bytes are the host's; saved, opened and longer than expected."""
+    monkeypatch.setattr("retrieval_attn.offload.codes.SPARE_TOKENS", 16)
+    told = []
+    for on_host in (False, True):
+        config = CONFIG.replace(**{**FINER, "index_options": {**options, "codes_on_host": on_host}}, graph=False)
+        context = context_of(config)
+        ids, question = ids_of(context, TOKENS + 1500), ids_of(context, 8)
+        context.read(ids[:TOKENS], progress=False)
+        first = answer(context, question)
+        store = ContextStore(tmp_path / str(on_host))
+        context.save("codes", store=store)
+        context.extend(ids[TOKENS:])
+        indexes: list[Any] = list(context.cache.coded_indexes)
+        again = context_of(config).open("codes", store=store, progress=False)
+        opened: list[Any] = list(again.cache.coded_indexes)
+        assert answer(again, question) == first
+        again.kept.wait()
+        told.append((first, answer(context, question)))
+        for one in (*indexes, *opened):
+            assert isinstance(one.codes.device, CodesOnHost) == on_host
+            assert (one.device_nbytes == 0) == on_host and one.codes.host_nbytes >= on_host * len(one) * 8
+    assert told[0] == told[1]
+
+
+def test_what_codes_on_the_host_take() -> None:
+    """Of Llama-3-8B's 128K, 24 bytes a key: .8 GiB on the host in place of the GPU, which has scores and clusters."""
+    options = [{"key_bytes": 24, "codes_on_host": where} for where in (False, True)]
+    plans = [plan(llama3_8b(), 131072, config={"index": "device", "index_options": one}) for one in options]
+    heads = 32 * 8
+    assert plans[1].host_bytes - plans[0].host_bytes == heads * 131072 * 24
+    assert plans[0].device_bytes - plans[1].device_bytes == heads * (131072 + SPARE_TOKENS) * 24
+    with pytest.raises(ConfigError, match="codes_on_host"):
+        IndexSpec.of("device", {"codes_on_host": "yes"})
 
 
 def test_a_search_by_finer_codes_needs_some() -> None:

@@ -145,7 +145,7 @@ def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
     shared, segment = path.clusters.shared, segment_of(path, piece)
     if shared.mean_values is None:
         return None
-    device = piece.indexes[0].device_codes(1, piece.high - piece.index_first).codes.device
+    device = piece.indexes[0].device_codes(1, piece.high - piece.index_first).device
     held = shared.on_devices.setdefault(segment, {})
     known: _SegmentClusters | None = held.get(device)
     if known is None or known.first != piece.index_first:

@@ -24,7 +24,7 @@ def reach_entries(path: SequenceKV, one: CodedPieces, least: int) -> list[ReachE
         return None
     segment, coded_keys = segment_of(path, piece), one.codes[0]
     assert coded_keys is not None
-    ask_for_rows(segment, coded_keys[0].codes.device)
+    ask_for_rows(segment, coded_keys[0].device)
     if not isinstance(segment.rounded, RoundedRows) or piece.index_first < segment.rounded.first:
         return None
     return segment.rounded.entries(segment, piece.index_first, piece.high, least)

@@ -149,6 +149,11 @@ class KeyIndex(SearchedInSteps, ABC):
         return DeviceBytes()
 
     @classmethod
+    def codes_on_host(cls, options: Any) -> bool:
+        """Whether codes that a device scans lie in host memory."""
+        return False
+
+    @classmethod
     def device_rows(cls, options: Any) -> bool:
         """Whether the host holds keys and values once more, as rows that a device reads: `offload/rounded.py`."""
         return False

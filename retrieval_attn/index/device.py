@@ -79,12 +79,12 @@ class KeyCodes(Protocol):
     """The codes of one head's keys, wherever they lie."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes and of room for more."""
+    def device_nbytes(self) -> int:
+        """Bytes of codes in device memory, and of room for more."""
 
     @property
-    def finer_nbytes(self) -> int:
-        """The same of finer codes, which lie on the host."""
+    def host_nbytes(self) -> int:
+        """The same of host memory: of finer codes, and of all where a device reads them there."""
 
     def add(self, keys: npt.NDArray[Any]) -> None:
         """Code keys (n, head_dim), as stored, behind the others. Raises NotFiniteError for NaN or infinity."""
@@ -130,12 +130,12 @@ class HostCodes:
         return codes
 
     @property
-    def nbytes(self) -> int:
-        return self._codes.nbytes
+    def device_nbytes(self) -> int:
+        return 0
 
     @property
-    def finer_nbytes(self) -> int:
-        return 0 if self._finer is None else self._finer.nbytes
+    def host_nbytes(self) -> int:
+        return self._codes.nbytes + (0 if self._finer is None else self._finer.host_nbytes)
 
     def add(self, keys: npt.NDArray[Any]) -> None:
         numbers = to_float32(keys, self._fmt)
@@ -169,7 +169,8 @@ class DeviceOptions:
     """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys picked by them per key wanted.
     finer_bytes: per key, of finer codes in host memory, by which fewer of these get an exact score; 0: there are none,
     and all do. int8_rows: the host holds keys and values once more, as int8 rows, which captured steps have the device
-    read where others have the host attend; with estimates alone (`Config.tail`).
+    read where others have the host attend; with estimates alone (`Config.tail`). codes_on_host: codes lie in host
+    memory as well, and the device reads all of them there at the bus's rate: where it has no room for any.
 
     Raises ConfigError for other values.
     """
@@ -178,6 +179,7 @@ class DeviceOptions:
     rescore: int = RESCORE
     finer_bytes: int = 0
     int8_rows: bool = False
+    codes_on_host: bool = False
 
     def __post_init__(self) -> None:
         check_key_bytes(self.key_bytes)
@@ -189,8 +191,9 @@ class DeviceOptions:
                     f"finer_bytes={self.finer_bytes} must be more than key_bytes={self.key_bytes}, which is to be "
                     "given, too: index_options such as {'key_bytes': 24, 'rescore': 12, 'finer_bytes': 64}"
                 )
-        if not isinstance(self.int8_rows, bool):
-            raise ConfigError(f"int8_rows must be True or False, got {self.int8_rows!r}")
+        for name in ("int8_rows", "codes_on_host"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
 
     def bytes_for(self, head_dim: int) -> int:
         """Bytes per key, at most one per number."""
@@ -242,12 +245,20 @@ class DeviceIndex(RunsIndex):
     @classmethod
     def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
         finer, rows = options.finer_for(head.head_dim), options.int8_rows * (head.head_dim + head.value_dim)
-        texts = ["a finer code of every key"] * bool(finer) + ["int8 rows that the GPU reads"] * bool(rows)
-        return (HeldBytes(finer + rows, None, f"{' and '.join(texts) or 'no bytes'}: codes lie on the GPU"),)
+        codes = options.codes_on_host * options.bytes_for(head.head_dim)
+        texts = ["a code of every key"] * bool(codes) + ["a finer code of every key"] * bool(finer)
+        texts += ["int8 rows that the GPU reads"] * bool(rows)
+        where = "the GPU reads codes there" if codes else "codes lie on the GPU"
+        return (HeldBytes(codes + finer + rows, None, f"{' and '.join(texts) or 'no bytes'}: {where}"),)
 
     @classmethod
     def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:
-        return DeviceBytes(options.bytes_for(head_dim) + options.int8_rows * ROW_STEPS_BYTES)
+        codes = 0 if options.codes_on_host else options.bytes_for(head_dim)
+        return DeviceBytes(codes + options.int8_rows * ROW_STEPS_BYTES)
+
+    @classmethod
+    def codes_on_host(cls, options: DeviceOptions) -> bool:
+        return options.codes_on_host
 
     @classmethod
     def device_rows(cls, options: DeviceOptions) -> bool:
@@ -386,13 +397,13 @@ class DeviceIndex(RunsIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory: finer codes, where a device holds the others."""
-        return self.codes.finer_nbytes + (self.codes.nbytes if isinstance(self.codes, HostCodes) else 0)
+        """Bytes of host memory: codes that a device does not hold."""
+        return self.codes.host_nbytes
 
     @property
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
-        return 0 if isinstance(self.codes, HostCodes) else self.codes.nbytes
+        return self.codes.device_nbytes
 
 
 def named_count(rescore: int, k: int, estimated: bool) -> int:

@@ -83,12 +83,16 @@ class IndexSpec:
         return self.cls.device_bytes(self.options, head_dim)
 
     @property
+    def codes_on_host(self) -> bool:
+        return self.cls.codes_on_host(self.options)
+
+    @property
     def device_rows(self) -> bool:
         return self.cls.device_rows(self.options)
 
     def keeps_codes(self, head_dim: int) -> bool:
-        """Whether a device keeps codes of the keys, for as long as the index lives."""
-        return self.device_bytes(head_dim).held > 0
+        """Whether a device scans codes of the keys, for as long as the index lives."""
+        return self.code_shape(head_dim, 1) is not None
 
     def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> CodeSizes | None:
         return self.cls.code_shape(self.options, head_dim, k, estimated)

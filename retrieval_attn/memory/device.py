@@ -106,12 +106,19 @@ class DeviceSize:
         return IndexSpec.of(self.options.index, self.options.index_options).device_bytes(self.shape.key_dim)
 
     @property
+    def coded(self) -> bool:
+        """Whether the device scans codes of the keys."""
+        from retrieval_attn.index.spec import IndexSpec
+
+        options = IndexSpec.of(self.options.index, self.options.index_options)
+        return bool(self.shape.full_layers) and options.keeps_codes(self.shape.key_dim)
+
+    @property
     def coded_token_bytes(self) -> int:
         """Bytes per token of context, in prefill and after it, of an index that keeps codes on the device: the codes,
         and a score per query head that all layers share.
         """
-        codes = self._codes_of_token
-        return codes + 4 * self.batch * self.shape.q_heads if codes else 0
+        return self._codes_of_token + 4 * self.batch * self.shape.q_heads if self.coded else 0
 
     @property
     def _codes_of_token(self) -> int:
@@ -183,7 +190,7 @@ def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
     from retrieval_attn.memory.clusters import device_head_bytes, mass_bytes
 
     shape = size.shape
-    if not size.codes.held or not size.options.estimates:
+    if not size.coded or not size.options.estimates:
         return 0, 0
     heads = size.batch * shape.full_layers * shape.kv_heads
     rows = size.batch if size.batch == 1 else size.batch - size.batch // 2  # a captured step takes them in halves

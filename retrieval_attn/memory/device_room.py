@@ -67,13 +67,14 @@ class IndexChoice:
         self._decided = False
 
     def take(self, decided: Config, tokens: int) -> None:
-        """The index is the one that `config` named when a saved context of so many tokens was read, but for finer codes
-        that the device here cannot read. Rows that a device reads are not saved: they are made where the host here has
-        room for them.
+        """The index is the one that `config` named when a saved context of so many tokens was read, but for codes on
+        the host that the device here cannot read. Rows that a device reads are not saved: they are made where the host
+        here has room for them.
         """
         model, options = self._loaded, dict(decided.index_options)
-        if options.get("finer_bytes") and model is not None and not reads_host(input_device(model)):
-            del options["finer_bytes"]
+        on_host = {"finer_bytes", "codes_on_host"}.intersection(options)
+        if on_host and model is not None and not reads_host(input_device(model)):
+            options = {name: value for name, value in options.items() if name not in on_host}
             decided = decided.replace(index_options=options)
         if model is not None and decided.index == "device" and self._requested.index == "auto":
             options.pop("int8_rows", None)

@@ -26,7 +26,7 @@ from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.finer import FinerRows, reads_host
+from retrieval_attn.offload.finer import CodesOnHost, reads_host
 from retrieval_attn.offload.host_rows import host_rows
 from retrieval_attn.offload.staging import pinned
 from retrieval_attn.offload.threads import ThreadPool
@@ -48,10 +48,19 @@ Loan = tuple[Tensor, torch.cuda.Event | None]
 
 
 class CodeMemory(NamedTuple):
-    """Memory for the codes of one head, (tokens, bytes) uint8: on the device, and of finer ones on the host."""
+    """Memory for the codes of one head, (tokens, bytes) uint8: on the device, or like that of finer ones on the host.
+
+    on: the device that reads codes on the host; None: they lie on the one that does.
+    """
 
     codes: Tensor
     finer: Tensor | None = None
+    on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """What reads them."""
+        return self.codes.device if self.on is None else self.on
 
 
 class HeadSlabs:
@@ -76,12 +85,15 @@ class HeadSlabs:
 class DeviceCoder:
     """Makes codes for the heads of one layer (a `Coder`), in memory taken for all of them at once."""
 
-    def __init__(self, device: torch.device, heads: int, sent: SentCodes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, heads: int, sent: SentCodes | None = None, *, on_host: bool = False
+    ) -> None:
         """heads: key-value heads that codes will be asked for, again and again. sent: sends restored codes; without it
-        they are there when `restored` returns.
+        they are there when `restored` returns. on_host: codes lie in host memory, where the device reads them.
         """
-        self._device, self._sent, self._turn = device, sent, threading.Lock()
-        self._codes, self._finer = HeadSlabs(heads, device, _taken), HeadSlabs(heads, device, host_rows)
+        self._device, self._sent, self._turn, self._on_host = device, sent, threading.Lock(), on_host
+        self._codes = HeadSlabs(heads, device, host_rows if on_host else _taken)
+        self._finer = HeadSlabs(heads, device, host_rows)
         self._lent: Loan | None = None
 
     def for_head(self, head: int) -> HeadCoder:
@@ -139,7 +151,7 @@ class DeviceCoder:
         """Memory for the codes of one head, on the stream of `beside`."""
         tokens = capacity_for(expected + SPARE_TOKENS)
         host = None if finer is None else self._finer.take(tokens, finer.key_bytes)
-        return CodeMemory(self._codes.take(tokens, space.key_bytes), host)
+        return CodeMemory(self._codes.take(tokens, space.key_bytes), host, self._device if self._on_host else None)
 
 
 class SentCodes:
@@ -159,7 +171,7 @@ class SentCodes:
         self, space: CodeSpace, fmt: Format, memory: CodeMemory, rows: CodeRows, finer: CodeSpace | None
     ) -> HeadCodes:
         """The codes of the first keys of a head, on a GPU; they leave with the next `flush`."""
-        device = memory.codes.device
+        device = memory.device
         there = _empty_codes(memory, self._space(space, device), None if finer is None else self._space(finer, device))
         there.hold(len(rows.codes))
         codes = HeadCodes(there, fmt, sent=self)
@@ -226,12 +238,12 @@ class _Spaces:
 
 def _empty_codes(memory: CodeMemory, space: DeviceSpace, finer: DeviceSpace | None) -> DeviceCodes:
     """Codes of no keys."""
-    rows = None if finer is None or memory.finer is None else FinerRows(finer, memory.finer)
-    return DeviceCodes(space, memory.codes, rows)
+    rows = None if finer is None or memory.finer is None else CodesOnHost(finer, memory.finer)
+    return (DeviceCodes if memory.on is None else CodesOnHost)(space, memory.codes, rows)
 
 
 def _send(some: list[tuple[HeadCodes, CodeRows]]) -> None:
-    device = some[0][0].device.codes.device
+    device = some[0][0].device.device
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(_sending_stream(device)):
         stream = torch.cuda.current_stream(device)
         stream.wait_stream(_stream(device))  # what had the memory before
@@ -271,18 +283,19 @@ class HeadCodes:
         cls, space: CodeSpace, fmt: Format, memory: CodeMemory, finer: CodeSpace | None = None, lent: Loan | None = None
     ) -> HeadCodes:
         """memory: where codes will go. Within `beside` of its device."""
-        spaces = _Spaces(space, 1 if finer is None else 2, memory.codes.device)
+        spaces = _Spaces(space, 1 if finer is None else 2, memory.device)
         there = spaces.add(space), None if finer is None else spaces.add(finer)
         spaces.send()
         return cls(_empty_codes(memory, *there), fmt, lent)
 
     @property
-    def nbytes(self) -> int:
-        return self.device.codes.nbytes
+    def device_nbytes(self) -> int:
+        return 0 if isinstance(self.device, CodesOnHost) else self.device.codes.nbytes
 
     @property
-    def finer_nbytes(self) -> int:
-        return 0 if self.device.finer is None else self.device.finer.codes.nbytes
+    def host_nbytes(self) -> int:
+        finer = 0 if self.device.finer is None else self.device.finer.codes.nbytes
+        return finer + (self.device.codes.nbytes if isinstance(self.device, CodesOnHost) else 0)
 
     def fill(self, rows: CodeRows) -> None:
         """These are the codes of the first keys, which were coded before; of as many as were expected at most.
@@ -310,7 +323,7 @@ class HeadCodes:
             self._sent.wait()  # more room may be taken for all of them
             self._sent = None
         codes = self.device
-        device, length = codes.codes.device, codes.length
+        device, length = codes.device, codes.length
         with beside(device):
             try:
                 for rows in self._on_device(keys, device):
@@ -351,7 +364,7 @@ class HeadCodes:
         self.device.hold(min(length, self.device.length))
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
-        where = self.device.codes.device
+        where = self.device.device
         with beside(where):
             found: np.ndarray[Any, Any] = (
                 name_keys(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()

@@ -1,6 +1,7 @@
-"""Finer codes of a layer's keys: in host memory, where the device reads those of the keys that it picked.
+"""Codes of a layer's keys in host memory that a device reads: finer ones, of the keys that it picked, or all of them.
 
-What kernels do with them, `gpu/codes/search.py` says.
+What kernels do with them, `gpu/codes/search.py` says. A scan of codes there takes as long as the bus takes to bring
+them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ PROBED_ROWS, PROBED_BYTES = 1 << 18, 64
 """What is taken to see whether it can be had: more than containers let a process lock that may lock little."""
 
 
-class FinerRows(DeviceCodes):
+class CodesOnHost(DeviceCodes):
     """Codes as `DeviceCodes`, whose space is on the device and whose rows are in host memory."""
 
     def _room(self, tokens: int) -> Tensor:
-        return host_rows(1, tokens, self.codes.shape[1], self.space.shift.device)[0]
+        return host_rows(1, tokens, self.codes.shape[1], self.device)[0]
 
 
 @functools.cache

@@ -53,11 +53,16 @@ def made(dim: int, key_bytes: int, count: int, seed: int = 0) -> tuple[CodeSpace
     return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
 
 
-def on(device: str, space: CodeSpace, keys: np.ndarray[Any, Any], finer: CodeSpace | None = None) -> DeviceCodes:
+def on(
+    device: str, space: CodeSpace, keys: np.ndarray[Any, Any], finer: CodeSpace | None = None, on_host: bool = False
+) -> DeviceCodes:
     where = torch.device(device)
-    memory = torch.empty(7, space.key_bytes, dtype=torch.uint8, device=where)
     rows = None if finer is None else host_rows(1, 7, finer.key_bytes, where)[0]
-    codes = HeadCodes.empty(space, Format.FLOAT32, CodeMemory(memory, rows), finer).device
+    if on_host:
+        memory = CodeMemory(host_rows(1, 7, space.key_bytes, where)[0], rows, where)
+    else:
+        memory = CodeMemory(torch.empty(7, space.key_bytes, dtype=torch.uint8, device=where), rows)
+    codes = HeadCodes.empty(space, Format.FLOAT32, memory, finer).device
     for some in torch.from_numpy(keys).to(device).split(300):
         assert codes.add(some)
     return codes
@@ -186,6 +191,25 @@ def test_sizes_of_long_contexts(keys: int, wanted: int) -> None:
     assert rows == named(search, query, room=keys)
     for i, found in enumerate(rows):
         check_named(found, search, codes[i // 4], sizes[i // 4], query[i // 4, i % 4])
+
+
+@pytest.mark.parametrize("finer", [None, 32])
+@pytest.mark.parametrize("count", [1000, 700])
+def test_codes_on_the_host_are_scanned_there(device: str, count: int, finer: int | None) -> None:
+    """They are the same bytes, and so are the keys that are named."""
+    space, keys = made(64, 16, count)
+    more = None if finer is None else made(64, finer, count)[0]
+    codes = [on(device, space, keys, more, on_host) for on_host in (False, True)]
+    assert [one.codes.device.type for one in codes] == [device, "cpu"]
+    assert torch.equal(codes[0].codes[:count].cpu(), codes[1].codes[:count])
+    query = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(3)).to(device)
+    rows = []
+    for one in codes:
+        shape = CodeShape(16, 100) if finer is None else CodeShape(16, 100, finer, 40)
+        search = CodeSearch(1, 4, 1, shape, torch.device(device))
+        search.bind([(one, count)])
+        rows.append(named(search, query))
+    assert rows[0] == rows[1] and all(len(row) >= 40 for row in rows[0])
 
 
 @pytest.mark.parametrize("finer", [False, True])

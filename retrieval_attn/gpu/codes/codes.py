@@ -55,6 +55,11 @@ class DeviceCodes:
         """codes: memory to begin with, any contents; more is taken when keys outgrow it."""
         self.space, self.codes, self.finer, self.length = space, codes, finer, 0
 
+    @property
+    def device(self) -> torch.device:
+        """What scans the codes, wherever they lie."""
+        return self.space.shift.device
+
     def add(self, keys: Tensor) -> bool:
         """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
         stop = self.length + len(keys)

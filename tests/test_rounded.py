@@ -224,9 +224,9 @@ def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
     saved = ra.Config(index="device", index_options={"key_bytes": 32, "int8_rows": True})
     for free[0], options in ((0, {"key_bytes": 32}), (64 * GIB, {"key_bytes": 32, "int8_rows": True})):
         choice.take(saved, 1 << 16)
-        assert choice.config.index_options == options and choice.spec.device_rows == (len(options) == 2)
+        assert choice.config.index_options == options and choice.spec.host_reads.rows == (len(options) == 2)
     choice.take(ra.Config(index="sketch"), 1 << 16)
-    assert not choice.spec.device_rows
+    assert not choice.spec.host_reads.rows
 
 
 def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:

@@ -165,7 +165,7 @@ def restore_layer(
 def _restore_path(host: SequenceKV, states: Sequence[State], device: torch.device, codes: SentCodes) -> None:
     coder = None
     if host.spec.keeps_device_keys:
-        coder = DeviceCoder(device, host.num_kv_heads, codes, on_host=host.spec.codes_on_host)
+        coder = DeviceCoder(device, host.num_kv_heads, codes, on_host=host.spec.host_reads.codes)
     path_from_states([(one["host"], _of_host(some)) for one, some in states], host, coder)
     codes.flush()
 

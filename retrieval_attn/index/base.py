@@ -50,6 +50,15 @@ class DeviceBytes(NamedTuple):
     building: int = 0
 
 
+class HostReads(NamedTuple):
+    """What a device reads in host memory. codes: those that it scans. rows: of keys and values, which are held once
+    more, rounded (`offload/rounded.py`).
+    """
+
+    codes: bool = False
+    rows: bool = False
+
+
 class CodeSizes(NamedTuple):
     """What a captured step searches codes on the device by: bytes per key, and keys to pick by them; bytes of finer
     codes, and how many of those keys to keep by these, 0: all.
@@ -149,14 +158,9 @@ class KeyIndex(SearchedInSteps, ABC):
         return DeviceBytes()
 
     @classmethod
-    def codes_on_host(cls, options: Any) -> bool:
-        """Whether codes that a device scans lie in host memory."""
-        return False
-
-    @classmethod
-    def device_rows(cls, options: Any) -> bool:
-        """Whether the host holds keys and values once more, as rows that a device reads: `offload/rounded.py`."""
-        return False
+    def host_reads(cls, options: Any) -> HostReads:
+        """What a device reads in host memory."""
+        return HostReads()
 
     @classmethod
     def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> CodeSizes | None:

@@ -27,6 +27,7 @@ from retrieval_attn.index.base import (
     DeviceBytes,
     HeadShape,
     HeldBytes,
+    HostReads,
     SearchResult,
     StateValue,
     Training,
@@ -257,12 +258,8 @@ class DeviceIndex(RunsIndex):
         return DeviceBytes(codes + options.int8_rows * ROW_STEPS_BYTES)
 
     @classmethod
-    def codes_on_host(cls, options: DeviceOptions) -> bool:
-        return options.codes_on_host
-
-    @classmethod
-    def device_rows(cls, options: DeviceOptions) -> bool:
-        return options.int8_rows
+    def host_reads(cls, options: DeviceOptions) -> HostReads:
+        return HostReads(options.codes_on_host, options.int8_rows)
 
     @classmethod
     def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> CodeSizes:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import CodeSizes, DeviceBytes, HeadShape, HeldBytes, KeyIndex, Training
+from retrieval_attn.index.base import CodeSizes, DeviceBytes, HeadShape, HeldBytes, HostReads, KeyIndex, Training
 from retrieval_attn.index.formats import Format
 
 _kinds: dict[str, type[KeyIndex]] = {}
@@ -83,12 +83,8 @@ class IndexSpec:
         return self.cls.device_bytes(self.options, head_dim)
 
     @property
-    def codes_on_host(self) -> bool:
-        return self.cls.codes_on_host(self.options)
-
-    @property
-    def device_rows(self) -> bool:
-        return self.cls.device_rows(self.options)
+    def host_reads(self) -> HostReads:
+        return self.cls.host_reads(self.options)
 
     def keeps_codes(self, head_dim: int) -> bool:
         """Whether a device scans codes of the keys, for as long as the index lives."""

@@ -163,7 +163,7 @@ class IndexBuild:
             spec = job.host.spec
             stays = spec.keeps_codes(job.host.head_dim)  # codes are all there is to build
             coded = stays or (spec.keeps_device_keys and keys is not None)
-            on_host = spec.codes_on_host
+            on_host = spec.host_reads.codes
             coder = DeviceCoder(self._device, job.host.num_kv_heads, on_host=on_host) if coded else None
             each = None
             if self._overlaps:

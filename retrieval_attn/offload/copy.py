@@ -53,7 +53,7 @@ class KVCopy:
         self._rows.append((row, host, real))
         if real is None and len(host) == 0:
             self._whole.add(id(host))
-        if host.spec.device_rows and all(one.is_hole for one in host.segments):
+        if host.spec.host_reads.rows and all(one.is_hole for one in host.segments):
             key, value = (tensor[row] for tensor in self._kv[0])
             self._empty_rows[id(host)] = new_rows(key, value)
 
@@ -105,7 +105,7 @@ class KVCopy:
     def _round(self, ready: torch.cuda.Event | None) -> None:
         """Rows that the device will read, of tokens that have come to a segment, once `ready` is over."""
         for row, host, real in self._rows:
-            if not host.spec.device_rows or not len(host):
+            if not host.spec.host_reads.rows or not len(host):
                 continue
             with beside(self.device):
                 if ready is not None:

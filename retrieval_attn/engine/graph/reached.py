@@ -41,7 +41,7 @@ def device_reads(layer: RetrievalLayer) -> bool:
     """Whether a device is to read what it names of such a layer, where there are rows for it. Not without estimates:
     then a query attends to the best of named and late keys together, which one reader must tell.
     """
-    return layer.index.spec.device_rows and layer.config.estimates
+    return layer.index.spec.host_reads.rows and layer.config.estimates
 
 
 class ReachedRows:

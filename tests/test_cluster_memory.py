@@ -61,7 +61,7 @@ def test_on_the_host_what_a_read_made(index: str, tokens: int) -> None:
     for late in (one.late for one in found):  # made when tokens come that have no codes
         assert (late is not None) == (index == "device")
     answer = plan(model.config, tokens, batch=2, config=CONFIG.replace(index=index), host_memory="4GiB")
-    held = sum(one.nbytes for one in found)
+    held = sum(path.clusters.nbytes(path.segments) for path in paths if path.clusters is not None)
     assert held == item(answer.host, "clusters") > 0
     stored = sum(path.nbytes + path.index_nbytes for path in paths)
     assert cache.host_nbytes == stored

@@ -109,9 +109,11 @@ def test_extend_continues_the_context(loaded: Loaded, text: str) -> None:
 
 
 def test_forks_are_independent_and_share_memory(context: ra.Context) -> None:
+    more = " The special magic Turin number is: 1112223. "
+    context.fork().extend(more)  # tokens that leave its window join clusters, once for all who have them
     held = context.cache.host_nbytes
     fork = context.fork()
-    fork.extend(" The special magic Turin number is: 1112223. ")
+    fork.extend(more)
     assert fork.num_tokens > context.num_tokens
     assert context.cache.host_nbytes == held
     assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text

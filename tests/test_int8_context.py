@@ -105,7 +105,7 @@ def test_a_context_holds_half_and_answers(loaded: tuple[Any, Any]) -> None:
     context = ra.Context(*loaded, config).read(needle_text(6_000))
     # 5 layers of 2 heads of 64: a key and a value of 68 bytes each, and no codes; clusters lie beside them
     hosts = [layer.hosts[0] for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
-    clusters = sum(host.clusters.nbytes for host in hosts if host.clusters is not None)
+    clusters = sum(host.clusters.nbytes(host.segments) for host in hosts if host.clusters is not None)
     assert len(hosts) == 5 and 0 < clusters == context.cache.host_nbytes - 5 * 2 * context.num_tokens * (68 + 68)
     assert "7391846" in context.ask(QUESTION, max_new_tokens=16, append="retrieval").text
     fork = context.fork().extend(" The special magic Turin number is: 1112223. ")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,12 +145,15 @@ class KeyClusters:
         """Clusters of a head."""
         return int(self.probes.shape[1])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of probes, mean values, distances and samples, and of the members that are known; of `late`, too."""
-        members = sum(one.ids.shape[0] * (one.stop - one.first) for one in list(self._members.values()))
-        others = (self.mean_values, self.late, self.distances, self.samples)
-        return self.probes.nbytes + self.offsets.nbytes + members + sum(one.nbytes for one in others if one is not None)
+    def nbytes(self, segments: Container[Segment]) -> int:
+        """Bytes of probes, mean values, distances and samples, and of the known members of these segments, not of those
+        that others have who share the clusters; of `late`, too.
+        """
+        known = [one for segment, one in list(self._members.items()) if segment in segments]
+        members = sum(one.ids.shape[0] * (one.stop - one.first) for one in known)
+        others = sum(one.nbytes for one in (self.mean_values, self.distances, self.samples) if one is not None)
+        late = 0 if self.late is None else self.late.nbytes(segments)
+        return self.probes.nbytes + self.offsets.nbytes + members + others + late
 
     def kin(self) -> KeyClusters:
         """The same clusters with the same members, for a path whose samples and mean values will differ."""
@@ -262,10 +265,9 @@ class PathClusters:
         shapes = (heads, clusters), (heads, clusters, dim), (heads, clusters, value_dim)
         return cls(shared, fmt, (0, 0), ClusterSums(*(np.zeros(shape, np.float32) for shape in shapes)))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of sums and tables, and of what is shared."""
-        return held_cluster_bytes([self])
+    def nbytes(self, segments: Container[Segment]) -> int:
+        """Bytes of sums and tables, and of what is shared, as far as it is of these segments."""
+        return held_cluster_bytes([self], segments)
 
     @property
     def table(self) -> ClusterTable:
@@ -364,10 +366,10 @@ class PathClusters:
         return self._table
 
 
-def held_cluster_bytes(clusters: Iterable[PathClusters]) -> int:
-    """Bytes that clusters of several paths hold together; what they share is counted once."""
+def held_cluster_bytes(clusters: Iterable[PathClusters], segments: Container[Segment]) -> int:
+    """Bytes that clusters of several paths of these segments hold together; what they share is counted once."""
     every = list(clusters)
-    shared = {id(one.shared): one.shared.nbytes for one in every}
+    shared = {id(one.shared): one.shared.nbytes(segments) for one in every}
     arrays = {id(array): array.nbytes for one in every for array in one.arrays}
     return sum(shared.values()) + sum(arrays.values())
 

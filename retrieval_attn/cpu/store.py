@@ -105,7 +105,7 @@ class SequenceKV:
     def index_nbytes(self) -> int:
         """Bytes that the indexes and clusters of this path hold beyond the keys, shared or not."""
         indexes = sum(span.segment.index_nbytes for span in self._spans)
-        return indexes + (0 if self.clusters is None else self.clusters.nbytes)
+        return indexes + (0 if self.clusters is None else self.clusters.nbytes(self.segments))
 
     @property
     def indexed_tokens(self) -> int:
@@ -399,7 +399,8 @@ def held_bytes(paths: Iterable[SequenceKV]) -> int:
     every = list(paths)
     segments = {id(segment): segment for path in every for segment in path.segments}
     held = sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
-    return held + held_cluster_bytes(path.clusters for path in every if path.clusters is not None)
+    clusters = (path.clusters for path in every if path.clusters is not None)
+    return held + held_cluster_bytes(clusters, set(segments.values()))
 
 
 def _by_kv_head(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

@@ -6,6 +6,7 @@ import pytest
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
 from retrieval_attn.cpu.samples import SampledKeys
+from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV, path_spans, plan_stamp, release_before, take_spans
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
@@ -243,3 +244,14 @@ def test_a_plan_is_for_a_path_as_it_is() -> None:
     assert is_new()
     release_before(path, len(path))
     assert is_new()
+
+
+def test_members_of_others_tokens_are_others() -> None:
+    """Clusters are shared with forks, whose own tokens join them, too."""
+    shared = KeyClusters(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4), np.float32))
+    own, forks = (Segment(2, 100, 8, 8, Format.FLOAT32) for _ in range(2))
+    for segment, tokens in ((own, 10), (forks, 7)):
+        segment.append(*np.zeros((2, 2, tokens, 8), np.float32))
+        shared.take(segment, 0, np.zeros((2, tokens), np.uint8))
+    assert shared.nbytes([own, forks]) - shared.nbytes([own]) == 2 * 7
+    assert shared.nbytes([own]) - shared.nbytes([]) == 2 * 10

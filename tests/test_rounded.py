@@ -15,7 +15,7 @@ from torch import Tensor
 import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
@@ -54,6 +54,7 @@ def check(segment: Segment, kv: tuple[Tensor, Tensor], start: int, first: int = 
     """Rows of tokens from `start` on are those that int8 storage has, number for number. first: of kv's."""
     assert isinstance(segment.rounded, RoundedRows)
     entries = segment.rounded.entries(segment, start, segment.length, 7)
+    assert entries is not None
     for head, entry in enumerate(entries):
         assert (entry.ids, entry.least) == (segment.length - start, 7)
         place = 0
@@ -214,6 +215,31 @@ def test_rows_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         made_rows()
     assert isinstance(segment.rounded, rounded.RowsUnderWay) and segment.index_nbytes == 0
     assert caplog.text.count("the disk went away") == 1
+
+
+def test_no_memory_for_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """When the text is read, when it grows, or when a step is planned: the host attends, and the log says why."""
+    taken = rounded.host_rows
+
+    def refused(*given: Any) -> Any:
+        raise MemoryPlanError("no such memory")
+
+    monkeypatch.setattr(rounded, "host_rows", refused)
+    rounded._say_none.cache_clear()
+    assert all(new_rows(*numbers(60, 1)) is None for _ in range(2))
+    assert caplog.text.count("no such memory") == 1
+    for plans in (False, True):
+        segment, kv = Segment(HEADS, 9000, *DIMS, Format.FLOAT32), numbers(60, 1)
+        monkeypatch.setattr(rounded, "host_rows", taken)
+        appended(segment, kv, new_rows(*kv))
+        monkeypatch.setattr(rounded, "host_rows", refused)
+        caplog.clear()
+        rounded._say_none.cache_clear()
+        held: Any = segment.rounded
+        appended(segment, numbers(SPARE_TOKENS + 50, 2), write=not plans)
+        if plans:
+            assert held.entries(segment, 0, segment.length, 7) is None
+        assert isinstance(segment.rounded, rounded.RowsUnderWay) and "no such memory" in caplog.text
 
 
 def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

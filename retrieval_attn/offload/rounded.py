@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.errors import MemoryPlanError, StoreError
 from retrieval_attn.gpu.codes.codes import capacity_for
 from retrieval_attn.gpu.codes.reach import ReachEntry, RowShape
 from retrieval_attn.index.device import SPARE_TOKENS
@@ -32,6 +32,7 @@ from retrieval_attn.store.mapped import populate as read_in
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 14
 """Tokens of a segment whose rows are made at a time, of what the host stores."""
+NO_ROOM = MemoryPlanError, torch.OutOfMemoryError
 WORD = torch.int32
 """Rows are written by numbers of it."""
 
@@ -96,15 +97,21 @@ class RoundedRows:
                 place += count
         self.length = stop
 
-    def entries(self, segment: Segment, start: int, stop: int, least: int) -> list[ReachEntry]:
-        """Of each head the rows of tokens [start, stop) of the segment; those that are missing come from the host.
+    def entries(self, segment: Segment, start: int, stop: int, least: int) -> list[ReachEntry] | None:
+        """Of each head the rows of tokens [start, stop) of the segment; those that are missing come from the host. None
+        where there is no memory for them: the segment then has no rows any more.
 
-        least: as in `ReachEntry`. Raises MemoryPlanError.
+        least: as in `ReachEntry`.
         """
         with self._turn:
             if stop > self.first + self.length:
                 stored = segment.read(self.first + self.length, stop)
-                self.write(*(stored_on(self._device, array, segment.fmt) for array in stored))
+                try:
+                    self.write(*(stored_on(self._device, array, segment.fmt) for array in stored))
+                except NO_ROOM as error:
+                    _say_none(stop, str(error))
+                    segment.rounded = RowsUnderWay()
+                    return None
             asked = start, stop, least, self._rows.data_ptr()
             if self._asked is None or self._asked[0] != asked:  # the same objects, which plans know again
                 span = slice(start - self.first, stop - self.first)
@@ -118,16 +125,20 @@ class RoundedRows:
 
 
 def new_rows(keys: Tensor, values: Tensor) -> RoundedRows | None:
-    """Memory for rows of keys (heads, n, head_dim) and values (heads, n, value_dim); None where no device reads such.
-    Raises MemoryPlanError.
+    """Memory for rows of keys (heads, n, head_dim) and values (heads, n, value_dim); None where no device reads such,
+    or no memory is had: the log says so.
     """
     shape = RowShape(keys.shape[2], values.shape[2])
-    return RoundedRows(len(keys), shape, keys.shape[1], keys.device) if shape.readable else None
+    try:
+        return RoundedRows(len(keys), shape, keys.shape[1], keys.device) if shape.readable else None
+    except NO_ROOM as error:
+        _say_none(keys.shape[1], str(error))
+        return None
 
 
 def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRows | None) -> None:
     """The segment has rows of the tokens that keys (heads, n, head_dim) and values are of, its newest ones, if it has
-    those of all before. empty: for a segment whose first tokens they are. Raises MemoryPlanError.
+    those of all before. empty: for a segment whose first tokens they are.
     """
     start, rounded = segment.length - keys.shape[1], segment.rounded
     if start < 0:  # they went to two segments
@@ -136,7 +147,11 @@ def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRow
         rounded = segment.rounded = empty
         empty.first = start
     if isinstance(rounded, RoundedRows) and rounded.first + rounded.length == start:
-        rounded.write(keys, values)
+        try:
+            rounded.write(keys, values)
+        except NO_ROOM as error:
+            _say_none(segment.length, str(error))
+            segment.rounded = RowsUnderWay()
 
 
 class RowsUnderWay:
@@ -171,10 +186,16 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device) -> None:
                     read_in(head)
             with beside(device):
                 rows.write(*(stored_on(device, array, segment.fmt) for array in stored))
-    except (RetrievalAttentionError, OSError, torch.OutOfMemoryError) as error:
-        log.info("the host attends to what is named of %d tokens: no rows for a device (%s)", segment.length, error)
+    except (*NO_ROOM, StoreError, OSError) as error:
+        _say_none(segment.length, str(error))
         return
     segment.rounded = rows
+
+
+@functools.cache
+def _say_none(tokens: int, reason: str) -> None:
+    """Once, not of every layer."""
+    log.warning("the host attends to what is named of %d tokens: no rows for the device (%s)", tokens, reason)
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def test_verdicts() -> None:
 def test_every_measure_is_named_once_and_says_its_setting() -> None:
     for tiny in (False, True):
         names = [one.name for one in measures(tiny=tiny)]
-        assert len(set(names)) == len(names) == 16
+        assert len(set(names)) == len(names) == 18
     assert [one.name for one in chosen("steps, beside", tiny=True)] == ["steps", "beside"]
     with pytest.raises(ValueError, match="magic is not known"):
         chosen("magic", tiny=True)

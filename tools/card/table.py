@@ -184,12 +184,42 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "a text's keys all beside the model (full) and what auto takes: the third answer of 64 tokens",
             *model("llama-3-8b"), "--lengths", "256,512" if tiny else "16k,128k", "--tokens", few(64, 8),
         ),
+        Measure(
+            "codes_on_host", "tools.card.full_keys",
+            (
+                *model("llama-3-8b"), "--lengths", length(131072), "--tokens", few(64, 8),
+                "--read-window", length(4096), "--ways", f"{SCANNED}:codes_on_host=True,{SCANNED},sketch",
+            ),
+            "--out", "found.json",
+            [
+                Goal("a token by codes on the host, which the GPU scans", "ms", row_ms(0), 18, least=False),
+                Goal("a token by the same codes on the GPU", "ms", row_ms(1)),
+                Goal("a token by the host's sketch", "ms", row_ms(2)),
+            ], 150,
+            "128K, codes of 24 bytes with finer ones and int8 rows; chunks were read with the 4,096 tokens before them "
+            f"alone: the third answer of 64 tokens{SIMPLE}",
+        ),
+        Measure(
+            "four_texts", "tools.card.steps",
+            (
+                *model("llama-3-8b"), *(("--emulate",) if tiny else ()), "--rows", few(4, 2),
+                "--length", length(131072), "--tokens", few(160, 24), "--read-window", length(4096),
+            ),
+            "--out", "found.json",
+            [
+                Goal("a step of four texts, p50", "ms", value("step_ms", "p50"), 14.3, least=False),
+                Goal("between two replays, p50", "ms", value("gap_ms", "p50")),
+            ], 150,
+            "four texts of 128K side by side, which takes 110 GiB of host memory; chunks were read with the 4,096 "
+            f"tokens before them alone{SIMPLE}",
+        ),
         four_bits("int4_8b", "llama-3-8b", 13.9, 150),
         four_bits("int4_32b", "qwen3-32b", 30, 240),
         four_bits("int4_27b_hybrid", "qwen3.5-27b", 30, 240),
     ]  # fmt: skip
 
 
+SCANNED = "device:key_bytes=24:rescore=12:finer_bytes=64:int8_rows=True"
 SIMPLE = "; random weights and token ids, and answers do not end by themselves"
 
 
@@ -204,6 +234,17 @@ def token_ms(way: str, number: int) -> Callable[[object], float | None]:
         assert isinstance(report, dict)
         found = [row.get("token_ms") for row in report["rows"] if row.get("way") == way]
         return found[number] if found else None
+
+    return find
+
+
+def row_ms(number: int) -> Callable[[object], float | None]:
+    """Milliseconds of a token in a row."""
+
+    def find(report: object) -> float | None:
+        assert isinstance(report, dict)
+        found: float | None = report["rows"][number].get("token_ms")
+        return found
 
     return find
 

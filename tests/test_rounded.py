@@ -20,6 +20,7 @@ from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.memory import host_room
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index
 from retrieval_attn.memory.plan import GIB, plan
 from retrieval_attn.offload import rounded
@@ -240,6 +241,37 @@ def test_no_memory_for_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         if plans:
             assert held.entries(segment, 0, segment.length, 7) is None
         assert isinstance(segment.rounded, rounded.RowsUnderWay) and "no such memory" in caplog.text
+
+
+def test_rows_make_way_for_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is read where only rows of others are in its way; those that a step reads keep their memory."""
+    rounded._having.clear()
+    kept = []
+    for seed in range(3):
+        segment, kv = Segment(HEADS, 900, *DIMS, Format.FLOAT32), numbers(60, seed)
+        appended(segment, kv, new_rows(*kv))
+        kept.append(segment)
+    held: Any = kept[0].rounded
+    entries, each = held.entries(kept[0], 0, 60, 7), held.nbytes
+    before = [entry.rows.clone() for entry in entries]
+    free = [10 * GIB]
+
+    def available() -> int:
+        return free[0] + each * sum(isinstance(one.rounded, rounded.RowsUnderWay) for one in kept)
+
+    monkeypatch.setattr(host_room, "available_host_bytes", available)
+    needed = plan(llama3_8b(), 1000, host_memory=1)
+    free[0] = needed.host_bytes - host_room.HOST_RESERVE - needed.shape.host_table_bytes - 2 * each
+    host_room.require_host_room(llama3_8b(), ra.Config(), 1000, 1)
+    gone = [isinstance(one.rounded, rounded.RowsUnderWay) for one in kept]
+    assert sum(gone) == 2
+    del held
+    gc.collect()
+    assert all(torch.equal(entry.rows, one) for entry, one in zip(entries, before, strict=True))
+    free[0] -= 2 * each
+    with pytest.raises(MemoryPlanError, match="of host memory"):
+        host_room.require_host_room(llama3_8b(), ra.Config(), 1000, 1)
+    assert all(isinstance(one.rounded, rounded.RowsUnderWay) for one in kept)
 
 
 def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.plan import HOST_RESERVE, plan
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
+from retrieval_attn.offload.rounded import let_rows_go
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ def available_host_bytes() -> int:
 
 
 def require_host_room(model_config: Any, config: Config, tokens: int, batch: int) -> None:
-    """Raise MemoryPlanError if keys, values and indexes of `tokens` more tokens of `batch` rows do not fit.
+    """Raise MemoryPlanError if keys, values and indexes of `tokens` more tokens of `batch` rows do not fit, not even
+    without rows that devices read of other texts: those are let go of.
 
     Models whose shape is not known are let pass, with a log line.
     """
@@ -51,6 +53,8 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
         return
     needed = needs.host_bytes - HOST_RESERVE - needs.shape.host_table_bytes  # the process is there already
     available = available_host_bytes()
+    if needed > available and let_rows_go(needed - available):
+        available = available_host_bytes()
     if needed > available:
         parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in needs.host[:-1])
         raise MemoryPlanError(

@@ -146,6 +146,7 @@ def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRow
     if rounded is None and empty is not None:
         rounded = segment.rounded = empty
         empty.first = start
+        _having.add(segment)
     if isinstance(rounded, RoundedRows) and rounded.first + rounded.length == start:
         try:
             rounded.write(keys, values)
@@ -154,8 +155,28 @@ def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRow
             segment.rounded = RowsUnderWay()
 
 
+def let_rows_go(nbytes: int) -> int:
+    """Segments let go of rows of so many bytes at least, or of all: texts are worth more than what makes answers about
+    others quick. Returns the bytes. Those that a captured step reads are free once it is bound to another text.
+    """
+    gone = 0
+    for segment in list(_having):
+        if gone >= nbytes:
+            break
+        if isinstance(segment.rounded, RoundedRows):
+            gone += segment.rounded.nbytes
+            segment.rounded = RowsUnderWay()
+    if gone:
+        log.info("%d bytes of rows are let go of, for a text that needs the memory", gone)
+    return gone
+
+
+_having: weakref.WeakSet[Segment] = weakref.WeakSet()
+"""Segments that were given rows."""
+
+
 class RowsUnderWay:
-    """In the place of rows that a thread makes, or could not make."""
+    """In the place of rows that a thread makes, or could not make, or that were let go of."""
 
     nbytes = device_nbytes = 0
 
@@ -190,6 +211,7 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device) -> None:
         _say_none(segment.length, str(error))
         return
     segment.rounded = rows
+    _having.add(segment)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory import host_room
+from retrieval_attn.memory import device_room, host_room
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index
 from retrieval_attn.memory.plan import GIB, plan
 from retrieval_attn.offload import rounded
@@ -285,6 +285,17 @@ def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
         assert choice.config.index_options == options and choice.spec.host_reads.rows == (len(options) == 2)
     choice.take(ra.Config(index="sketch"), 1 << 16)
     assert not choice.spec.host_reads.rows
+
+
+@pytest.mark.parametrize(("bus", "taken"), [(64e9, True), (32e9, True), (16e9, False), (None, True)])
+def test_rows_where_the_bus_is_fast(monkeypatch: pytest.MonkeyPatch, bus: float | None, taken: bool) -> None:
+    """As the system tells; not where a graph is refused, for eager steps ask the host."""
+    model = build_model("llama")
+    monkeypatch.setattr(device_room, "has_managed", lambda device: True)
+    monkeypatch.setattr(device_room, "bus_bandwidth", lambda device: bus)
+    monkeypatch.setattr(device_room, "available_host_bytes", lambda: GIB)
+    assert IndexChoice(model, ra.Config())._host_free(model) == taken * GIB
+    assert IndexChoice(model, ra.Config(graph=False))._host_free(model) == 0
 
 
 def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:

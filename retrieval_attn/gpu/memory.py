@@ -7,6 +7,7 @@ workspaces come on top, so a cap for the process is a cap for the allocator minu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,8 @@ from retrieval_attn.errors import MemoryPlanError
 GIB = 1 << 30
 LATER_CONTEXT = 256 << 20
 """What kernels and graphs that are loaded after the cap was set may add to the context."""
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+"""Where Linux tells of a device's bus."""
 MAX_CONTEXT = 3 * GIB // 4
 """More than this outside the allocator is other processes' (0.5 GiB were seen on an H100)."""
 
@@ -63,6 +66,20 @@ def bandwidth(device: torch.device) -> float | None:
     properties = torch.cuda.get_device_properties(device)
     kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return 2e3 * kilohertz * bits / 8 or None
+
+
+def bus_bandwidth(device: torch.device) -> float | None:
+    """Bytes per second of the bus between the host and `device` (CUDA), by the device's highest rate, for an idle one
+    lowers it, and the width that it has; None where the system does not tell.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        place: list[int] = [getattr(properties, f"pci_{name}_id") for name in ("domain", "bus", "device")]
+        folder = PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*place)
+        transfers = 1e9 * float((folder / "max_link_speed").read_text().split()[0])
+        return transfers * int((folder / "current_link_width").read_text()) / 8 or None
+    except (AttributeError, OSError, ValueError, IndexError):
+        return None
 
 
 def allocator_share(limit: int, memory: DeviceMemory) -> float:

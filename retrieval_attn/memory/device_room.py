@@ -10,7 +10,7 @@ from typing import Any
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 from retrieval_attn.gpu.codes.reach import RowShape
-from retrieval_attn.gpu.memory import spare_bytes, split_bytes
+from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.device import DeviceOptions, code_sizes
 from retrieval_attn.index.spec import IndexSpec
@@ -28,6 +28,9 @@ from retrieval_attn.offload.managed import has_managed
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
 """Tokens of a chunk that `auto` takes: below, reading slows down."""
+ROWS_BUS = 24e9
+"""Bytes per second of a bus by which a GPU reads rows as soon as the host attends: 1.3 MB of a layer of Llama-3-8B's
+shape took 29 us by one of 63 GB/s on an H100, whose host took 60 to 70. PCIe 4 of 16 lanes has 32, PCIe 3 has 16."""
 _ANY_DIM = 128
 """Kinds keep codes on the device for every head_dim or for none."""
 
@@ -102,8 +105,11 @@ class IndexChoice:
 
     def _host_free(self, model: Any) -> int:
         """Bytes of host memory of which some may be for rows that a device reads; 0 where it reads none."""
-        reads = has_managed(input_device(model)) and not is_spread(model) and self._requested.graph is not False
-        return available_host_bytes() if reads else 0
+        place = input_device(model)
+        if not has_managed(place) or is_spread(model) or self._requested.graph is False:
+            return 0
+        bus = bus_bandwidth(place)
+        return available_host_bytes() if bus is None or bus >= ROWS_BUS else 0
 
 
 def free_device_bytes(model: Any) -> int | None:

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,3 +119,23 @@ def test_the_allocator_refuses_what_goes_beyond() -> None:
 @pytest.mark.cuda
 def test_llm_keeps_its_cap(needle_model_path: Path) -> None:
     alone(reads_within_its_cap, needle_model_path)
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "bandwidth"),
+    [("32.0 GT/s PCIe", "16", 64e9), ("16.0 GT/s PCIe", "4", 8e9), ("Unknown", "16", None), ("16.0 GT/s", "0", None)],
+)
+def test_the_bus_as_the_system_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: str, width: str, bandwidth: float | None
+) -> None:
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)
+    monkeypatch.setattr(memory, "PCI_DEVICES", tmp_path)
+    assert memory.bus_bandwidth(torch.device("cuda")) is None
+    folder = tmp_path / "0000:1a:03.0"
+    folder.mkdir()
+    (folder / "max_link_speed").write_text(speed + "\n")
+    (folder / "current_link_width").write_text(width + "\n")
+    assert memory.bus_bandwidth(torch.device("cuda")) == bandwidth
+    del place.pci_bus_id
+    assert memory.bus_bandwidth(torch.device("cuda")) is None

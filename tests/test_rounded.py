@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
+from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import ConfigError, MemoryPlanError
@@ -317,3 +318,17 @@ def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:
     assert sizes[1].device_bytes - sizes[0].device_bytes == 32 * 8 * (131072 + SPARE_TOKENS) * ROW_STEPS_BYTES
     tight = chosen_index(llama3_8b(), ra.Config(), 131072, int(4.1 * GIB), host_free=64 * GIB)
     assert tight.index == "device", "codes that fit without rows are taken without"
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_a_trees_budget_is_not_for_rows() -> None:
+    """A server holds as many texts as without: rows make way."""
+    sizes = []
+    for options in (REACHED["index_options"], {"key_bytes": 64}):
+        config = CONFIG.replace(**{**REACHED, "index_options": options})
+        done = Decoded(enabled("llama"), True, config=config, prompt=200, new=3)
+        rows = sum(one.nbytes for one in rows_in(done.cache) if one is not None)
+        sizes.append((HeldCache.beyond(done.cache, None).sizes, rows))
+    assert sizes[0][1] > 0 == sizes[1][1]
+    steps = sizes[0][0].host - sizes[1][0].host
+    assert steps == sizes[0][1] * ROW_STEPS_BYTES // (2 * 16), "on a CPU what a device would have is the host's"

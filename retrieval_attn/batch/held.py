@@ -10,6 +10,8 @@ from retrieval_attn.batch.node import Held
 from retrieval_attn.batch.saved_text import OpenedText
 from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.cache.cache import RetrievalCache, own_tensors, pack
+from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.cpu.store import rows_bytes
 
 __all__ = ["HeldCache"]
 
@@ -46,11 +48,15 @@ def on_device(tensor: Tensor) -> bool:
 
 
 def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
-    """Of what a fork has a copy of, and of what forks share. Codes and clusters lie where windows do."""
+    """Of what a fork has a copy of, and of what forks share. Codes and clusters lie where windows do. Rows that a
+    device reads do not count: they go before a text has to.
+    """
     tensors = list(own_tensors(cache))
     own = sum(one.nbytes for one in tensors)
     apart = sum(one.nbytes for one in tensors if on_device(one))
     pages = 0 if cache.batch.exact is None else cache.batch.exact.nbytes
     codes = cache.device_nbytes - own - pages
-    shared = Sizes(cache.host_nbytes, codes, pages) if apart else Sizes(cache.host_nbytes + codes, 0, pages)
+    paths = [host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
+    host = cache.host_nbytes - rows_bytes(paths)
+    shared = Sizes(host, codes, pages) if apart else Sizes(host + codes, 0, pages)
     return Sizes(own - apart, apart), shared

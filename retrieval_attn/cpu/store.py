@@ -403,6 +403,12 @@ def held_bytes(paths: Iterable[SequenceKV]) -> int:
     return held + held_cluster_bytes(clusters, set(segments.values()))
 
 
+def rows_bytes(paths: Iterable[SequenceKV]) -> int:
+    """Of `held_bytes` those of rows that devices read, which make way where a text needs the memory."""
+    segments = {id(segment): segment for path in paths for segment in path.segments}
+    return sum(one.rounded.nbytes for one in segments.values() if one.rounded is not None)
+
+
 def _by_kv_head(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """(q_heads, m, ...) as (kv_heads, group, m, ...)."""
     if rows.ndim != 3 or rows.shape[0] % heads:

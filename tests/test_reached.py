@@ -93,6 +93,15 @@ def test_without_late_keys_nobody_asks_the_host(host_callback: str) -> None:
     assert again.difference(eager) <= 1e-5
 
 
+def test_steps_of_both_readers_are_not_shared() -> None:
+    """A graph that was recorded for the host is no other one's, of the same model and text."""
+    model = enabled("llama")
+    options = {**REACHED, "index_options": DEVICE["index_options"]}
+    host, rows = (Decoded(model, True, config=CONFIG.replace(**one), prompt=200) for one in (options, REACHED))
+    assert host.decoder is not rows.decoder and host.decoder.runtime.calls > 0
+    assert [any(any(reads) for reads in kinds_of(one.decoder)) for one in (host, rows)] == [False, True]
+
+
 def test_what_is_estimated_is_tallied() -> None:
     model = enabled("llama")
     options: dict[str, Any] = {**case_of("device"), "new": 20}

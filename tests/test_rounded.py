@@ -25,7 +25,7 @@ from retrieval_attn.memory import device_room, host_room
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index
 from retrieval_attn.memory.plan import GIB, plan
 from retrieval_attn.offload import rounded
-from retrieval_attn.offload.rounded import RoundedRows, ask_for_rows, new_rows, round_rows
+from retrieval_attn.offload.rounded import RoundedRows, ask_for_rows, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.transfer import pack, to_host
 from retrieval_attn.store.store import ContextStore
 from tests.graph_cases import CONFIG, Decoded, enabled
@@ -48,8 +48,8 @@ def appended(segment: Segment, kv: tuple[Tensor, Tensor], empty: RoundedRows | N
     """Tokens come to a segment, and with `write` to its rows."""
     keys, values = (to_host(one, segment.fmt) for one in kv)
     segment.append(keys, values)
-    if write:
-        round_rows(segment, *kv, empty)
+    if write and (rows := rows_behind(segment, kv[0].shape[1], empty)) is not None:
+        write_rows(segment, rows, *kv)
 
 
 def check(segment: Segment, kv: tuple[Tensor, Tensor], start: int, first: int = 0) -> None:
@@ -149,7 +149,7 @@ def test_rows_go_with_their_cache() -> None:
     gc.collect()
     assert decoder.graphs and held and not any(one() for one in held)
     reaches: list[Any] = [host._reached for slot in decoder.slots for host in slot.hosts]
-    assert reaches and not any(entry for one in reaches for entry in (*one._reach.entries, *one._known))
+    assert reaches and not any(entry for one in reaches for entry in one._reach.entries)
 
 
 @pytest.mark.usefixtures("emulated_graphs")
@@ -211,7 +211,7 @@ def test_rows_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     def fails(*given: Any) -> Any:
         raise OSError("the disk went away")
 
-    monkeypatch.setattr(rounded, "read_in", fails)
+    monkeypatch.setattr(rounded, "populate", fails)
     for _ in range(2):
         ask_for_rows(segment, where)
         made_rows()

@@ -17,7 +17,7 @@ from retrieval_attn.cpu.clusters import MAX_CLUSTERS, ClusterTable
 from retrieval_attn.cpu.host_attend import step_pieces
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.store import SequenceKV, cluster_table
+from retrieval_attn.cpu.store import SequenceKV, cluster_table, segments_of
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
 from retrieval_attn.gpu.codes.search import CodeRange
 from retrieval_attn.gpu.codes.table import SharedTables
@@ -95,8 +95,7 @@ def beside_codes_bytes(paths: Sequence[SequenceKV]) -> int:
     """Bytes of what devices hold of paths beside codes, what they share counted once: clusters, and of int8 rows."""
     shared = {id(path.clusters.shared): path.clusters.shared for path in paths if path.clusters is not None}
     held = [of for one in shared.values() for of in list(one.on_devices.values())]
-    segments = {id(segment): segment for path in paths for segment in path.segments}
-    rows = sum(one.rounded.device_nbytes for one in segments.values() if one.rounded is not None)
+    rows = sum(one.rounded.device_nbytes for one in segments_of(paths) if one.rounded is not None)
     return rows + sum(clusters.nbytes for of in held for clusters in of.values())
 
 

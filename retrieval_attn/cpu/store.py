@@ -397,16 +397,20 @@ def take_clusters(
 def held_bytes(paths: Iterable[SequenceKV]) -> int:
     """Bytes of the tokens, indexes and clusters that `paths` hold together; what they share is counted once."""
     every = list(paths)
-    segments = {id(segment): segment for path in every for segment in path.segments}
-    held = sum(segment.nbytes + segment.index_nbytes for segment in segments.values())
+    segments = segments_of(every)
+    held = sum(segment.nbytes + segment.index_nbytes for segment in segments)
     clusters = (path.clusters for path in every if path.clusters is not None)
-    return held + held_cluster_bytes(clusters, set(segments.values()))
+    return held + held_cluster_bytes(clusters, segments)
 
 
 def rows_bytes(paths: Iterable[SequenceKV]) -> int:
     """Of `held_bytes` those of rows that devices read, which make way where a text needs the memory."""
-    segments = {id(segment): segment for path in paths for segment in path.segments}
-    return sum(one.rounded.nbytes for one in segments.values() if one.rounded is not None)
+    return sum(one.rounded.nbytes for one in segments_of(paths) if one.rounded is not None)
+
+
+def segments_of(paths: Iterable[SequenceKV]) -> set[Segment]:
+    """The segments of paths, each once."""
+    return {segment for path in paths for segment in path.segments}
 
 
 def _by_kv_head(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

@@ -13,6 +13,7 @@ from retrieval_attn.memory.units import GIB
 
 if TYPE_CHECKING:
     from retrieval_attn.index.base import DeviceBytes
+    from retrieval_attn.index.spec import IndexSpec
 
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
 # 1.09 GiB while decoding on an H100 (docs/results/h100/memory_device.md), where the context alone takes 0.6.
@@ -99,19 +100,19 @@ class DeviceSize:
     def codes(self) -> DeviceBytes:
         """Bytes per key of one head that the index has on the device."""
         from retrieval_attn.index.base import DeviceBytes
-        from retrieval_attn.index.spec import IndexSpec
 
-        if not self.shape.full_layers:
-            return DeviceBytes()
-        return IndexSpec.of(self.options.index, self.options.index_options).device_bytes(self.shape.key_dim)
+        return self._index.device_bytes(self.shape.key_dim) if self.shape.full_layers else DeviceBytes()
 
     @property
     def coded(self) -> bool:
         """Whether the device scans codes of the keys."""
+        return bool(self.shape.full_layers) and self._index.keeps_codes(self.shape.key_dim)
+
+    @property
+    def _index(self) -> IndexSpec:
         from retrieval_attn.index.spec import IndexSpec
 
-        options = IndexSpec.of(self.options.index, self.options.index_options)
-        return bool(self.shape.full_layers) and options.keeps_codes(self.shape.key_dim)
+        return IndexSpec.of(self.options.index, self.options.index_options)
 
     @property
     def coded_token_bytes(self) -> int:

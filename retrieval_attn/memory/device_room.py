@@ -97,7 +97,7 @@ class IndexChoice:
                 possible = possible.replace(hidden_states="device")
             free = whole_device_bytes(model)
             finer = free is not None and reads_host(input_device(model))
-            host_free = self._host_free(model) if finer else 0
+            host_free = self._host_free(model)
             self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer, host_free=host_free)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True

@@ -16,7 +16,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.page_lock import lock_pages
-from retrieval_attn.offload.rounded import RoundedRows, new_rows, round_rows
+from retrieval_attn.offload.rounded import RoundedRows, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import all_to_host, pack
@@ -104,16 +104,19 @@ class KVCopy:
 
     def _round(self, ready: torch.cuda.Event | None) -> None:
         """Rows that the device will read, of tokens that have come to a segment, once `ready` is over."""
-        for row, host, real in self._rows:
-            if not host.spec.host_reads.rows or not len(host):
-                continue
-            with beside(self.device):
-                if ready is not None:
-                    torch.cuda.current_stream(self.device).wait_event(ready)
-                kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)
-                for key, value in self._kv:
-                    empty = self._empty_rows.get(id(host))
-                    round_rows(host.segments[-1], key[row][:, kept], value[row][:, kept], empty)
+        for key, value in self._kv:
+            for row, host, real in self._rows:
+                if not host.spec.host_reads.rows or not host.segments:
+                    continue
+                segment, tokens = host.segments[-1], key.shape[2] if real is None else int(real.sum())
+                rounded = rows_behind(segment, tokens, self._empty_rows.get(id(host)))
+                if rounded is None:
+                    continue
+                with beside(self.device):
+                    if ready is not None:
+                        torch.cuda.current_stream(self.device).wait_event(ready)
+                    kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)
+                    write_rows(segment, rounded, key[row][:, kept], value[row][:, kept])
 
     def _note_size(self, packed: Iterable[Tensor]) -> None:
         """Remember, on the device, whether there are infinities among numbers that are on their way."""

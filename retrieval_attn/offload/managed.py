@@ -68,7 +68,7 @@ def has_managed(device: torch.device) -> bool:
     return device.type == "cuda" and managed_bytes(1 << 20, device) is not None
 
 
-def populate(array: npt.NDArray[np.uint8], stream: torch.cuda.Stream) -> None:
+def take_pages(array: npt.NDArray[np.uint8], stream: torch.cuda.Stream) -> None:
     """Take the pages of managed memory by work of a stream: faster than one after the other as they are written to."""
     driver = _driver()
     failed = driver.cuMemPrefetchAsync(

@@ -24,10 +24,10 @@ from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.host_rows import as_device, host_rows
-from retrieval_attn.offload.managed import has_managed, populate
+from retrieval_attn.offload.managed import has_managed, take_pages
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import pack, stored_on
-from retrieval_attn.store.mapped import populate as read_in
+from retrieval_attn.store.mapped import populate
 
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 14
@@ -55,7 +55,7 @@ class RoundedRows:
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
             stream = _taking(device)
-            populate(self._memory.view(-1).numpy(), stream)
+            take_pages(self._memory.view(-1).numpy(), stream)
             self._taken = stream.record_event()
 
     def _take(self, capacity: int) -> None:
@@ -106,11 +106,7 @@ class RoundedRows:
         with self._turn:
             if stop > self.first + self.length:
                 stored = segment.read(self.first + self.length, stop)
-                try:
-                    self.write(*(stored_on(self._device, array, segment.fmt) for array in stored))
-                except NO_ROOM as error:
-                    _say_none(stop, str(error))
-                    segment.rounded = RowsUnderWay()
+                if not write_rows(segment, self, *(stored_on(self._device, array, segment.fmt) for array in stored)):
                     return None
             asked = start, stop, least, self._rows.data_ptr()
             if self._asked is None or self._asked[0] != asked:  # the same objects, which plans know again
@@ -136,23 +132,29 @@ def new_rows(keys: Tensor, values: Tensor) -> RoundedRows | None:
         return None
 
 
-def round_rows(segment: Segment, keys: Tensor, values: Tensor, empty: RoundedRows | None) -> None:
-    """The segment has rows of the tokens that keys (heads, n, head_dim) and values are of, its newest ones, if it has
-    those of all before. empty: for a segment whose first tokens they are.
+def rows_behind(segment: Segment, tokens: int, empty: RoundedRows | None) -> RoundedRows | None:
+    """Where rows of the segment's newest tokens belong, so many; None: it has no rows, or not those of all before.
+    empty: for a segment whose first tokens they are.
     """
-    start, rounded = segment.length - keys.shape[1], segment.rounded
+    start = segment.length - tokens
     if start < 0:  # they went to two segments
-        return
-    if rounded is None and empty is not None:
-        rounded = segment.rounded = empty
-        empty.first = start
+        return None
+    if segment.rounded is None and empty is not None:
+        segment.rounded, empty.first = empty, start
         _having.add(segment)
-    if isinstance(rounded, RoundedRows) and rounded.first + rounded.length == start:
-        try:
-            rounded.write(keys, values)
-        except NO_ROOM as error:
-            _say_none(segment.length, str(error))
-            segment.rounded = RowsUnderWay()
+    rounded = segment.rounded
+    return rounded if isinstance(rounded, RoundedRows) and rounded.first + rounded.length == start else None
+
+
+def write_rows(segment: Segment, rounded: RoundedRows, keys: Tensor, values: Tensor) -> bool:
+    """`RoundedRows.write` for a segment that has these rows. False: there is no memory, and it has none any more."""
+    try:
+        rounded.write(keys, values)
+    except NO_ROOM as error:
+        _say_none(segment.length, str(error))
+        segment.rounded = RowsUnderWay()
+        return False
+    return True
 
 
 def let_rows_go(nbytes: int) -> int:
@@ -204,7 +206,7 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device) -> None:
             stored = segment.read(start, min(start + AT_ONCE, segment.length))
             for array in stored:
                 for head in array:
-                    read_in(head)
+                    populate(head)
             with beside(device):
                 rows.write(*(stored_on(device, array, segment.fmt) for array in stored))
     except (*NO_ROOM, StoreError, OSError) as error:

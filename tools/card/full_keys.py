@@ -23,7 +23,7 @@ import retrieval_attn as ra
 from retrieval_attn.eval.bench.methods import parse
 from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.units import show_bytes
-from tools.card.near import add_read_window, near_reads
+from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -53,8 +53,7 @@ def main() -> int:
     args.length = max(lengths)
     ways = parse(args.ways, known=tuple(WAYS))
     llm, subject = llm_of(args)
-    if args.read_window is not None:
-        subject.simplifications.append(f"chunks were read with the {args.read_window} tokens before them alone")
+    read_simply(subject, args.read_window)
     rows = []
     for length in lengths:
         ids = subject.ids(length)

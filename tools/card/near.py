@@ -18,7 +18,7 @@ from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.gpu.attention import flash
 from retrieval_attn.gpu.attention.backends import Call
 
-__all__ = ["add_read_window", "near_reads"]
+__all__ = ["add_read_window", "near_reads", "read_simply"]
 
 
 def add_read_window(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,12 @@ def add_read_window(parser: argparse.ArgumentParser) -> None:
         "--read-window", type=as_tokens, metavar="TOKENS",
         help="simplified reads: chunks attend to so many tokens before them (default: to all)",
     )  # fmt: skip
+
+
+def read_simply(subject: Any, window: int | None) -> None:
+    """Note among what is simplified that texts were read so."""
+    if window is not None:
+        subject.simplifications.append(f"chunks were read with the {window} tokens before them alone")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.eval.flags import as_tokens
-from tools.card.near import add_read_window, near_reads
+from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 
 QUESTION = 16
@@ -113,8 +113,7 @@ def main() -> int:
         # of prompts that take much of the memory, too, as each of 128K tokens does
         with ra.Engine(llm, limits=limits, shared_bytes=limits.host_bytes // 2) as engine:
             engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
-            if args.read_window is not None:
-                subject.simplifications.append(f"chunks were read with the {args.read_window} tokens before them alone")
+            read_simply(subject, args.read_window)
             prompts = [subject.ids(args.length) for _ in range(args.rows)]
             with near_reads(args.read_window):
                 answer(engine, prompts, 1, ra.RowDraw())  # all but QUESTION is known from now on: rows come together

@@ -107,7 +107,7 @@ class LayerLaunches:
     def reach_named(self) -> None:
         """Attend to named keys as a step does whose device reads them."""
         codes, shape = self._step_codes, RowShape(self._dim, self._value.shape[3])
-        if codes is None or not self._reads or not shape.readable:
+        if codes is None or not self._reads:
             return
         for rows in self._rows:
             ids = torch.full((rows * self._q_heads, codes.room), -1, dtype=torch.int32, device=self._key.device)

@@ -142,11 +142,11 @@ class HostRows:
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
         self.rest: RestPart | None = None
-        self.reads, stored = Reads.HOST, RowShape(dim, value_dim)
-        self._reached, self._has_late = None, False
+        self.reads, self._reached, self._has_late = Reads.HOST, None, False
         self._beside: object = None
-        if codes is not None and reached.device_reads(layer) and stored.readable:
-            self._reached = ReachedRows(kv_heads, (batch, room), stored, self._tally, codes.named, tables)
+        if codes is not None and reached.device_reads(layer):
+            rows_read = RowShape(dim, value_dim)
+            self._reached = ReachedRows(kv_heads, (batch, room), rows_read, self._tally, codes.named, tables)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")

@@ -41,7 +41,9 @@ def device_reads(layer: RetrievalLayer) -> bool:
     """Whether a device is to read what it names of such a layer, where there are rows for it. Not without estimates:
     then a query attends to the best of named and late keys together, which one reader must tell.
     """
-    return layer.index.spec.host_reads.rows and layer.config.estimates
+    if layer.window is None or not (layer.index.spec.host_reads.rows and layer.config.estimates):
+        return False
+    return RowShape(*(one.shape[3] for one in layer.window.buffers)).readable
 
 
 class ReachedRows:
@@ -59,23 +61,17 @@ class ReachedRows:
         (rows, room), device = sizes, tally.device
         self._reach, self._heads, self._least = KeyReach(rows * heads, shape, device, tables), heads, least
         self._tally, self._nothing = tally, torch.zeros_like(tally[:, 0])
-        self._known: dict[int, tuple[CodedPieces, list[ReachEntry]]] = {}  # as found last, by the number of the path
         self.ids = torch.full((len(tally), room), -1, dtype=torch.int32, device=device)
         self.found: Partial | None = None
 
     def bind(self, paths: Sequence[SequenceKV | None], apart: Sequence[CodedPieces], rows_of: list[list[int]]) -> bool:
         """Take the coded keys of a planned step; whether the device reads all of them. paths: None: nobody's row."""
-        known, self._known = self._known, {}
         entries: list[ReachEntry | None] = [None] * len(self._reach.entries)
-        for number, (path, one, members) in enumerate(zip(paths, apart, rows_of, strict=True)):
-            if path is None:
-                continue
-            before = known.get(number)
-            found = before[1] if before is not None and before[0] is one else reach_entries(path, one, self._least)
+        for path, one, members in zip(paths, apart, rows_of, strict=True):
+            found = [] if path is None else reach_entries(path, one, self._least)
             if found is None:
                 self.forget()
                 return False
-            self._known[number] = one, found
             for row in members:
                 entries[row * self._heads : row * self._heads + len(found)] = found
         self._reach.bind(entries)
@@ -83,12 +79,10 @@ class ReachedRows:
 
     def bind_nothing(self) -> None:
         """No row has any keys."""
-        self._known = {}
         self._reach.bind([None] * len(self._reach.entries))
 
     def forget(self, row: int | None = None) -> None:
         """Let go of keys and values, or of those of one row, until the next plan."""
-        self._known = {}
         self._reach.forget(slice(None) if row is None else slice(row * self._heads, (row + 1) * self._heads))
 
     def run(self, query: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> None:

@@ -27,7 +27,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE, ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, Turn
-from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
+from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 2
@@ -89,11 +89,7 @@ class ClusterMass:
             )
         self.clusters, self.value_dim, self.dtype = clusters, value_dim, dtype
         self.entries: list[ClusterEntry | None] = [None] * entries
-        if tables is None:
-            self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
-            self._writer: Writer = TableWriter(self.table, waits=waits)
-        else:
-            self.table, self._writer = tables.take(entries, TABLE_WORDS, device)
+        self.table, self._writer = new_table(entries, TABLE_WORDS, device, tables, waits=waits)
 
     def bind(self, entries: Sequence[ClusterEntry | None], first: int = 0) -> None:
         """Clusters of key-value head h of row b, at b * kv_heads + h; None: there is no estimate for its queries.

@@ -20,7 +20,7 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
+from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
@@ -83,12 +83,7 @@ class KeyReach:
         self.shape = shape
         self.entries: list[ReachEntry | None] = [None] * entries
         self._written: list[list[int]] = [[0] * TABLE_WORDS for _ in range(entries)]
-        self._writer: Writer
-        if tables is None:
-            self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
-            self._writer = TableWriter(self.table)
-        else:
-            self.table, self._writer = tables.take(entries, TABLE_WORDS, device)
+        self.table, self._writer = new_table(entries, TABLE_WORDS, device, tables)
 
     def bind(self, entries: Sequence[ReachEntry | None]) -> None:
         """Rows of key-value head h of row b, at b * kv_heads + h; None: nothing is named for its queries.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
-from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
+from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
@@ -174,11 +174,7 @@ class CodedHeads:
         waits: bool = True,
     ) -> None:
         """tables: where its table lies, which are then uploaded before `run`; None: in memory of its own."""
-        if tables is None:
-            self.table = torch.zeros(entries, TABLE_WORDS, dtype=torch.int64, device=device)
-            self._writer: Writer = TableWriter(self.table, waits=waits)
-        else:
-            self.table, self._writer = tables.take(entries, TABLE_WORDS, device)
+        self.table, self._writer = new_table(entries, TABLE_WORDS, device, tables, waits=waits)
         self.planes = torch.zeros(queries, 8, max(MIN_WIDTH, _power(key_bytes)), dtype=torch.int8, device=device)
         # memory of their own: where the second of two rows begins depends on the number of queries, and with it what
         # kernels are compiled for

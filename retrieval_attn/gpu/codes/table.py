@@ -123,6 +123,18 @@ class TableWriter:
         self._table.copy_(self._rows, non_blocking=True)
 
 
+def new_table(
+    entries: int, words: int, device: torch.device, shared: SharedTables | None, *, waits: bool = True
+) -> tuple[Tensor, Writer]:
+    """A new table (entries, words) of zeros, and what writes it. shared: where it lies; None: in memory of its own, and
+    waits: see `TableWriter`.
+    """
+    if shared is not None:
+        return shared.take(entries, words, device)
+    table = torch.zeros(entries, words, dtype=torch.int64, device=device)
+    return table, TableWriter(table, waits=waits)
+
+
 def _page_locked(like: Tensor) -> Tensor:
     """Memory for numbers like these; ordinary memory where page-locked memory is refused: copies then wait."""
     try:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
-from retrieval_attn.gpu.codes.table import SharedTables, TableWriter, Writer
+from retrieval_attn.gpu.codes.table import SharedTables, new_table
 
 __all__ = ["QueryTiles"]
 
@@ -38,13 +37,7 @@ class QueryTiles:
         self._members, self._widths = members, widths
         # as many as there are where no two entries share codes
         sizes = [(1 + entries * -(-members // width), width) for width in widths]
-        taken: list[tuple[Tensor, Writer]] = []
-        for size in sizes:
-            if shared is None:
-                table = torch.full(size, -1, dtype=torch.int64, device=device)
-                taken.append((table, TableWriter(table)))
-            else:
-                taken.append(shared.take(*size, device))
+        taken = [new_table(*size, device, shared) for size in sizes]
         self.tables = tuple(table for table, _ in taken)
         self._writers = [writer for _, writer in taken]
         self.write([])

@@ -13,6 +13,7 @@ from retrieval_attn.context import stream_after
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
+from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
 from retrieval_attn.index.base import Training
 from retrieval_attn.index.device import SPARE_TOKENS, DeviceIndex
 from retrieval_attn.index.formats import Format
@@ -123,12 +124,15 @@ def test_all_codes_on_the_host(options: dict[str, Any], tmp_path: Path, monkeypa
 
 
 def test_what_codes_on_the_host_take() -> None:
-    """Of Llama-3-8B's 128K, 24 bytes a key: .8 GiB on the host in place of the GPU, which has scores and clusters."""
+    """Of Llama-3-8B's 128K, 24 bytes a key: .8 GiB on the host in place of the GPU, which has those of three layers,
+    scores and clusters.
+    """
     options = [{"key_bytes": 24, "codes_on_host": where} for where in (False, True)]
     plans = [plan(llama3_8b(), 131072, config={"index": "device", "index_options": one}) for one in options]
     heads = 32 * 8
     assert plans[1].host_bytes - plans[0].host_bytes == heads * 131072 * 24
-    assert plans[0].device_bytes - plans[1].device_bytes == heads * (131072 + SPARE_TOKENS) * 24
+    away = heads - STAGED_LAYERS * 8
+    assert plans[0].device_bytes - plans[1].device_bytes == away * (131072 + SPARE_TOKENS) * 24
     with pytest.raises(ConfigError, match="codes_on_host"):
         IndexSpec.of("device", {"codes_on_host": "yes"})
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import beside, load_coder
 from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, unpack
+from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack, unpack
 from retrieval_attn.offload.work import overlaps
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ def _preparations(
     config, spec = cache.config, cache.index.spec
     fmt = host_format(config.host_dtype, model.dtype)
     yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _sizes(model)[0])
-    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, fmt, *_sizes(model))
+    stored = {fmt, Format.INT8} if spec.host_reads.rows else {fmt}
+    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, fmt, stored, *_sizes(model))
     yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
     if config.graph is not False:
         yield "kernels of a step", functools.partial(load_layer_kernels, model)
@@ -131,12 +132,16 @@ def _preparations(
         yield "the exchange with the host", functools.partial(_load_exchange, device)
 
 
-def _load_layers(device: torch.device, dtype: torch.dtype, fmt: Format, head_dim: int, width: int) -> None:
-    """Merge partials, normalise hidden states, unpack stored rows: all over zeros."""
+def _load_layers(
+    device: torch.device, dtype: torch.dtype, fmt: Format, stored: Iterable[Format], head_dim: int, width: int
+) -> None:
+    """Merge partials, normalise hidden states, pack rows as they are stored, unpack the host's: all over zeros."""
     part = empty_partial(torch.zeros(1, 1, 1, head_dim, device=device), head_dim)
     merge([part, part])
     weight = torch.zeros(width, dtype=dtype, device=device)
     rms_norm(weight[None], weight, 1e-5)
+    for one in stored:
+        pack(torch.zeros(1, head_dim, dtype=dtype, device=device), one)
     unpack(torch.zeros(1, fmt.width(head_dim), dtype=TORCH_DTYPE[fmt], device=device), fmt, dtype)
 
 

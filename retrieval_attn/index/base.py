@@ -44,10 +44,13 @@ class HeldBytes(NamedTuple):
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes of device memory per key: held, and more for the keys of one head at a time while an index is built."""
+    """Bytes of device memory per key: held; building, more for the keys of one head at a time while an index is built;
+    staged, for those of a layer that is searched, or is about to be.
+    """
 
     held: int = 0
     building: int = 0
+    staged: int = 0
 
 
 class HostReads(NamedTuple):

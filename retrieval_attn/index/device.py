@@ -171,7 +171,8 @@ class DeviceOptions:
     finer_bytes: per key, of finer codes in host memory, by which fewer of these get an exact score; 0: there are none,
     and all do. int8_rows: the host holds keys and values once more, as int8 rows, which captured steps have the device
     read where others have the host attend; with estimates alone (`Config.tail`). codes_on_host: codes lie in host
-    memory as well, and the device reads all of them there at the bus's rate: where it has no room for any.
+    memory as well, and the bus brings all of them to the device for every token, those of the next layer while one
+    computes: where there is no room for more.
 
     Raises ConfigError for other values.
     """
@@ -254,8 +255,8 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:
-        codes = 0 if options.codes_on_host else options.bytes_for(head_dim)
-        return DeviceBytes(codes + options.int8_rows * ROW_STEPS_BYTES)
+        codes, steps = options.bytes_for(head_dim), options.int8_rows * ROW_STEPS_BYTES
+        return DeviceBytes(steps, staged=codes) if options.codes_on_host else DeviceBytes(codes + steps)
 
     @classmethod
     def host_reads(cls, options: DeviceOptions) -> HostReads:

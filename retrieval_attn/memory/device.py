@@ -123,7 +123,11 @@ class DeviceSize:
 
     @property
     def _codes_of_token(self) -> int:
-        return self.batch * self.shape.full_layers * self.shape.kv_heads * self.codes.held
+        from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
+
+        layers = self.shape.full_layers
+        held = layers * self.codes.held + min(layers, STAGED_LAYERS) * self.codes.staged
+        return self.batch * self.shape.kv_heads * held
 
     @property
     def spare_codes(self) -> int:

@@ -24,6 +24,8 @@ PROBED_ROWS, PROBED_BYTES = 1 << 18, 64
 class CodesOnHost(DeviceCodes):
     """Codes as `DeviceCodes`, whose space is on the device and whose rows are in host memory."""
 
+    on_host = True
+
     def _room(self, tokens: int) -> Tensor:
         return host_rows(1, tokens, self.codes.shape[1], self.device)[0]
 

@@ -20,6 +20,7 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
+from retrieval_attn.gpu.codes.stage import BroughtCodes
 from retrieval_attn.gpu.decode.kernels import (
     HostPart,
     Parts,
@@ -50,6 +51,7 @@ class LayerLaunches:
         batch, self._kv_heads, _, self._dim = self._key.shape
         self._rows = sorted({part.stop - part.start for part in split_microbatches(layer, batch, self._dim)})
         self._step_codes, self._reads = code_shape(layer, self._dim), device_reads(layer)
+        self._brings = layer.index.spec.host_reads.codes
         ranges = [] if layer.held is None else layer.held.ranges
         self._keys = max((stop - start for start, stop in ranges), default=0)
         k = layer.config.retrieve_count(self._keys)
@@ -63,7 +65,7 @@ class LayerLaunches:
     def shape(self) -> tuple[object, ...]:
         """Of layers with the same shape one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
-        codes = self._step_codes, self._reads, self._question_codes, self._k, self._fmt
+        codes = self._step_codes, self._reads, self._brings, self._question_codes, self._k, self._fmt
         return *sizes, self._q_heads, self._processors, self._forms, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
@@ -102,6 +104,8 @@ class LayerLaunches:
         for rows in self._rows:
             count = rows * self._q_heads
             search = CodeSearch(rows, self._q_heads, self._kv_heads, codes, device)
+            if self._brings:
+                BroughtCodes(len(search.entries), device).bring()
             self._run(search, self._query()[:rows], count, self._places(rows))
 
     def reach_named(self) -> None:

@@ -74,7 +74,7 @@ def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedSte
         memory.place(token, position)
 
     def record() -> None:
-        binding.decoder.states.begin_step()
+        binding.decoder.begin_step()
         logits = _forward(binding)
         for state in binding.states:
             state.require_in_place()

@@ -84,9 +84,8 @@ class GraphDecoder:
         self.capture_failure: str | None = None
         self.graphs: dict[StepKind, CapturedStep] = {}
         self.pages: StepPages | None = None
-        resources = HostResources(runtime, default_pool()) if resources is None else resources
-        self.upload_tables = resources.tables.upload
-        """Have the device see what planned host parts named: codes and clusters of all layers, by one copy."""
+        resources = (HostResources(runtime, default_pool()) if resources is None else resources).for_step()
+        self.upload_tables, self._stage = resources.upload, resources.stage
         self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
         self.slots = [
             LayerSlot(SlotPlace(number, row), layer, resources, self.memory, None if buffers is None else buffers[row])
@@ -97,6 +96,12 @@ class GraphDecoder:
         )
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+
+    def begin_step(self) -> None:
+        """Record: the pass begins."""
+        self.states.begin_step()
+        if self._stage is not None:
+            self._stage.begin_step()
 
     def write_pages(self, prefixes: Sequence[ExactPrefix | None], layers: Iterable[Any], levels: int) -> None:
         """Tell the device what the rows, one for each place, have in pages. layers: of one that has some. levels: spans

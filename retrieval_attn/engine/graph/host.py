@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.clusters.mass import RestPart
 from retrieval_attn.gpu.codes.reach import RowShape
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.stage import CodeStage, CodeTurns
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
 
@@ -44,13 +45,26 @@ MAX_MICROBATCHES = 2
 @dataclass(frozen=True)
 class HostResources:
     """What the host's parts of one decoder share. scratch: for searches of codes, which run one after the other.
-    tables: of codes and clusters, to be uploaded once the parts are planned.
+    tables: of codes and clusters, to be uploaded once the parts are planned. turns: for codes that are brought. stage:
+    of the decoder's own step.
     """
 
     runtime: Runtime
     pool: Pool
     scratch: dict[Any, Scratch] = field(default_factory=dict)
     tables: SharedTables = field(default_factory=SharedTables)
+    turns: CodeTurns = field(default_factory=CodeTurns)
+    stage: CodeStage | None = None
+
+    def for_step(self) -> HostResources:
+        """The same, with a stage for one decoder's step."""
+        return replace(self, stage=CodeStage(self.turns, self.tables))
+
+    def upload(self) -> None:
+        """Have the device see what planned host parts named: codes and clusters of all layers, by one copy."""
+        if self.stage is not None:
+            self.stage.settle()
+        self.tables.upload()
 
 
 Retrieve = int | HeadBudgets | tuple[HeadBudgets, ...]
@@ -139,6 +153,10 @@ class HostRows:
         self._staged = queries.device[: count * dim].view(count, dim)
         heads, tables = (batch, self._q_heads, kv_heads), resources.tables
         self._search = None if codes is None else CodeSearch(*heads, codes, device, tables=tables)
+        self._turn: int | None = None  # in the stage, where codes are brought
+        if self._search is not None and resources.stage is not None and layer.index.spec.host_reads.codes:
+            self._search.staged = True
+            self._turn = resources.stage.add(self._search, batch * kv_heads, device)
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
         self.rest: RestPart | None = None
@@ -215,7 +233,12 @@ class HostRows:
                     if self._mass is not None:
                         self._mass.bind(one.entries or [None] * heads, row * heads)
         self._search.write_tiles()
+        self._note_moved()
         self._unbound = set() if alone else None
+
+    def _note_moved(self) -> None:
+        if self._turn is not None and self._resources.stage is not None:
+            self._resources.stage.moved(self._turn)
 
     def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:
         """Note who reads what these rows have on the host; whether the device reads what it names."""
@@ -248,6 +271,7 @@ class HostRows:
         self._apart, self._unbound = {}, None
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
+            self._note_moved()
         if self._mass is not None:
             self._mass.bind([None] * len(self._mass.entries))
         if self._reached is not None:
@@ -262,6 +286,7 @@ class HostRows:
         the device estimates what was not named: `rest`.
         """
         resources, own, begun = self._resources, query[self.rows], None
+        stage = resources.stage
         reached = None if self.reads is Reads.HOST else self._reached
         ids, places = (self._ids, self.part.rows) if reached is None else (reached.ids, None)
         if self.reads is not Reads.DEVICE:
@@ -269,6 +294,8 @@ class HostRows:
         if self._search is not None and max_coded_keys:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.picked_room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
+            if stage is not None and self._turn is not None:
+                stage.wait(self._turn, resources.runtime)
             self._search.run(own, ids, places, scratch, resources.runtime.opaque, scale=self.scoring.scale)
         if self.reads is not Reads.DEVICE:
             begun = resources.runtime.begin(self._call)
@@ -276,6 +303,8 @@ class HostRows:
         if reached is not None:
             run = functools.partial(reached.run, own, self.scoring, resources.runtime.opaque)
             self._beside = resources.runtime.beside(run)  # it waits for the bus, what follows computes
+        if stage is not None and self._turn is not None and max_coded_keys:
+            stage.follow(self._turn, resources.runtime)  # behind what is named: that is waited for first
         if self._search is not None and self._mass is not None and max_coded_keys:
             given = self._search, own, ids, places, scratch, self.scoring
             self.rest = self._mass.run(*given, resources.runtime.opaque)

@@ -48,8 +48,11 @@ class DeviceSpace(NamedTuple):
 class DeviceCodes:
     """See the module. codes: (capacity, key_bytes) uint8, of which the first `length` are written.
 
-    finer: codes of the same keys in more bytes, in host memory that the device can read; None: there are none.
+    finer: codes of the same keys in more bytes, in host memory that the device can read; None: there are none. on_host:
+    these lie there, too.
     """
+
+    on_host = False
 
     def __init__(self, space: DeviceSpace, codes: Tensor, finer: DeviceCodes | None = None) -> None:
         """codes: memory to begin with, any contents; more is taken when keys outgrow it."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
+from retrieval_attn.gpu.codes.stage import BroughtCodes, Source
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.gpu.decode.kernels import kernels_for
@@ -184,20 +185,28 @@ class CodedHeads:
 
     def write(self, entries: Sequence[CodeRange | None], first: int) -> list[tuple[int, ...]]:
         """Write rows of the table from `first` on, and return them; None: nothing is named. Raises BackendError."""
+        rows = self.rows(entries)
+        self._writer.write(rows, first)
+        return rows
+
+    def rows(self, entries: Sequence[CodeRange | None]) -> list[tuple[int, ...]]:
+        """Rows of the table for these. Raises BackendError."""
         here = self.table.data_ptr()
-        rows = [[0] * TABLE_WORDS if entry is None else _words(*entry, here) for entry in entries]
+        rows = [(0,) * TABLE_WORDS if entry is None else _words(*entry, here) for entry in entries]
         if any(row[0] % ALIGNED for row in rows):
             raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
-        self._writer.write(rows, first)
-        return [tuple(row) for row in rows]
+        return rows
 
 
 class CodeSearch(CodedHeads):
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
-    entries have codes of their own. finer: None: all keys that are picked are named.
+    entries have codes of their own. finer: None: all keys that are picked are named. staged: codes in host memory are
+    brought, and `place` says where to, before `run`; otherwise they are scanned where they lie.
     """
+
+    staged = False
 
     def __init__(
         self,
@@ -237,7 +246,7 @@ class CodeSearch(CodedHeads):
         """
         if self.finer is not None:
             self.finer.write([None if entry is None else _finer_of(entry) for entry in entries], first)
-        self._codes[first : first + len(entries)] = self.write(entries, first)
+        self._codes[first : first + len(entries)] = self.rows(entries) if self.staged else self.write(entries, first)
         self.entries[first : first + len(entries)] = entries
         if tiled:
             self.write_tiles()
@@ -249,6 +258,24 @@ class CodeSearch(CodedHeads):
             for number, row in enumerate(self._codes):
                 same.setdefault(row, []).append(number)
             self.tiles.write([group for row, group in same.items() if row[2]])
+
+    def sources(self) -> list[Source | None]:
+        """See `stage.Staged`."""
+        return [
+            Source(entry[0].codes.data_ptr(), entry[1] * entry[0].codes.shape[1])
+            if entry is not None and entry[0].on_host
+            else None
+            for entry in self.entries
+        ]
+
+    def place(self, addresses: Sequence[int | None]) -> None:
+        """See `stage.Staged`."""
+        here, rows = self.table.data_ptr(), zip(self._codes, self.entries, addresses, strict=True)
+        placed = [
+            (row[0] if address is None else address - here, *row[1:]) if entry is not None else (0,) * TABLE_WORDS
+            for row, entry, address in rows
+        ]
+        self._writer.write(placed)
 
     def forget(self, own: slice = slice(None)) -> None:
         """Let the codes of these entries go; `bind` names others before the next `run`."""
@@ -301,13 +328,11 @@ class CodeSearch(CodedHeads):
                 ids[rows[number * group + i], : hits.shape[1]] = hits[i]
 
 
-def _words(codes: DeviceCodes, count: int, here: int) -> list[int]:
+def _words(codes: DeviceCodes, count: int, here: int) -> tuple[int, ...]:
     """A row of the table, which lies `here`."""
     space = codes.space
     split = space.num_8bit | space.num_4bit // 2 << 16 | space.num_2bit // 4 << 32
-    return [
-        codes.codes.data_ptr() - here, space.query_projection.data_ptr(), count, space.estimate.data_ptr(), split
-    ]  # fmt: skip
+    return codes.codes.data_ptr() - here, space.query_projection.data_ptr(), count, space.estimate.data_ptr(), split
 
 
 def _finer_of(entry: CodeRange) -> CodeRange:
@@ -345,6 +370,23 @@ class QuestionSearch(CodeSearch):
     def __init__(self, kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> None:
         """members: queries of each key-value head at most."""
         super().__init__(1, kv_heads * members, kv_heads, shape, device, block=BLOCK, waits=False)
+        self._brought, self._memory = BroughtCodes(kv_heads, device), torch.empty(0, dtype=torch.uint8, device=device)
+
+    def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
+        """See `CodeSearch.bind`. Codes in host memory are brought once for all blocks of queries. Raises
+        torch.OutOfMemoryError, too.
+        """
+        self.staged = any(entry is not None and entry[0].on_host for entry in entries)
+        super().bind(entries, first, tiled=tiled)
+        self._memory = self._memory.new_empty(self._brought.find(self))
+        if self.staged:
+            self._brought.settle(self, self._memory.data_ptr())
+            self._brought.bring()
+
+    def forget(self, own: slice = slice(None)) -> None:
+        """See `CodeSearch.forget`."""
+        super().forget(own)
+        self._memory = self._memory.new_empty(0)
 
     def name(
         self, queries: Tensor, ids: Tensor, after: Callable[[Scratch, Turn], None] | None = None, *, scale: float = 1.0

@@ -95,6 +95,23 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
     assert left == usual
 
 
+@pytest.mark.parametrize(("tokens", "free_gib"), [(131072, 1.2), (1 << 20, 8.2)])
+def test_codes_on_the_host_where_none_fit(tokens: int, free_gib: float, caplog: pytest.LogCaptureFixture) -> None:
+    """If it has room, the device reads host memory and answers estimate what is not named; the plan of it fits."""
+    caplog.set_level(logging.INFO)
+    free, room = int(free_gib * GIB), 1 << 40
+    options = {"key_bytes": 16, "rescore": 32, "finer_bytes": 64, "codes_on_host": True}
+    chosen = chosen_index(llama3_8b(), AUTO, tokens, free, host_free=room)
+    assert (chosen.index, dict(chosen.index_options)) == ("device", options)
+    assert "codes of all keys come from the host, 16 bytes each" in caplog.text
+    limit = free + plan(llama3_8b()).shape.weight_bytes + DEVICE_RESERVE
+    assert plan(llama3_8b(), tokens, limit, config=chosen).device_bytes <= limit
+    assert chosen_index(llama3_8b(), AUTO, tokens, free, host_free=room, finer=False) is AUTO
+    assert chosen_index(llama3_8b(), AUTO, tokens, free, host_free=(1 << 17) * tokens) is AUTO, "keys fill it"
+    for config in (AUTO.replace(tail=False), AUTO.replace(retrieve=200)):
+        assert chosen_index(llama3_8b(), config, tokens, free, host_free=room) is config
+
+
 def test_no_finer_codes_where_a_device_cannot_read_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

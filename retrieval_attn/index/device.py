@@ -48,14 +48,6 @@ from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, Se
 
 MIN_DEFAULT_BYTES = 16
 """Bytes per key that small heads get if nothing is said."""
-SMALLER_CODES = ((6, 3), (5, 4), (4, 6), (3, 12), (2, 16))
-"""Where the usual code does not fit: sixteenths of a byte per number of a key, and keys scored exactly per key wanted,
-which make up for what the code no longer tells. Of the best 100 of 131,072 synthetic keys of head_dim 128 they hold
-.991, .985, .981, .984 and .953 (usual: .994), of a hard head .97, .96, .93, .92 and .83 (.98)."""
-FINER_FROM = 6
-"""Keys named per key wanted from which on finer codes are worth their bytes."""
-MAX_CANDIDATES = 2048
-"""Keys named per query with those at most: what the GPU picks them from fits one program."""
 CODE_ALIGNED = 16
 """Bytes on a multiple of which a device begins to read codes."""
 LEARNED_KEYS = 4096
@@ -206,26 +198,6 @@ class DeviceOptions:
         """Bytes per key of finer codes; 0: there are none, or others tell as much."""
         value = min(int(self.finer_bytes), head_dim)
         return value if value > self.bytes_for(head_dim) else 0
-
-
-def code_sizes(head_dim: int, wanted: int | None, *, finer: bool = True) -> list[dict[str, int]]:
-    """Options of the index by falling bytes per key, the usual ones (none named) first; wanted: keys, None: all.
-
-    Those that name many keys come with finer codes on the host, of as many bytes as the usual ones, if `finer`.
-    """
-    usual = DeviceOptions().bytes_for(head_dim)
-    smaller = ((max(MIN_DEFAULT_BYTES, -(-head_dim * part // 128) * 8), rescore) for part, rescore in SMALLER_CODES)
-    sizes = {
-        size: rescore
-        for size, rescore in smaller
-        if size < usual and wanted is not None and wanted * rescore <= MAX_CANDIDATES
-    }
-    found: list[dict[str, int]] = [{}]
-    for size, rescore in sizes.items():
-        found.append({"key_bytes": size, "rescore": rescore})
-        if finer and rescore >= FINER_FROM:
-            found[-1]["finer_bytes"] = usual
-    return found
 
 
 @register

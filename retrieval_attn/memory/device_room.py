@@ -12,7 +12,8 @@ from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 from retrieval_attn.gpu.codes.reach import RowShape
 from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.index.device import DeviceOptions, code_sizes
+from retrieval_attn.index.code_sizes import brought_size, code_sizes
+from retrieval_attn.index.device import DeviceOptions
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, layouts, state_bytes
 from retrieval_attn.memory.host import HostSize
@@ -146,8 +147,9 @@ def chosen_index(
     which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
     finer codes there leave of these. Where none fit beside a chunk of config.prefill_chunk tokens, that is halved until
     some do. Where the host has room for int8 rows of all keys and values that a device reads, they are kept as well;
-    host_free: its bytes, for a device that reads any. A scan on the device takes a tenth of the host's time, and
-    nothing is built while the device waits; the choice is logged.
+    host_free: its bytes, for a device that reads any. Where no codes fit, they lie on the host, if it has room, and
+    come by the bus for every token (`BROUGHT_CODES`), in a third of the time that the host's scan takes. A scan on the
+    device takes a tenth of it, and nothing is built while the device waits; the choice is logged.
     """
     if config.index != "auto" or config.index_options or free is None or tokens < SKETCH_FROM:
         return config
@@ -159,19 +161,27 @@ def chosen_index(
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config
+    wanted = config.retrieve_count(tokens)
     sizes: list[Config] = []
-    for size in code_sizes(shape.key_dim, config.retrieve_count(tokens), finer=finer):
+    for size in code_sizes(shape.key_dim, wanted, finer=finer):
         plain = config.replace(index="device", index_options=size)
         room = has_room_for_rows(shape, plain, tokens, host_free, batch)
         sizes += [_with_rows(plain), plain] if room else [plain]
-    for coded in _coded_configs(sizes, tokens):
+    brought = brought_size(shape.key_dim, wanted) if finer and config.estimates else None
+    on_host: list[Config] = []
+    if brought is not None:
+        plain = config.replace(index="device", index_options=brought)
+        if _host_bytes(shape, plain, tokens, batch) <= host_free:
+            room = has_room_for_rows(shape, plain, tokens, host_free, batch)
+            on_host = [_with_rows(plain), plain] if room else [plain]
+    for coded in (*_coded_configs(sizes, tokens), *_coded_configs(on_host, tokens)):
         needed = _needed(shape, coded, tokens, batch, free)
         if needed <= free:
             taken = f"; prefill_chunk={coded.prefill_chunk} makes room for them and is taken for this read"
             log.info(
-                "index 'auto' for %d tokens: codes of all keys lie on the device, %d bytes each%s (reading takes %s, "
-                "%s is free)%s",
+                "index 'auto' for %d tokens: codes of all keys %s, %d bytes each%s (reading takes %s, %s is free)%s",
                 tokens,
+                "come from the host" if coded.index_options.get("codes_on_host") else "lie on the device",
                 DeviceOptions(**coded.index_options).bytes_for(shape.key_dim),
                 ", which reads int8 rows on the host" if coded.index_options.get("int8_rows") else "",
                 show_bytes(needed),
@@ -194,10 +204,15 @@ def has_room_for_rows(shape: ModelShape, config: Config, tokens: int, host_free:
 
     config: without them. Not without estimates: then the host attends.
     """
-    plain, coded = (HostSize(shape, one, batch) for one in (config, _with_rows(config)))
-    rows = coded.index_bytes(tokens) - plain.index_bytes(tokens)
-    held = plain.token_bytes * tokens + plain.index_bytes(tokens)
+    held, coded = (_host_bytes(shape, one, tokens, batch) for one in (config, _with_rows(config)))
+    rows = coded - held
     return RowShape(shape.key_dim, shape.value_dim).readable and config.estimates and held + 2 * rows <= host_free
+
+
+def _host_bytes(shape: ModelShape, config: Config, tokens: int, batch: int) -> int:
+    """Of keys, values and what the index has of them."""
+    size = HostSize(shape, config, batch)
+    return size.token_bytes * tokens + size.index_bytes(tokens)
 
 
 def _with_rows(config: Config) -> Config:
@@ -207,7 +222,7 @@ def _with_rows(config: Config) -> Config:
 def _coded_configs(sizes: Sequence[Config], tokens: int) -> Iterator[Config]:
     """All `sizes`, the preferred first, with their chunk, then with half of it, and so on."""
     yield from sizes
-    chunk = min(sizes[0].prefill_chunk, tokens)
+    chunk = min(sizes[0].prefill_chunk, tokens) if sizes else 0
     while (chunk := chunk // 2) >= LEAST_CHUNK:
         yield from (one.replace(prefill_chunk=chunk) for one in sizes)
 

@@ -100,8 +100,7 @@ class GraphDecoder:
     def begin_step(self) -> None:
         """Record: the pass begins."""
         self.states.begin_step()
-        if self._stage is not None:
-            self._stage.begin_step()
+        self._stage.begin_step()
 
     def write_pages(self, prefixes: Sequence[ExactPrefix | None], layers: Iterable[Any], levels: int) -> None:
         """Tell the device what the rows, one for each place, have in pages. layers: of one that has some. levels: spans

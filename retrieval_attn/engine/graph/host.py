@@ -45,8 +45,7 @@ MAX_MICROBATCHES = 2
 @dataclass(frozen=True)
 class HostResources:
     """What the host's parts of one decoder share. scratch: for searches of codes, which run one after the other.
-    tables: of codes and clusters, to be uploaded once the parts are planned. turns: for codes that are brought. stage:
-    of the decoder's own step.
+    tables: of codes and clusters, to be uploaded once the parts are planned. turns: for codes that are brought.
     """
 
     runtime: Runtime
@@ -54,16 +53,19 @@ class HostResources:
     scratch: dict[Any, Scratch] = field(default_factory=dict)
     tables: SharedTables = field(default_factory=SharedTables)
     turns: CodeTurns = field(default_factory=CodeTurns)
-    stage: CodeStage | None = None
+    stage: CodeStage = field(init=False)
+    """Of one decoder's step."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", CodeStage(self.turns, self.tables))
 
     def for_step(self) -> HostResources:
-        """The same, with a stage for one decoder's step."""
-        return replace(self, stage=CodeStage(self.turns, self.tables))
+        """The same, with a stage of its own."""
+        return replace(self)
 
     def upload(self) -> None:
         """Have the device see what planned host parts named: codes and clusters of all layers, by one copy."""
-        if self.stage is not None:
-            self.stage.settle()
+        self.stage.settle()
         self.tables.upload()
 
 
@@ -154,7 +156,7 @@ class HostRows:
         heads, tables = (batch, self._q_heads, kv_heads), resources.tables
         self._search = None if codes is None else CodeSearch(*heads, codes, device, tables=tables)
         self._turn: int | None = None  # in the stage, where codes are brought
-        if self._search is not None and resources.stage is not None and layer.index.spec.host_reads.codes:
+        if self._search is not None and layer.index.spec.host_reads.codes:
             self._search.staged = True
             self._turn = resources.stage.add(self._search, batch * kv_heads, device)
         estimated = codes is not None and layer.config.estimates
@@ -233,12 +235,9 @@ class HostRows:
                     if self._mass is not None:
                         self._mass.bind(one.entries or [None] * heads, row * heads)
         self._search.write_tiles()
-        self._note_moved()
-        self._unbound = set() if alone else None
-
-    def _note_moved(self) -> None:
-        if self._turn is not None and self._resources.stage is not None:
+        if self._turn is not None:
             self._resources.stage.moved(self._turn)
+        self._unbound = set() if alone else None
 
     def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:
         """Note who reads what these rows have on the host; whether the device reads what it names."""
@@ -271,7 +270,8 @@ class HostRows:
         self._apart, self._unbound = {}, None
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
-            self._note_moved()
+        if self._turn is not None:
+            self._resources.stage.moved(self._turn)
         if self._mass is not None:
             self._mass.bind([None] * len(self._mass.entries))
         if self._reached is not None:
@@ -286,7 +286,6 @@ class HostRows:
         the device estimates what was not named: `rest`.
         """
         resources, own, begun = self._resources, query[self.rows], None
-        stage = resources.stage
         reached = None if self.reads is Reads.HOST else self._reached
         ids, places = (self._ids, self.part.rows) if reached is None else (reached.ids, None)
         if self.reads is not Reads.DEVICE:
@@ -294,8 +293,8 @@ class HostRows:
         if self._search is not None and max_coded_keys:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.picked_room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
-            if stage is not None and self._turn is not None:
-                stage.wait(self._turn, resources.runtime)
+            if self._turn is not None:
+                resources.stage.wait(self._turn, resources.runtime)
             self._search.run(own, ids, places, scratch, resources.runtime.opaque, scale=self.scoring.scale)
         if self.reads is not Reads.DEVICE:
             begun = resources.runtime.begin(self._call)
@@ -303,8 +302,8 @@ class HostRows:
         if reached is not None:
             run = functools.partial(reached.run, own, self.scoring, resources.runtime.opaque)
             self._beside = resources.runtime.beside(run)  # it waits for the bus, what follows computes
-        if stage is not None and self._turn is not None and max_coded_keys:
-            stage.follow(self._turn, resources.runtime)  # behind what is named: that is waited for first
+        if self._turn is not None and max_coded_keys:
+            resources.stage.follow(self._turn, resources.runtime)  # behind what is named: that is waited for first
         if self._search is not None and self._mass is not None and max_coded_keys:
             given = self._search, own, ids, places, scratch, self.scoring
             self.rest = self._mass.run(*given, resources.runtime.opaque)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from retrieval_attn.gpu.codes.stage import BRING_WORDS
 
-PROGRAMS = 32
-"""Of all entries together. A bus of 50 GB/s has answers of 2 us on their way, 100 KB: more programs than that takes
-would stand in the way of what a step computes meanwhile."""
+PROGRAMS = 16
+"""Of all entries together. Eight keep a bus of 51 GB/s busy (H100; 41.7 with half as many words each); more than that
+takes would stand in the way of what a step computes meanwhile."""
 NUMBERS = 2048
 """Words that a program has on their way: eight loads of 16 bytes of each of its threads."""
 

@@ -56,7 +56,6 @@ class Layers:
             keys = made(64, 16, size, number)[1]
             self.codes.append([(on(device, space, keys, on_host=there), size) for there in (True, False)])
             self.searches.append(CodeSearch(entries, 2, 1, shape, where, tables=self.tables))
-            self.searches[-1].staged = True
             assert self.stage.add(self.searches[-1], entries, where) == number
 
     def bind(self, ranges: Callable[[CodeRange], list[CodeRange | None]], only: Sequence[int] | None = None) -> None:

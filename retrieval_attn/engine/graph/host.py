@@ -155,10 +155,8 @@ class HostRows:
         self._staged = queries.device[: count * dim].view(count, dim)
         heads, tables = (batch, self._q_heads, kv_heads), resources.tables
         self._search = None if codes is None else CodeSearch(*heads, codes, device, tables=tables)
-        self._turn: int | None = None  # in the stage, where codes are brought
-        if self._search is not None and layer.index.spec.host_reads.codes:
-            self._search.staged = True
-            self._turn = resources.stage.add(self._search, batch * kv_heads, device)
+        brought = self._search if layer.index.spec.host_reads.codes else None
+        self._turn = None if brought is None else resources.stage.add(brought, batch * kv_heads, device)
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
         self.rest: RestPart | None = None
@@ -235,8 +233,7 @@ class HostRows:
                     if self._mass is not None:
                         self._mass.bind(one.entries or [None] * heads, row * heads)
         self._search.write_tiles()
-        if self._turn is not None:
-            self._resources.stage.moved(self._turn)
+        self._resources.stage.moved(self._turn)
         self._unbound = set() if alone else None
 
     def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:
@@ -270,8 +267,7 @@ class HostRows:
         self._apart, self._unbound = {}, None
         if self._search is not None:
             self._search.bind([None] * len(self._search.entries))
-        if self._turn is not None:
-            self._resources.stage.moved(self._turn)
+        self._resources.stage.moved(self._turn)
         if self._mass is not None:
             self._mass.bind([None] * len(self._mass.entries))
         if self._reached is not None:
@@ -293,8 +289,7 @@ class HostRows:
         if self._search is not None and max_coded_keys:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.picked_room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
-            if self._turn is not None:
-                resources.stage.wait(self._turn, resources.runtime)
+            resources.stage.wait(self._turn, resources.runtime)
             self._search.run(own, ids, places, scratch, resources.runtime.opaque, scale=self.scoring.scale)
         if self.reads is not Reads.DEVICE:
             begun = resources.runtime.begin(self._call)
@@ -302,7 +297,7 @@ class HostRows:
         if reached is not None:
             run = functools.partial(reached.run, own, self.scoring, resources.runtime.opaque)
             self._beside = resources.runtime.beside(run)  # it waits for the bus, what follows computes
-        if self._turn is not None and max_coded_keys:
+        if max_coded_keys:
             resources.stage.follow(self._turn, resources.runtime)  # behind what is named: that is waited for first
         if self._search is not None and self._mass is not None and max_coded_keys:
             given = self._search, own, ids, places, scratch, self.scoring

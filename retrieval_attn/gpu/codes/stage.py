@@ -37,7 +37,9 @@ class Source(NamedTuple):
 
 
 class Staged(Protocol):
-    """A search some of whose codes are brought before it runs."""
+    """A search some of whose codes are brought before it runs. staged: it awaits `place` after it is bound."""
+
+    staged: bool
 
     def sources(self) -> list[Source | None]:
         """Of each entry; None: its codes are on the device, or it has none."""
@@ -103,7 +105,10 @@ class CodeTurns:
 
 
 class CodeStage:
-    """See the module: the searches of a captured step, in the order in which they are recorded."""
+    """See the module: the searches of a captured step, in the order in which they are recorded.
+
+    A search's number is what `add` returned; None: it is not one of these, and nothing is done.
+    """
 
     def __init__(self, turns: CodeTurns, tables: SharedTables) -> None:
         """tables: to be uploaded behind `settle`."""
@@ -115,13 +120,13 @@ class CodeStage:
 
     def add(self, search: Staged, entries: int, device: torch.device) -> int:
         """The next search of the step; returns its number."""
-        self._device = device
+        self._device, search.staged = device, True
         self._staged.append((search, BroughtCodes(entries, device, self._tables)))
         return len(self._staged) - 1
 
-    def moved(self, number: int) -> None:
+    def moved(self, number: int | None) -> None:
         """A search is bound to other codes, to which `settle` gives a place."""
-        self._moved.add(number)
+        self._moved.update(() if number is None else (number,))
 
     def settle(self) -> None:
         """Give the codes of searches that were bound a place. Raises torch.OutOfMemoryError."""
@@ -140,15 +145,17 @@ class CodeStage:
         """Record: nothing is under way."""
         self._under_way = {}
 
-    def wait(self, number: int, runtime: Runtime) -> None:
+    def wait(self, number: int | None, runtime: Runtime) -> None:
         """Record: what follows finds the codes of a search in their place."""
-        self._begin(number, runtime)
-        runtime.after(self._under_way[number])
+        if number is not None:
+            self._begin(number, runtime)
+            runtime.after(self._under_way[number])
 
-    def follow(self, number: int, runtime: Runtime) -> None:
+    def follow(self, number: int | None, runtime: Runtime) -> None:
         """Record: what a search needed is not needed any more, and those behind it have its place."""
-        for later in range(number + 1, min(number + 1 + TURNS, len(self._staged))):
-            self._begin(later, runtime)
+        if number is not None:
+            for later in range(number + 1, min(number + 1 + TURNS, len(self._staged))):
+                self._begin(later, runtime)
 
     def _begin(self, number: int, runtime: Runtime) -> None:
         if number not in self._under_way:

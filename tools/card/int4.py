@@ -79,8 +79,11 @@ def of_length(model: Any, config: ra.Config, length: int, args: argparse.Namespa
             fused = max(taken, default=0)
             kept = kept_pages(model)
             pages = None if kept is None else "int8" if kept.layers.int8 else "16 bits"
-            rows.append({"length": length, "index": config.index, "pages": pages, "way": way, "fused_layers": fused,
-                         "read_seconds": seconds, **found})  # fmt: skip
+            chosen = context.cache.index.config
+            rows.append({
+                "length": length, "index": chosen.index, "options": dict(chosen.index_options), "pages": pages,
+                "chunk": chosen.prefill_chunk, "way": way, "fused_layers": fused, "read_seconds": seconds, **found,
+            })  # fmt: skip
             print(rows[-1], file=sys.stderr, flush=True)
     except (ra.RetrievalAttentionError, torch.OutOfMemoryError) as error:
         rows.append({"length": length, "index": config.index, "problem": f"{type(error).__name__}: {error}"[:300]})

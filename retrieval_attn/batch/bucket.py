@@ -110,14 +110,17 @@ class BucketRunner:
         inputs: Sequence[tuple[int, int]],
         draws: Sequence[RowDraw] | None = None,
         launched: Callable[[], None] | None = None,
+        *,
+        ahead: bool = False,
     ) -> Stepped:
         """The same for token and position of each row; with draws, rows of a graph choose their tokens in it.
 
         launched: called when a graph was launched, which then leaves Python's lock to others for most of its time; more
-        than once where a replay failed, never where there was none. Must be quick and not raise.
+        than once where a replay failed, never where there was none. Must be quick and not raise. ahead: the next call
+        is likely to be for the same rows and what they chose; if it is not, nothing is wrong.
         """
         require_rows(caches, inputs)
-        graphed, found = self._replayed(caches, inputs, draws, launched) or ([], [])
+        graphed, found = self._replayed(caches, inputs, draws, launched, ahead) or ([], [])
         served = set(graphed)
         apart = [row for row in range(len(caches)) if row not in served]
         choices = {} if isinstance(found, Tensor) else dict(zip(graphed, found, strict=True))
@@ -148,6 +151,7 @@ class BucketRunner:
         inputs: Sequence[tuple[int, int]],
         draws: Sequence[RowDraw] | None,
         launched: Callable[[], None] | None,
+        ahead: bool = False,
     ) -> tuple[list[int], Tensor | list[Choice | None]] | None:
         """The rows that a graph served, in order, and what `BucketGroup.replay` found; None: none."""
         with self._turn:
@@ -163,7 +167,7 @@ class BucketRunner:
                     return None
                 asked = None if draws is None else [draws[row] for row in rows]
                 own = [caches[row] for row in rows], [inputs[row] for row in rows]
-                found = self._group.replay(*own, asked, launched, self._clock)
+                found = self._group.replay(*own, asked, launched, self._clock, ahead=ahead and len(rows) == len(caches))
             except CaptureError as error:
                 self._end(str(error), caches)
                 return None

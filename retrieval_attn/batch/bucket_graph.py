@@ -6,6 +6,7 @@ read from memory. A row that nobody has attends to its own token, which nobody r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from retrieval_attn.batch.bucket_ahead import Inputs, StepAhead, asks_host, can_go_ahead
 from retrieval_attn.batch.bucket_draw import BucketDraw
 from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers
 from retrieval_attn.batch.bucket_states import BucketStates
@@ -36,8 +38,7 @@ from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 
 __all__ = ["Bucket", "Inputs"]
 
-Inputs = Mapping[int, tuple[int, int]]
-"""Token and position of rows, by place."""
+log = logging.getLogger(__name__)
 
 
 class Bucket:
@@ -68,8 +69,10 @@ class Bucket:
         self.kind = StepKind(False, False, 0)
         self.recording = False
         self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers.windows]  # of each layer, by place
-        self._uploaded = False
+        self._uploaded = False  # the device knows where windows' tokens lie
+        self._moved: set[int] = set()  # places that changed since a step was launched
         self._next: Inputs = {}  # what the device has as the inputs of the next step
+        self._ahead: StepAhead | None = None
 
     @property
     def layers(self) -> Sequence[Bucket]:
@@ -92,6 +95,7 @@ class Bucket:
             row.use(self.decoder.slots)
         places = range(self.size) if kind.retrieves and not self.kind.retrieves else changed
         self.kind, self._uploaded = kind, False
+        self._moved.update(changed)
         if kind.retrieves:
             layers = self._layers(places)
             for number in range(len(self.decoder.slots)):
@@ -113,6 +117,44 @@ class Bucket:
         `draw` has it. launched: as in `Replay`. Raises CaptureError where no graph can be captured, BackendError where
         the host failed, or device and host lost each other: nothing happened then.
         """
+        under_way, self._ahead = self._ahead, None
+        if under_way is None or self._moved.intersection(inputs) or not under_way.serves(inputs, draws, self.kind):
+            if under_way is not None:
+                self.undo()
+            under_way = self._launch(inputs, draws, launched)
+        elif launched is not None:
+            launched()
+        decoder, graph = self.decoder, under_way.graph
+        decoder.replays += 1
+        decoder.runtime.synchronize()
+        if self.kind.retrieves:
+            decoder.raise_host_error()
+            failure = graph.replay.failure(graph.replay.generation)
+            if failure is not None:
+                raise BackendError(failure)
+        self._uploaded = not self._moved
+        if draws is not None:
+            tokens = self.draw.tokens()
+            self._next = {place: (tokens[place], position + 1) for place, (_, position) in inputs.items()}
+        return graph.logits
+
+    def go_ahead(self, draws: Mapping[int, RowDraw]) -> None:
+        """Behind `commit`: launch the next step for what the rows chose, while the caller does something else. It did
+        not happen if another step is asked for. Nothing is done where it needs more than those tokens.
+        """
+        rows = [row for row in self.rows if row is not None]
+        if asks_host(self.kind) or self.states or len(rows) != len(self._next) or not all(map(can_go_ahead, rows)):
+            return
+        try:
+            self._ahead = self._launch(dict(self._next), draws, None)
+        except Exception as error:  # who asks for the step is told
+            log.debug("a step was not launched ahead: %s", error)
+            self.undo()
+
+    def _launch(
+        self, inputs: Inputs, draws: Mapping[int, RowDraw] | None, launched: Callable[[], None] | None
+    ) -> StepAhead:
+        """Begin a step, see `step`."""
         decoder = self.decoder
         if not self._uploaded:
             self.upload_spans()
@@ -128,22 +170,12 @@ class Bucket:
         if not placed:
             decoder.memory.place(*self._columns(inputs))
         self._uploaded = False  # until it is known that the tokens count: the device counts them at once
+        self._moved.clear()
         graph.replay(launched)
         if draws is not None:
             self.draw.launch()
         self._bring()
-        decoder.replays += 1
-        decoder.runtime.synchronize()
-        if self.kind.retrieves:
-            decoder.raise_host_error()
-            failure = graph.replay.failure(graph.replay.generation)
-            if failure is not None:
-                raise BackendError(failure)
-        self._uploaded = True
-        if draws is not None:
-            tokens = self.draw.tokens()
-            self._next = {place: (tokens[place], position + 1) for place, (_, position) in inputs.items()}
-        return graph.logits
+        return StepAhead(inputs, draws, self.kind, graph)
 
     def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Count a token of every row. Returns work and nanoseconds as `StepMemory.host_meters` does."""
@@ -155,10 +187,13 @@ class Bucket:
 
     def undo(self) -> None:
         """A step that was launched, if there is one, does not count."""
+        self._ahead, self._uploaded, self._next = None, False, {}
         self.decoder.states.undo()
 
     def forget(self, place: int | None = None) -> None:
         """Drop what host parts hold of the row at a place, None: of all; the next step is planned before it comes."""
+        if place is None and self._ahead is not None:
+            self.undo()
         for asks in self._asks:
             asks[slice(None) if place is None else slice(place, place + 1)] = [None] * (
                 self.size if place is None else 1

@@ -113,11 +113,14 @@ class BucketGroup:
         draws: Sequence[RowDraw] | None = None,
         launched: Callable[[], None] | None = None,
         clock: StepClock | None = None,
+        *,
+        ahead: bool = False,
     ) -> Tensor | list[Choice | None]:
         """Logits (rows, vocabulary) float32 after one token in each cache, all of which `arrange` took in, or, with
         draws, what the rows chose; None: not finite.
 
-        inputs: token and position of each. launched: as in `Replay`. clock: is told the seconds. Raises
+        inputs: token and position of each. launched: as in `Replay`. clock: is told the seconds. ahead: the same rows
+        are likely to be asked for next, so that their step may begin before. Raises
         CaptureError where no graph can be captured, BackendError where the host or the exchange failed: the tokens then
         did not happen.
         """
@@ -145,6 +148,8 @@ class BucketGroup:
             clock.host += float(work[1].sum()) / 1e9 if retrieving else 0.0
         if retrieving:
             self._costs.add(*work, retrieving)
+        if ahead and by_place is not None and not isinstance(found, Tensor) and None not in found:
+            bucket.go_ahead(by_place)
         return found
 
     def leave_absent(self, caches: Sequence[RetrievalCache]) -> None:

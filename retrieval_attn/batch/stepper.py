@@ -48,13 +48,13 @@ class Stepper:
         self._outbox, self._fail = outbox, fail
         self._counts = counts
 
-    def decode(self, rows: Mapping[str, Row], failed: list[str]) -> Decoded:
-        """One token for each of these rows. Who fails is added to failed."""
+    def decode(self, rows: Mapping[str, Row], failed: list[str], ahead: bool = False) -> Decoded:
+        """One token for each of these rows. Who fails is added to failed. ahead: see `BucketRunner.advance`."""
         if not rows:
             return Decoded()
         began = time.perf_counter()
         fed = {number: row for number, row in rows.items() if row.logits is None}
-        stepped = self._step(fed, failed) if fed else Stepped({}, (), None, {})
+        stepped = self._step(fed, failed, ahead and len(fed) == len(rows)) if fed else Stepped({}, (), None, {})
         names = list(fed)
         choices = {names[place]: choice for place, choice in stepped.choices.items()}
         logits = {number: row.logits for number, row in rows.items() if row.logits is not None}
@@ -110,13 +110,14 @@ class Stepper:
         """Give all rows windows of their own, and let go of graphs."""
         self._runner.close()
 
-    def _step(self, fed: Mapping[str, Row], failed: list[str]) -> Stepped:
+    def _step(self, fed: Mapping[str, Row], failed: list[str], ahead: bool) -> Stepped:
         """Feed these rows their newest tokens."""
         rows = list(fed.values())
         caches = [row.cache for row in rows if row.cache is not None]
         inputs = [(row.tokens[-1], row.position) for row in rows]
         try:
-            stepped = self._runner.advance(caches, inputs, [row.request.draw for row in rows], self._outbox.send_beside)
+            draws = [row.request.draw for row in rows]
+            stepped = self._runner.advance(caches, inputs, draws, self._outbox.send_beside, ahead=ahead)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
                 self._fail(number, error, failed)

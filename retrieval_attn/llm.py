@@ -253,5 +253,5 @@ def _fits(model: PreTrainedModel, config: Config, tokens: int, batch: int, free:
     """Whether the device has room for so many sequences beside the weights; True where its memory is not known."""
     if free is None:
         return True
-    needs = plan(model, context=tokens, batch=batch, host_memory=1, config=config)
+    needs = plan(model, context=tokens, batch=batch, host_memory=1, config=config, decide=False)
     return needs.device_bytes - needs.shape.weight_bytes - DEVICE_RESERVE <= free

@@ -11,11 +11,12 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.engine import hidden_states
 from retrieval_attn.errors import MemoryPlanError
-from retrieval_attn.memory import device_room
+from retrieval_attn.memory import device_room, index_choice
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, state_bytes
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
-from retrieval_attn.memory.plan import GIB, plan
+from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import finer
 from tests.test_activations import hybrid_27b
 from tests.test_memory_plan import llama3_8b
@@ -211,7 +212,7 @@ def test_pieces_are_no_room_for_hidden_states(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache has codes, asks them, and keeps who watches the layers."""
-    monkeypatch.setattr(device_room, "SKETCH_FROM", 100)
+    monkeypatch.setattr(index_choice, "SKETCH_FROM", 100)
     monkeypatch.setattr(device_room, "free_device_bytes", lambda model: GIB)
     model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, spill=8, retrieve=2))
     tokenizer: Any = Tokenizer()
@@ -233,7 +234,7 @@ def test_auto_is_decided_for_every_cache_and_once(monkeypatch: pytest.MonkeyPatc
     cache that is emptied decides anew.
     """
     free = iter([GIB, GIB, 0])
-    monkeypatch.setattr(device_room, "SKETCH_FROM", 100)
+    monkeypatch.setattr(index_choice, "SKETCH_FROM", 100)
     monkeypatch.setattr(device_room, "free_device_bytes", lambda model: next(free))
     config = ra.Config(sink=4, window=16, spill=8, retrieve=2)
     model: Any = ra.enable(build_model("llama"), config)

@@ -23,7 +23,8 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory import device_room, host_room
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index
-from retrieval_attn.memory.plan import GIB, plan
+from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import rounded
 from retrieval_attn.offload.rounded import RoundedRows, ask_for_rows, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.transfer import pack, to_host

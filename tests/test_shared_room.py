@@ -16,9 +16,9 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory import shared_room as module
 from retrieval_attn.memory.device import DeviceSize
-from retrieval_attn.memory.plan import GIB
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import exact_device_bytes, shared_device_bytes, shared_room
+from retrieval_attn.memory.units import GIB
 from retrieval_attn.server.spec import EngineSpec
 from tests.test_engine import ids, llm_of
 from tests.test_memory_plan import llama3_8b

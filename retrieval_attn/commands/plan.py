@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of keys and values on the host; auto: the model's (default: %(default)s)",
     )
     parser.add_argument(
-        "--index", default=usual.index, metavar="NAME", help="index over the host's keys (default: %(default)s)"
+        "--index",
+        default=usual.index,
+        metavar="NAME",
+        help="index over the host's keys; auto: what a read on one such GPU would take (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 

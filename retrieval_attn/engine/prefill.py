@@ -234,10 +234,13 @@ class _Stream:
         """The arithmetic of what a pass over these hidden states needs, as far as it is known for this model."""
         (batch, tokens), device = hidden_states.shape[:2], self.states.computed_on(hidden_states)
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
-        config = cache.config.replace(prefill_chunk=min(self.chunk, tokens))
+        config = cache.index.config.replace(prefill_chunk=min(self.chunk, tokens))
         context = cache.get_seq_length() + tokens
         try:
-            return str(plan(self.model.config, context=context, gpu_memory=total, batch=batch, config=config))
+            needed = plan(
+                self.model.config, context=context, gpu_memory=total, batch=batch, config=config, decide=False
+            )
+            return str(needed)
         except RetrievalAttentionError as error:
             return f"(no arithmetic for this model: {error})"
 

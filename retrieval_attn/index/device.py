@@ -220,10 +220,9 @@ class DeviceIndex(RunsIndex):
     def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
         finer, rows = options.finer_for(head.head_dim), options.int8_rows * (head.head_dim + head.value_dim)
         codes = options.codes_on_host * options.bytes_for(head.head_dim)
-        texts = ["a code of every key"] * bool(codes) + ["a finer code of every key"] * bool(finer)
-        texts += ["int8 rows that the GPU reads"] * bool(rows)
-        where = "the GPU reads codes there" if codes else "codes lie on the GPU"
-        return (HeldBytes(codes + finer + rows, None, f"{' and '.join(texts) or 'no bytes'}: {where}"),)
+        texts = ["codes"] * bool(codes) + ["finer codes"] * bool(finer) + ["int8 rows"] * bool(rows)
+        text = f"{', '.join(texts)}: read by the GPU" if texts else "no bytes: codes lie on the GPU"
+        return (HeldBytes(codes + finer + rows, None, text),)
 
     @classmethod
     def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:

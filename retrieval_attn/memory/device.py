@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.config import Config
@@ -96,7 +97,7 @@ class DeviceSize:
         kv = self.batch * self.kv_layers * shape.kv_layer_bytes
         return hidden + kv + self.coded_token_bytes + cluster_bytes(self)[0] + self.codes.building + rotary_bytes(self)
 
-    @property
+    @cached_property
     def codes(self) -> DeviceBytes:
         """Bytes per key of one head that the index has on the device."""
         from retrieval_attn.index.base import DeviceBytes
@@ -108,7 +109,7 @@ class DeviceSize:
         """Whether the device scans codes of the keys."""
         return bool(self.shape.full_layers) and self._index.keeps_codes(self.shape.key_dim)
 
-    @property
+    @cached_property
     def _index(self) -> IndexSpec:
         from retrieval_attn.index.spec import IndexSpec
 
@@ -121,7 +122,7 @@ class DeviceSize:
         """
         return self._codes_of_token + 4 * self.batch * self.shape.q_heads if self.coded else 0
 
-    @property
+    @cached_property
     def _codes_of_token(self) -> int:
         from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
 

@@ -47,7 +47,7 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
     Models whose shape is not known are let pass, with a log line.
     """
     try:
-        needs = plan(model_config, context=tokens, batch=batch, host_memory=1, config=config)
+        needs = plan(model_config, context=tokens, batch=batch, host_memory=1, config=config, decide=False)
     except RetrievalAttentionError as error:
         log.warning("memory of the host is not checked before reading: %s", error)
         return

@@ -8,6 +8,7 @@ Speeds are not predicted; bytes per token are, and at named bandwidths these giv
 
 from __future__ import annotations
 
+import bisect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,41 +16,14 @@ from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, Place, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.all_keys import beside_bytes, tokens_read_sooner
-from retrieval_attn.memory.device import (
-    DEVICE_RESERVE,
-    GRAPH_STATES,
-    DeviceSize,
-    choices,
-    cluster_bytes,
-    most_context,
-    rotary_bytes,
-    state_bytes,
-)
+from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAttention, Item
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.split import embedding_place, part_of, with_embedding
-from retrieval_attn.memory.units import GIB, host_memory_bytes, parse_bytes, show_bytes
+from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
 
-# Interpreter, libraries and pinned staging buffers.
-HOST_RESERVE = 2 * GIB
-# The floors below: a 24 GB card's memory (RTX 4090, 1008 GB/s) and dual-channel DDR5 as it is reached.
-DEVICE_BANDWIDTH = 1.008e12
-HOST_BANDWIDTH = 80e9
-# Common 4-bit weights and 8-bit KV, scales included (llama.cpp's Q4_K_M and Q8_0).
-Q4_BITS = 4.85
-Q8_BITS = 8.5
-CHUNK_STEP = 256
 WIDTH = 100
-
-_MEASURED = "Measured on an H100, Llama-3-8B's shape, ms per token"
-_IN_INT8 = "9.2 and 10.2 (8.9 where the GPU reads what is named) at 128K, 10.7 and 10.5 at 192K"
-FULL_KEYS = (
-    f"{_MEASURED} with all keys and by retrieval: 6.7 and 8.7 at 16K, 8.8 and 9.4 at 64K, 10.2 and 9.8 at 96K; in int8 "
-    f"7.8 at 64K, 8.4 at 96K, {_IN_INT8}."
-)
-INT8_KEYS = f"{_MEASURED} in int8 and by retrieval: {_IN_INT8}; with weights in 4 bits 6.5 and 7.7 at 128K."
-H100_BANDWIDTH = 3.35e12
 
 
 class Weights(TypedDict, total=False):
@@ -61,43 +35,17 @@ class Weights(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Item:
-    """One line of the arithmetic."""
-
-    name: str
-    bytes: int
-    detail: str
-
-
-@dataclass(frozen=True)
-class FullAttention:
-    """The alternative: ordinary attention with the whole KV on the device.
-
-    bytes_16bit: weights as planned and KV in the model's dtype; bytes_int8: with KV in int8, which index="auto" takes
-    for answers, beside its codes; bytes_quantized: 4-bit weights and 8-bit KV.
-    floor_ms: bandwidth floor of one generated token, KV in the model's dtype; retrieval_floor_ms: the same
-    for retrieval, device and host reads one after the other, every host key scanned (flat index).
-    """
-
-    fits: bool
-    fits_int8: bool
-    fits_quantized: bool
-    bytes_16bit: int
-    bytes_int8: int
-    bytes_quantized: int
-    floor_ms: float
-    retrieval_floor_ms: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """Answer of `plan`. `fits` is False exactly when `reasons` is not empty. All sizes are bytes.
 
     device: what lives on the GPU at the peak of prefill; host: what lives in host memory after it.
     decode_bytes: GPU memory while generating, which does not depend on the context, but for index="device".
     largest_chunk: largest prefill chunk that fits, 0 if none does. largest_context: most tokens per sequence
-    that fit both memories with the planned chunk (not bounded by the model's positions).
+    that fit both memories with the planned chunk, or with what index="auto" takes for them (not bounded by the model's
+    positions).
     gpus, split: how many GPUs share the model, and how; what is said of a GPU holds for the one that holds most.
+    config: by which all is counted; where index="auto" was asked for and one GPU has room, what it takes. choice: that
+    in words; empty where the index is as it was asked for.
     """
 
     shape: ModelShape
@@ -117,6 +65,7 @@ class Plan:
     advice: tuple[str, ...]
     gpus: int = 1
     split: str = "layers"
+    choice: str = ""
 
     @property
     def fits(self) -> bool:
@@ -169,6 +118,8 @@ def plan(
     batch: int = 1,
     config: Config | Mapping[str, Any] | None = None,
     gpus: int | tuple[int, str] = 1,
+    *,
+    decide: bool = True,
     **weights: Unpack[Weights],
 ) -> Plan:
     """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
@@ -177,7 +128,9 @@ def plan(
     model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
     gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. config: retrieval options (`Config`
     or a mapping). gpus: how many GPUs of `gpu_memory` each share the model's layers (device_map); a pair (how many,
-    "heads"): its heads (tensor parallel, a process for each). dtype: of weights and KV; None is the config's.
+    "heads"): its heads (tensor parallel, a process for each). decide: index="auto" is what a read on one GPU would take
+    there, if the GPU can read host memory; False: the host's index, as without a GPU. dtype: of weights and KV; None is
+    the config's.
     quantization, embedding: as `LLM` takes them, of a model that is yet to be loaded. Raises ConfigError,
     InputDataError, UnsupportedModelError; a plan that does not fit is returned, not raised.
     """
@@ -198,15 +151,14 @@ def plan(
     place = embedding_place(weights.get("embedding", "auto"), alone=count == 1)
     if not isinstance(model_or_config_or_path, nn.Module):
         shape = with_embedding(shape, place, device_limit)
-    part = part_of(shape, count, split)
-    # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`) or captures a step
-    placed = options if count == 1 else options.replace(hidden_states="device", graph=False)
-    size = DeviceSize(part, placed, context, batch).fitting(device_limit)
-    arithmetic = _Arithmetic(shape, size, count if split == "heads" else 1)
+    case = _Case(shape, part_of(shape, count, split), (count, split), batch, device_limit, host_limit)
+    decide = decide and case.may_decide(options)
+    taken = case.decided(options, context) if decide else options
+    arithmetic = case.arithmetic(taken, context)
     device, host = arithmetic.device(), arithmetic.host()
     return Plan(
         shape=shape,
-        config=options,
+        config=taken,
         context=context,
         batch=batch,
         gpu_memory=device_limit,
@@ -216,247 +168,86 @@ def plan(
         decode_bytes=arithmetic.device_size.decode_bytes,
         kv_bytes_per_token=shape.full_layers * shape.kv_layer_bytes,
         largest_chunk=arithmetic.largest_chunk(device_limit),
-        largest_context=arithmetic.largest_context(device_limit, host_limit),
+        largest_context=(
+            case.most_decided(options, context) if decide else arithmetic.largest_context(device_limit, host_limit)
+        ),
         full_attention=(full := arithmetic.full_attention(device_limit)),
         reasons=arithmetic.reasons(device, host, device_limit, host_limit),
         advice=arithmetic.advice(full, device_limit),
         gpus=count,
         split=split,
+        choice=case.said_of(options, taken),
     )
 
 
 @dataclass(frozen=True)
-class _Arithmetic:
-    """The formulas for one model, one set of options, one context length and batch.
+class _Case:
+    """What is planned, but for options and tokens: a model on GPUs and a host of so many bytes each.
 
-    device_size: of the GPU that holds most of the model; processes: that share the host's memory.
+    part: of the GPU that holds most of the model. gpus: how many share it, and how.
     """
 
     shape: ModelShape
-    device_size: DeviceSize
-    processes: int
+    part: ModelShape
+    gpus: tuple[int, str]
+    batch: int
+    device_limit: int
+    host_limit: int
 
-    @property
-    def part(self) -> ModelShape:
-        return self.device_size.shape
+    def arithmetic(self, options: Config, context: int) -> Arithmetic:
+        """By the options as they are, in the layout that fits best."""
+        count, split = self.gpus
+        # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`) or captures a step
+        placed = options if count == 1 else options.replace(hidden_states="device", graph=False)
+        size = DeviceSize(self.part, placed, context, self.batch).fitting(self.device_limit)
+        return Arithmetic(self.shape, size, count if split == "heads" else 1)
 
-    @property
-    def options(self) -> Config:
-        return self.device_size.options
+    def may_decide(self, options: Config) -> bool:
+        """Whether a read may take another index than the one that is named."""
+        undecided = options.index == "auto" and not options.index_options
+        return undecided and self.gpus[0] == 1 and bool(self.shape.full_layers)
 
-    @property
-    def context(self) -> int:
-        return self.device_size.context
+    def decided(self, options: Config, context: int) -> Config:
+        """What index="auto" takes for so many tokens; `options` where it stays with the host's.
 
-    @property
-    def batch(self) -> int:
-        return self.device_size.batch
+        A captured step's copies of states lie beside a read, as when a second text is read. Clusters and hidden states
+        on the host leave less for codes and rows there.
+        """
+        from retrieval_attn.memory.index_choice import fitting_index
 
-    @property
-    def chunk(self) -> int:
-        return self.device_size.chunk
+        copies = state_bytes(DeviceSize(self.shape, options, context, self.batch))[1]
+        free = self.device_limit - self.shape.weight_bytes - DEVICE_RESERVE - copies
+        # eager steps read no host memory (`memory/device_room.py`)
+        host_free, beside = 0, 0
+        if options.graph is not False:
+            clusters = HostSize(self.shape, options.replace(index="device"), self.batch).cluster_bytes(context)
+            host_free = self.host_limit - HOST_RESERVE - self.shape.host_table_bytes - clusters
+        taken, _ = fitting_index(self.shape, options, context, free, self.batch, host_free=host_free)
+        if taken is not options and host_free:
+            beside = context * self.arithmetic(taken, context).hidden_on_host
+        if beside:
+            taken, _ = fitting_index(self.shape, options, context, free, self.batch, host_free=host_free - beside)
+        return taken
 
-    @property
-    def host_size(self) -> HostSize:
-        return HostSize(self.shape, self.options, self.batch)
+    def most_decided(self, options: Config, context: int) -> int:
+        """Most tokens for which what index="auto" takes fits, `context` or more if these do."""
+        from retrieval_attn.index.auto import SKETCH_FROM
 
-    def device(self) -> tuple[Item, ...]:
-        shape, n, size = self.part, self.context, self.device_size
-        kv = self.batch * n * shape.kv_layer_bytes
-        on_host = size.layout.hidden_on_host
-        hidden = self.chunk * size.chunks.visiting if on_host else n * size.hidden_token_bytes
-        whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
-        held = "three times: the context, a graph, an answer" if self.options.keeps_all else "whatever the context"
-        states, graph_states = state_bytes(size)
-        cluster_token, clusters = cluster_bytes(size)
-        items = [
-            Item("weights", shape.weight_bytes, shape.weights_note),
-            Item(
-                "sinks and window",
-                size.window_bytes,
-                f"{size.window_tokens} tokens x {shape.full_layers} layers, {held}",
-            ),
-            Item(
-                "sliding layers",
-                size.sliding_bytes,
-                f"{min(shape.sliding_window, n)} tokens x {shape.sliding_layers} layers",
-            ),
-            Item("states", states, f"{shape.state_layers} layers without keys, whatever the context"),
-            Item(
-                "states of a captured step", graph_states, f"{GRAPH_STATES} copies: to advance, and to undo two steps"
-            ),
-            Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
-            Item(
-                "prefill: KV of one layer",
-                kv - size.chunks.absent if size.chunks.in_state(self.chunk) else kv,
-                f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}",
-            ),
-            Item("prefill: KV being copied", kv * (size.kv_layers - 1), "of the layer before, to the host"),
-            Item("prefill: rotary tables", n * rotary_bytes(size), "cosines and sines"),
-            Item(
-                "prefill: one chunk",
-                self.chunk * size.chunks.token_bytes(self.chunk),
-                f"{self.chunk:,} tokens{', in a layer with a state' if size.chunks.in_state(self.chunk) else ''}",
-            ),
-            Item("blocks of no use", size.chunks.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
-            Item(
-                "codes of keys",
-                n * size.coded_token_bytes + size.spare_codes,
-                "index 'device': codes, room for more, and scores of a layer",
-            ),
-            Item(
-                "clusters of coded keys",
-                n * cluster_token + clusters,
-                "tail: a byte per key and head, mean values, sums of a layer",
-            ),
-            Item("prefill: codes of a head", n * size.codes.building, f"on their way into a {self.options.index}"),
-            Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
-            Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
-        ]
-        return tuple(item for item in items if item.bytes)
+        def beyond(tokens: int) -> bool:
+            return not self.arithmetic(self.decided(options, tokens), tokens).within(self.device_limit, self.host_limit)
 
-    def host(self) -> tuple[Item, ...]:
-        shape, n, size = self.shape, self.context, self.host_size
-        key, value = size.rows
-        stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
-        items = (
-            Item("keys and values", n * size.token_bytes, stored),
-            Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
-            Item("clusters", size.cluster_bytes(n), "tail: a byte per key and head, and sums"),
-            Item("input embedding", shape.host_table_bytes, "a row of it for each token crosses to the GPU"),
-            Item("prefill: hidden states", n * self._hidden_on_host(self.device_size), "page-locked, while reading"),
-            Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
-        )
-        often_empty = "clusters", "input embedding", "prefill: hidden states"
-        return tuple(item for item in items if item.bytes or item.name not in often_empty)
+        # a shorter text has the host's index and no smaller chunk: it may not fit where a longer one does
+        least = next((tokens for tokens in (context, SKETCH_FROM) if not beyond(tokens)), 0)
+        most = max(0, self.host_limit) // HostSize(self.shape, options, self.batch).token_bytes + 1
+        return least + bisect.bisect_left(range(least + 1, max(most, least + 1)), True, key=beyond)
 
-    def _hidden_on_host(self, size: DeviceSize) -> int:
-        """Bytes of host memory per token of context for hidden states while it is read."""
-        return self.processes * size.hidden_token_bytes if size.layout.hidden_on_host else 0
+    def said_of(self, options: Config, taken: Config) -> str:
+        """What index="auto" took, in words; empty where it took nothing."""
+        if taken is options:
+            return ""
+        from retrieval_attn.memory.index_choice import said_of
 
-    def largest_chunk(self, device_limit: int) -> int:
-        sizes = choices(self.device_size)
-        free = ((size, device_limit - size.fixed_bytes - self.context * size.token_bytes) for size in sizes)
-        chunk = min(max(size.chunks.most(room) for size, room in free), self.context)
-        return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
-
-    def largest_context(self, device_limit: int, host_limit: int) -> int:
-        most = 0
-        for size in choices(self.device_size):
-            tokens = most_context(size, device_limit, self.options.prefill_chunk)
-            beside = self._hidden_on_host(size)
-            room = host_limit - self.processes * HOST_RESERVE - self.shape.host_table_bytes
-            held = self.host_size.most_tokens(room, beside)
-            most = max(most, tokens if held is None else min(tokens, held))
-        return most
-
-    def full_attention(self, device_limit: int) -> FullAttention:
-        part, n, size = self.part, self.context, self.device_size
-        tokens_kv = self.batch * n * part.full_layers
-        rest = (
-            size.sliding_bytes
-            + self.batch * part.states_bytes
-            + size.logits_bytes
-            + DEVICE_RESERVE
-            + size.chunks.bytes(self.chunk)
-        )
-        plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
-        codes = n * size.coded_token_bytes  # of the index that answers with all keys do not use
-        int8 = part.weight_bytes + tokens_kv * beside_bytes(part, int8=True) + rest + codes
-        share = part.weight_bytes / self.shape.weight_bytes
-        quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
-        quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
-        # GPUs that share heads read at once, those that share layers in turn
-        reader = part if self.processes > 1 else self.shape
-        held = reader.weight_bytes + reader.host_table_bytes
-        weights_read = held * reader.active_parameters // reader.parameters
-        read = DeviceSize(reader, self.options, n, self.batch, size.layout)
-        device_read = weights_read + read.sliding_bytes + self.batch * reader.states_bytes
-        floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
-        host_read = self._host_read()
-        ours = (device_read + read.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
-        return FullAttention(
-            fits=plain <= device_limit,
-            fits_int8=int8 <= device_limit,
-            fits_quantized=quantized <= device_limit,
-            bytes_16bit=plain,
-            bytes_int8=int8,
-            bytes_quantized=quantized,
-            floor_ms=1000 * floor,
-            retrieval_floor_ms=1000 * ours,
-        )
-
-    def _host_read(self) -> int:
-        """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""
-        shape = self.shape
-        keys = max(self.context - self.options.sink - self.options.window, 0)
-        retrieved = self.options.retrieve_count(keys)
-        rows = keys * shape.kv_heads if retrieved is None else min(retrieved * shape.q_heads, keys * shape.kv_heads)
-        key_bytes, value_bytes = self.host_size.rows
-        return self.batch * shape.full_layers * (keys * shape.kv_heads * key_bytes + rows * value_bytes)
-
-    def reasons(
-        self, device: tuple[Item, ...], host: tuple[Item, ...], device_limit: int, host_limit: int
-    ) -> tuple[str, ...]:
-        reasons = []
-        positions = self.shape.max_positions
-        if positions is not None and self.context > positions:
-            reasons.append(
-                f"the context of {self.context:,} tokens needs that many positions, {self.shape.name} has "
-                f"{positions:,}: shorten the context or take a model trained for it"
-            )
-        peak, held = sum(item.bytes for item in device), sum(item.bytes for item in host)
-        if peak > device_limit:
-            chunk = self.largest_chunk(device_limit)
-            each = "" if self.part is self.shape else " on the fullest GPU"
-            cure = (
-                f"use prefill_chunk={chunk}"
-                if chunk
-                else "shorten the context, quantise the weights or take a larger GPU"
-            )
-            reasons.append(
-                f"prefill needs {show_bytes(peak)} of GPU memory{each}, {show_bytes(device_limit)} were given: {cure}"
-            )
-        if held > host_limit:
-            reasons.append(
-                f"the host needs {show_bytes(held)}, {show_bytes(host_limit)} were given: shorten the "
-                "context or take a machine with more memory"
-            )
-        return tuple(reasons)
-
-    def advice(self, full: FullAttention, device_limit: int) -> tuple[str, ...]:
-        if not self.shape.full_layers:
-            return ("No layer attends to the whole context, so there is nothing to retrieve: use the model as it is.",)
-        floors = f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
-        limit = show_bytes(device_limit)
-        large, small, large_int8, small_int8 = (
-            tokens_read_sooner(self.shape, speed, int8=int8)
-            for int8 in (False, True)
-            for speed in (H100_BANDWIDTH, DEVICE_BANDWIDTH)
-        )
-        if full.fits:
-            return (
-                f"When KV fits on the GPU, full attention there is exact, and it fits here: "
-                f'{show_bytes(full.bytes_16bit)} of {limit}; index="full" takes it, and twice as much KV again for '
-                f'each question that is answered. Bandwidth floors: {floors}. {FULL_KEYS} With index="auto" answers '
-                f"attend to all keys of up to {large:,} tokens on an H100, {small:,} on an RTX 4090, and in int8 of up "
-                f"to {large_int8:,} and {small_int8:,}, where these fit. Retrieval pays for longer texts, for many "
-                "contexts that are kept at once, or for memory that something else needs.",
-            )
-        if full.fits_int8 or full.fits_quantized:
-            form = "KV in int8 does" if full.fits_int8 else 'weights in 4 bits (quantization="int4") and KV in int8 do'
-            needed = full.bytes_int8 if full.fits_int8 else full.bytes_quantized
-            return (
-                f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of {limit}), but "
-                f'{form} ({show_bytes(needed)}). With index="auto" answers attend to all keys of up to {large_int8:,} '
-                f"tokens so on an H100, {small_int8:,} on an RTX 4090, one context at a time; "
-                f'Config(all_keys="always") has them do so beyond that. {INT8_KEYS}',
-            )
-        return (
-            f"Full attention does not fit {limit}: {show_bytes(full.bytes_16bit)} as planned, "
-            f"{show_bytes(full.bytes_quantized)} with 4-bit weights and 8-bit KV. This is what retrieval "
-            "is for.",
-        )
+        return said_of(taken, self.shape.key_dim, options.prefill_chunk)
 
 
 def _table(plan: Plan) -> str:
@@ -480,6 +271,8 @@ def _table(plan: Plan) -> str:
     ]
     if shape.max_positions is not None:
         lines.append(f"positions of the model              {shape.max_positions:>12,} tokens")
+    if plan.choice:
+        lines += ["", *textwrap.wrap(plan.choice, WIDTH)]
     lines += ["", "It fits." if plan.fits else "It does not fit:"]
     for text in plan.reasons:
         lines += textwrap.wrap(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")

@@ -145,6 +145,7 @@ def measure(bench: Bench, length: int, spec: Any, *, read_it: bool) -> Row:
         host_memory=host_memory_bytes(),
         dtype=str(bench.model.dtype).removeprefix("torch."),
         config=method.config,
+        decide=False,
     )
     codes = held_codes = coded_bytes(cache)
     if codes:  # and their scores, which layers take turns to use

@@ -51,7 +51,7 @@ def _held(tokens: int, model: Any, config: ra.Config, exact_tokens: int) -> Room
         ways.append(stored.replace(index="device"))
     host = device = 0
     for way in ways:
-        needs = ra.plan(model, context=tokens, gpu_memory=1 << 50, config=way)
+        needs = ra.plan(model, context=tokens, gpu_memory=1 << 50, config=way, decide=False)
         host = max(host, sum(item.bytes for item in needs.host if item.name not in NOT_HELD))
         device = max(device, sum(item.bytes for item in needs.device if item.name in HELD[1:]))
     return Room(host, device)
@@ -64,5 +64,5 @@ def on_gpu(model: Any) -> bool:
 
 def _windows(model: Any, config: ra.Config, tokens: int) -> int:
     """Of one text: each node's cache has its own."""
-    needs = ra.plan(model, context=tokens, gpu_memory=1 << 50, config=config)
+    needs = ra.plan(model, context=tokens, gpu_memory=1 << 50, config=config, decide=False)
     return sum(item.bytes for item in needs.device if item.name == HELD[0])

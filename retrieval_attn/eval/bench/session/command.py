@@ -176,6 +176,7 @@ def _checked(settings: Settings) -> Settings:
         gpu_memory=settings.gpu_memory or 1 << 50,
         dtype=dtype,
         config=settings.config,
+        decide=device.type == "cuda",
     ).require()
     # without a GPU the host holds what the device would
     one = needs.host_bytes + (needs.device_bytes if device.type == "cpu" else 0)

@@ -1,0 +1,189 @@
+"""What index="auto" takes where a device has so much room: codes of which size, in chunks of how many tokens.
+
+`chosen_index` is asked before a text is read (`memory/device_room.py`), `fitting_index` before anything is loaded
+(`memory/plan.py`). Arithmetic only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from retrieval_attn.config import Config
+from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.gpu.codes.reach import RowShape
+from retrieval_attn.index.auto import SKETCH_FROM
+from retrieval_attn.index.code_sizes import brought_size, code_sizes
+from retrieval_attn.index.device import DeviceOptions
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
+from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.shape import ModelShape, model_shape
+from retrieval_attn.memory.units import show_bytes
+
+log = logging.getLogger(__name__)
+LEAST_CHUNK = 512
+"""Tokens of a chunk that `auto` takes: below, reading slows down."""
+
+
+def chosen_index(
+    model_config: Any,
+    config: Config,
+    tokens: int,
+    free: int | None,
+    batch: int = 1,
+    *,
+    finer: bool = True,
+    host_free: int = 0,
+) -> Config:
+    """What `fitting_index` takes for a model of this config; the choice is logged, and why it stays with `config`.
+
+    free: bytes of device memory beside what is there; None: not known, and `config` stays.
+    """
+    if free is None or not _is_open(config, tokens):
+        return config
+    if config.retrieve == "auto":
+        log.info("index 'auto' stays on the host: codes on the device name as many keys for every head")
+        return config
+    try:
+        shape = model_shape(model_config, None)
+    except RetrievalAttentionError as error:
+        log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
+        return config
+    coded, needed = fitting_index(shape, config, tokens, free, batch, finer=finer, host_free=host_free)
+    if coded is config:
+        log.info(
+            "index 'auto' for %d tokens: codes of all keys do not fit on the device (reading takes %s with the "
+            "smallest codes and chunks, %s is free)",
+            tokens,
+            show_bytes(needed),
+            show_bytes(free),
+        )
+        return config
+    taken = f"; prefill_chunk={coded.prefill_chunk} makes room for them and is taken for this read"
+    log.info(
+        "index 'auto' for %d tokens: codes of all keys %s, %d bytes each%s (reading takes %s, %s is free)%s",
+        tokens,
+        "come from the host" if coded.index_options.get("codes_on_host") else "lie on the device",
+        DeviceOptions(**coded.index_options).bytes_for(shape.key_dim),
+        ", which reads int8 rows on the host" if coded.index_options.get("int8_rows") else "",
+        show_bytes(needed),
+        show_bytes(free),
+        "" if coded.prefill_chunk == config.prefill_chunk else taken,
+    )
+    return coded
+
+
+def fitting_index(
+    shape: ModelShape, config: Config, tokens: int, free: int, batch: int = 1, *, finer: bool = True, host_free: int = 0
+) -> tuple[Config, int]:
+    """`config` itself, or where it says index="auto" and `free` bytes of device memory are enough, one with
+    index="device"; and the bytes that reading takes by it, or by the smallest that there is (0: none was tried).
+
+    Enough for reading so many tokens of each of `batch` sequences, in the tightest layout that the options allow, and
+    for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
+    which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
+    finer codes there leave of these. Where none fit beside a chunk of config.prefill_chunk tokens, that is halved until
+    some do. Where the host has room for int8 rows of all keys and values that a device reads, they are kept as well;
+    host_free: its bytes, for a device that reads any. Where no codes fit, they lie on the host, if it has room, and
+    come by the bus for every token (`BROUGHT_CODES`), in a third of the time that the host's scan takes. A scan on the
+    device takes a tenth of it, and nothing is built while the device waits.
+    """
+    if not _is_open(config, tokens) or config.retrieve == "auto":
+        return config, 0
+    wanted = config.retrieve_count(tokens)
+    sizes: list[Config] = []
+    for size in code_sizes(shape.key_dim, wanted, finer=finer):
+        plain = config.replace(index="device", index_options=size)
+        room = has_room_for_rows(shape, plain, tokens, host_free, batch)
+        sizes += [with_rows(plain), plain] if room else [plain]
+    brought = brought_size(shape.key_dim, wanted) if finer and config.estimates else None
+    on_host: list[Config] = []
+    if brought is not None:
+        plain = config.replace(index="device", index_options=brought)
+        if _host_bytes(shape, plain, tokens, batch) <= host_free:
+            room = has_room_for_rows(shape, plain, tokens, host_free, batch)
+            on_host = [with_rows(plain), plain] if room else [plain]
+    needed = 0
+    for coded in (*_coded_configs(sizes, tokens), *_coded_configs(on_host, tokens)):
+        needed = _needed(shape, coded, tokens, batch, free)
+        if needed <= free:
+            return coded, needed
+    return config, needed
+
+
+def said_of(config: Config, key_dim: int, asked_chunk: int) -> str:
+    """What index="auto" took, in words. config: with index="device". asked_chunk: tokens of a chunk that were asked
+    for; another number is said.
+    """
+    options = DeviceOptions(**config.index_options)
+    codes = f"codes of {options.bytes_for(key_dim)} bytes per key"
+    parts = [
+        f"{codes} on the host, which the bus brings for each token" if options.codes_on_host else f"{codes} on the GPU"
+    ]
+    if options.finer_bytes:
+        parts.append(f"finer codes of {options.finer_bytes} bytes on the host")
+    if options.int8_rows:
+        parts.append("int8 rows on the host")
+    if config.prefill_chunk != asked_chunk:
+        parts.append(f"prefill_chunk={config.prefill_chunk}")
+    return f'index "auto" takes: {", ".join(parts)}'
+
+
+def _is_open(config: Config, tokens: int) -> bool:
+    """Whether the index of so many tokens is to be chosen."""
+    return config.index == "auto" and not config.index_options and tokens >= SKETCH_FROM
+
+
+def has_room_for_rows(shape: ModelShape, config: Config, tokens: int, host_free: int, batch: int = 1) -> bool:
+    """Whether rows that the device reads take no more than half of what keys and values leave of the host's memory.
+
+    config: without them. Not without estimates: then the host attends.
+    """
+    held, coded = (_host_bytes(shape, one, tokens, batch) for one in (config, with_rows(config)))
+    rows = coded - held
+    return RowShape(shape.key_dim, shape.value_dim).readable and config.estimates and held + 2 * rows <= host_free
+
+
+def _host_bytes(shape: ModelShape, config: Config, tokens: int, batch: int) -> int:
+    """Of keys, values and what the index has of them."""
+    size = HostSize(shape, config, batch)
+    return size.token_bytes * tokens + size.index_bytes(tokens)
+
+
+def with_rows(config: Config) -> Config:
+    """`config` with int8 rows that the device reads."""
+    return config.replace(index_options={**config.index_options, "int8_rows": True})
+
+
+def _coded_configs(sizes: Sequence[Config], tokens: int) -> Iterator[Config]:
+    """All `sizes`, the preferred first, with their chunk, then with half of it, and so on."""
+    yield from sizes
+    chunk = min(sizes[0].prefill_chunk, tokens) if sizes else 0
+    while (chunk := chunk // 2) >= LEAST_CHUNK:
+        yield from (one.replace(prefill_chunk=chunk) for one in sizes)
+
+
+def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:
+    """Bytes that reading and then generating take beside what is there, in the layout that fits `free` best."""
+    size = sized(shape, config, tokens, batch, free)
+    return max(size.reading_bytes - state_bytes(size)[1], size.decode_bytes) - _there(shape)
+
+
+def known_shape(model_config: Any) -> ModelShape | None:
+    """Sizes of a model of this config; None where they are not known."""
+    try:
+        return model_shape(model_config, None)
+    except RetrievalAttentionError:
+        return None
+
+
+def sized(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> DeviceSize:
+    """In the layout that fits `free` best. States of a captured step are there already, or come behind the reading."""
+    size = DeviceSize(shape, config, tokens, batch)
+    return size.fitting(free + _there(shape) + state_bytes(size)[1])
+
+
+def _there(shape: ModelShape) -> int:
+    """Bytes of the arithmetic that a loaded model has taken already."""
+    return shape.weight_bytes + DEVICE_RESERVE

@@ -350,7 +350,7 @@ def test_whatever_goes_wrong_leaves_eager_steps(
     rows = Rows(build_model("llama"), [100, 200, 300])
     rows.steps(rows.pairs[:2], 2)
 
-    def failing(*given: Any) -> None:
+    def failing(*given: Any, **options: Any) -> None:
         raise RuntimeError("what nobody thought of")
 
     monkeypatch.setattr(BucketGroup, where, failing)

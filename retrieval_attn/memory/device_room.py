@@ -124,7 +124,7 @@ def reading_layout(model_config: Any, config: Config, tokens: int, free: int | N
 
     free: bytes of device memory beside what is there already; None: not known, and the first of `layouts` is taken.
     """
-    shape = known_shape(model_config)
+    shape = None if free is None else known_shape(model_config)
     if free is None or shape is None:
         return layouts(config)[0]
     return sized(shape, config, tokens, batch, free).layout

@@ -96,6 +96,12 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
     assert left == usual
 
 
+def test_codes_that_pick_few_come_before_larger_chunks() -> None:
+    """With rows, by a quarter of the chunk at least; not without."""
+    found = {room: chosen_index(llama3_8b(), AUTO, 131072, int(2.5 * GIB), host_free=room * GIB) for room in (17, 64)}
+    assert [(one.prefill_chunk, one.index_options["key_bytes"]) for one in found.values()] == [(4096, 24), (2048, 32)]
+
+
 def test_rows_come_before_larger_codes_and_chunks() -> None:
     """Of half the size at least, where the host has room; where that does not fit either, nothing gives way."""
     for gib in (1.5, 1.9, 2.2, 2.5, 3, 3.5, 4, 5):

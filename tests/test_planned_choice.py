@@ -64,8 +64,8 @@ def test_the_plan_counts_what_a_read_takes(tokens: int, gpu: str, host: str) -> 
         (1 << 17, "24GiB", "codes of 64 bytes per key on the GPU, int8 rows on the host"),
         (1 << 17, "16.75GiB", "codes of 16 bytes per key on the GPU, finer codes of 64 bytes on the host, "
          "int8 rows on the host, prefill_chunk=512"),
-        (1 << 19, "24GiB", "codes of 24 bytes per key on the GPU, finer codes of 64 bytes on the host, "
-         "int8 rows on the host"),
+        (1 << 19, "24GiB", "codes of 32 bytes per key on the GPU, finer codes of 64 bytes on the host, "
+         "int8 rows on the host, prefill_chunk=4096"),
         (1 << 20, "24GiB", "codes of 16 bytes per key on the host, which the bus brings for each token, finer codes of "
          "64 bytes on the host"),
     ],

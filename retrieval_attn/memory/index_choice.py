@@ -24,6 +24,9 @@ from retrieval_attn.memory.units import show_bytes
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
 """Tokens of a chunk that `auto` takes: below, reading slows down."""
+MANY_PICKED = 12
+"""Keys picked per key wanted that cost more than reading by smaller chunks: finer codes of 800 for each of 64 query
+heads are 51,200 rows of 64 bytes a layer, some 150 of the 223 us that one of Qwen3-32B's took for 128K (H100)."""
 
 
 def chosen_index(
@@ -153,17 +156,32 @@ def with_rows(config: Config) -> Config:
 
 
 def _in_order(rows: Sequence[Config], plain: Sequence[Config], tokens: int) -> Iterator[Config]:
-    """All of them, each list's preferred first, with their chunk, then with half of it, and so on. rows: those with
-    rows, even by a chunk of half the size before `plain`, those without: tokens of a 32B model took 30 ms without.
+    """All of them, each list's preferred first, with their chunk, then with half of it, and so on.
+
+    rows: those with rows, even by a chunk of half the size before `plain`, those without. Among them, those by which
+    few keys are picked come by a quarter of the chunk before those that pick `MANY_PICKED`: what is picked the bus
+    brings, of every query head.
     """
-    before = plain
-    yield from rows
-    chunk = min(plain[0].prefill_chunk, tokens) if plain else 0
-    while (chunk := chunk // 2) >= LEAST_CHUNK:
-        yield from (one.replace(prefill_chunk=chunk) for one in rows)
+    chunks = [None, *_halves(min(plain[0].prefill_chunk, tokens))] if plain else []
+    few = [one for one in rows if DeviceOptions(**one.index_options).rescore < MANY_PICKED]
+    for chunk in chunks[:3]:
+        yield from _by(few, chunk)
+    before: Sequence[Config] = []
+    for chunk in chunks:
+        yield from _by(rows, chunk)
         yield from before
-        before = [one.replace(prefill_chunk=chunk) for one in plain]
+        before = _by(plain, chunk)
     yield from before
+
+
+def _halves(chunk: int) -> Iterator[int]:
+    while (chunk := chunk // 2) >= LEAST_CHUNK:
+        yield chunk
+
+
+def _by(configs: Sequence[Config], chunk: int | None) -> list[Config]:
+    """They, with this chunk; None: with their own."""
+    return [one if chunk is None else one.replace(prefill_chunk=chunk) for one in configs]
 
 
 def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:

@@ -97,7 +97,7 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
 
 
 def test_codes_that_pick_few_come_before_larger_chunks() -> None:
-    """With rows, by a quarter of the chunk at least; not without."""
+    """With rows, by a chunk of 1,024 at least; not without."""
     found = {room: chosen_index(llama3_8b(), AUTO, 131072, int(2.5 * GIB), host_free=room * GIB) for room in (17, 64)}
     assert [(one.prefill_chunk, one.index_options["key_bytes"]) for one in found.values()] == [(4096, 24), (2048, 32)]
 

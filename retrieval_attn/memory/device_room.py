@@ -18,6 +18,8 @@ from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.finer import reads_host
 from retrieval_attn.offload.managed import has_managed
 
+MARGIN = 1 << 28
+"""Bytes of a device that a choice leaves: a read that had all but a few of what was free ended at layer 25 of 32."""
 ROWS_BUS = 24e9
 """Bytes per second of a bus by which a GPU reads rows as soon as the host attends: 1.3 MB of a layer of Llama-3-8B's
 shape took 29 us by one of 63 GB/s on an H100, whose host took 60 to 70. PCIe 4 of 16 lanes has 32, PCIe 3 has 16."""
@@ -88,7 +90,8 @@ class IndexChoice:
             free = whole_device_bytes(model)
             finer = free is not None and reads_host(input_device(model))
             host_free = self._host_free(model)
-            self.config = chosen_index(model.config, possible, tokens, free, batch, finer=finer, host_free=host_free)
+            room = None if free is None else free - MARGIN
+            self.config = chosen_index(model.config, possible, tokens, room, batch, finer=finer, host_free=host_free)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec

@@ -24,6 +24,8 @@ from retrieval_attn.memory.units import show_bytes
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
 """Tokens of a chunk that `auto` takes: below, reading slows down."""
+SMALL_CHUNK = 1024
+"""Tokens of a chunk by which reading still takes little longer."""
 MANY_PICKED = 12
 """Keys picked per key wanted that cost more than reading by smaller chunks: finer codes of 800 for each of 64 query
 heads are 51,200 rows of 64 bytes a layer, some 150 of the 223 us that one of Qwen3-32B's took for 128K (H100)."""
@@ -159,13 +161,14 @@ def _in_order(rows: Sequence[Config], plain: Sequence[Config], tokens: int) -> I
     """All of them, each list's preferred first, with their chunk, then with half of it, and so on.
 
     rows: those with rows, even by a chunk of half the size before `plain`, those without. Among them, those by which
-    few keys are picked come by a quarter of the chunk before those that pick `MANY_PICKED`: what is picked the bus
-    brings, of every query head.
+    few keys are picked come by `SMALL_CHUNK` before those that pick `MANY_PICKED`: what is picked the bus brings, of
+    every query head.
     """
     chunks = [None, *_halves(min(plain[0].prefill_chunk, tokens))] if plain else []
     few = [one for one in rows if DeviceOptions(**one.index_options).rescore < MANY_PICKED]
-    for chunk in chunks[:3]:
-        yield from _by(few, chunk)
+    for chunk in chunks:
+        if chunk is None or chunk >= SMALL_CHUNK:
+            yield from _by(few, chunk)
     before: Sequence[Config] = []
     for chunk in chunks:
         yield from _by(rows, chunk)

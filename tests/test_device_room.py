@@ -96,30 +96,6 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
     assert left == usual
 
 
-def test_codes_that_pick_few_come_before_larger_chunks() -> None:
-    """With rows, by a chunk of 1,024 at least; not without."""
-    found = {room: chosen_index(llama3_8b(), AUTO, 131072, int(2.5 * GIB), host_free=room * GIB) for room in (17, 64)}
-    assert [(one.prefill_chunk, one.index_options["key_bytes"]) for one in found.values()] == [(4096, 24), (2048, 32)]
-
-
-def test_rows_come_before_larger_codes_and_chunks() -> None:
-    """Of half the size at least, where the host has room; where that does not fit either, nothing gives way."""
-    for gib in (1.5, 1.9, 2.2, 2.5, 3, 3.5, 4, 5):
-        plain, rows = (
-            chosen_index(llama3_8b(), AUTO, 131072, int(gib * GIB), host_free=room) for room in (17 * GIB, 64 * GIB)
-        )
-        if "int8_rows" in rows.index_options:
-            assert 2 * rows.prefill_chunk >= plain.prefill_chunk
-        else:
-            assert rows == plain
-        smallest = {"key_bytes": 16, "rescore": 16, "finer_bytes": 64, "int8_rows": True}
-        half = AUTO.replace(index="device", index_options=smallest, prefill_chunk=max(512, plain.prefill_chunk // 2))
-        limit = int(gib * GIB) + plan(llama3_8b()).shape.weight_bytes + DEVICE_RESERVE
-        assert ("int8_rows" in rows.index_options) == (
-            plan(llama3_8b(), 131072, limit, config=half).device_bytes <= limit
-        )
-
-
 @pytest.mark.parametrize(("tokens", "free_gib"), [(131072, 1.2), (1 << 20, 8.2)])
 def test_codes_on_the_host_where_none_fit(tokens: int, free_gib: float, caplog: pytest.LogCaptureFixture) -> None:
     """If it has room, the device reads host memory and answers estimate what is not named; the plan of it fits."""

@@ -24,11 +24,6 @@ from retrieval_attn.memory.units import show_bytes
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
 """Tokens of a chunk that `auto` takes: below, reading slows down."""
-SMALL_CHUNK = 1024
-"""Tokens of a chunk by which reading still takes little longer."""
-MANY_PICKED = 12
-"""Keys picked per key wanted that cost more than reading by smaller chunks: finer codes of 800 for each of 64 query
-heads are 51,200 rows of 64 bytes a layer, some 150 of the 223 us that one of Qwen3-32B's took for 128K (H100)."""
 
 
 def chosen_index(
@@ -97,19 +92,23 @@ def fitting_index(
     if not _is_open(config, tokens) or config.retrieve == "auto":
         return config, 0
     wanted = config.retrieve_count(tokens)
-    there = [
-        config.replace(index="device", index_options=size) for size in code_sizes(shape.key_dim, wanted, finer=finer)
-    ]
+    sizes: list[Config] = []
+    for size in code_sizes(shape.key_dim, wanted, finer=finer):
+        plain = config.replace(index="device", index_options=size)
+        room = has_room_for_rows(shape, plain, tokens, host_free, batch)
+        sizes += [with_rows(plain), plain] if room else [plain]
     brought = brought_size(shape.key_dim, wanted) if finer and config.estimates else None
-    on_host = [] if brought is None else [config.replace(index="device", index_options=brought)]
-    on_host = [one for one in on_host if _host_bytes(shape, one, tokens, batch) <= host_free]
+    on_host: list[Config] = []
+    if brought is not None:
+        plain = config.replace(index="device", index_options=brought)
+        if _host_bytes(shape, plain, tokens, batch) <= host_free:
+            room = has_room_for_rows(shape, plain, tokens, host_free, batch)
+            on_host = [with_rows(plain), plain] if room else [plain]
     needed = 0
-    for plain in (there, on_host):
-        rows = [with_rows(one) for one in plain if has_room_for_rows(shape, one, tokens, host_free, batch)]
-        for coded in _in_order(rows, plain, tokens):
-            needed = _needed(shape, coded, tokens, batch, free)
-            if needed <= free:
-                return coded, needed
+    for coded in (*_coded_configs(sizes, tokens), *_coded_configs(on_host, tokens)):
+        needed = _needed(shape, coded, tokens, batch, free)
+        if needed <= free:
+            return coded, needed
     return config, needed
 
 
@@ -157,34 +156,12 @@ def with_rows(config: Config) -> Config:
     return config.replace(index_options={**config.index_options, "int8_rows": True})
 
 
-def _in_order(rows: Sequence[Config], plain: Sequence[Config], tokens: int) -> Iterator[Config]:
-    """All of them, each list's preferred first, with their chunk, then with half of it, and so on.
-
-    rows: those with rows, even by a chunk of half the size before `plain`, those without. Among them, those by which
-    few keys are picked come by `SMALL_CHUNK` before those that pick `MANY_PICKED`: what is picked the bus brings, of
-    every query head.
-    """
-    chunks = [None, *_halves(min(plain[0].prefill_chunk, tokens))] if plain else []
-    few = [one for one in rows if DeviceOptions(**one.index_options).rescore < MANY_PICKED]
-    for chunk in chunks:
-        if chunk is None or chunk >= SMALL_CHUNK:
-            yield from _by(few, chunk)
-    before: Sequence[Config] = []
-    for chunk in chunks:
-        yield from _by(rows, chunk)
-        yield from before
-        before = _by(plain, chunk)
-    yield from before
-
-
-def _halves(chunk: int) -> Iterator[int]:
+def _coded_configs(sizes: Sequence[Config], tokens: int) -> Iterator[Config]:
+    """All `sizes`, the preferred first, with their chunk, then with half of it, and so on."""
+    yield from sizes
+    chunk = min(sizes[0].prefill_chunk, tokens) if sizes else 0
     while (chunk := chunk // 2) >= LEAST_CHUNK:
-        yield chunk
-
-
-def _by(configs: Sequence[Config], chunk: int | None) -> list[Config]:
-    """They, with this chunk; None: with their own."""
-    return [one if chunk is None else one.replace(prefill_chunk=chunk) for one in configs]
+        yield from (one.replace(prefill_chunk=chunk) for one in sizes)
 
 
 def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:

@@ -27,7 +27,11 @@ pytestmark = pytest.mark.usefixtures("emulated_graphs", "compiled")
 
 ROOMY = {**REACHED, "window": 100, "spill": 128}
 """Windows that take more tokens than most tests have: until they move to the host, it has no part in steps."""
-DRAWS = [RowDraw(), RowDraw(temperature=0.8, seed=3), RowDraw(), RowDraw(temperature=1.2, top_k=9, seed=5, logprobs=2)]
+DRAWS = [
+    RowDraw(logprobs=3), RowDraw(temperature=0.8, seed=3, logprobs=1), RowDraw(logprobs=2),
+    RowDraw(temperature=1.2, top_k=9, seed=5, logprobs=2),
+]  # fmt: skip
+"""Tokens of a small model say little: log-probabilities are compared."""
 
 
 class Answers:
@@ -133,6 +137,8 @@ def test_the_same_rows_wait_for_one_launch_a_step(launches: list[str]) -> None:
     assert launches == ["launched", *["ahead"] * 6]
     for _ in range(3):
         rows.step([0, 2])
+        left = [int(row is not None) for row in rows.bucket.rows]
+        assert rows.bucket.decoder.memory.stored.tolist() == left, "nobody's row grows longer"
     assert launches == ["launched", *["ahead"] * 9]
     rows.step([0, 1, 2])
     assert launches[10:] == ["undone", "launched", "ahead"]
@@ -140,11 +146,24 @@ def test_the_same_rows_wait_for_one_launch_a_step(launches: list[str]) -> None:
     assert launches[13:] == ["undone"] and rows.runner.replays == 10
 
 
+@pytest.mark.parametrize("what", ["token", "draw"])
+def test_another_token_or_draw_is_another_step(what: str, launches: list[str]) -> None:
+    rows, others = both([500, 600], **ROOMY)
+    for number in range(4):
+        assert rows.step([0, 1]) == others.step([0, 1])
+        for one in (rows, others):
+            if what == "token":
+                one.tokens[1][-1] = 11 + number
+            else:
+                one.draws[1] = RowDraw(temperature=5.0, seed=number, logprobs=1)
+    assert launches.count("undone") == 3
+
+
 def test_another_row_in_the_same_place_is_another() -> None:
     """With the same token at the same position: its keys are its own."""
     rows, others = both([500, 501], **ROOMY)
     for one in (rows, others):
-        one.draws = [RowDraw()] * 2
+        one.draws = [RowDraw(logprobs=3)] * 2
         one.step([0])
         one.tokens[1] = one.tokens[0][-1:]
     assert rows.bucket._ahead is not None

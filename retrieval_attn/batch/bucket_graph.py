@@ -187,7 +187,7 @@ class Bucket:
 
     def undo(self) -> None:
         """A step that was launched, if there is one, does not count."""
-        self._ahead, self._uploaded, self._next = None, False, {}
+        self._ahead = None
         self.decoder.states.undo()
 
     def forget(self, place: int | None = None) -> None:

@@ -212,14 +212,15 @@ def test_a_model_is_loaded_where_a_read_would_take_a_smaller_chunk(
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_a_session_on_a_cpu_has_the_hosts_index(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no GPU's memory that anything could lie in."""
-    given: list[bool] = []
+    """There is no GPU's memory that anything could lie in. Random weights have their embedding where they are made."""
+    given: list[tuple[bool, str]] = []
 
     def noted(*args: Any, **options: Any) -> Plan:
-        given.append(options["decide"])
+        given.append((options["decide"], options["embedding"]))
         return plan(*args, **options)
 
     monkeypatch.setattr(ra, "plan", noted, raising=False)
     monkeypatch.setattr("retrieval_attn.model.loading.choose_device", lambda name: torch.device(place))
-    command._checked(SMALL)
-    assert given == [place == "cuda"]
+    for shape in (SMALL.shape, None):
+        command._checked(replace(SMALL, shape=shape))
+    assert given == [(place == "cuda", "device"), (place == "cuda", "auto")]

@@ -177,6 +177,7 @@ def _checked(settings: Settings) -> Settings:
         dtype=dtype,
         config=settings.config,
         decide=device.type == "cuda",
+        embedding="auto" if settings.shape is None else "device",  # random weights stay where they are made
     ).require()
     # without a GPU the host holds what the device would
     one = needs.host_bytes + (needs.device_bytes if device.type == "cpu" else 0)

@@ -210,6 +210,25 @@ def test_pieces_are_no_room_for_hidden_states(monkeypatch: pytest.MonkeyPatch) -
     assert free == [3 * GIB]
 
 
+def test_a_choice_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes more than arithmetic says; without a GPU there is nothing to leave."""
+    free: list[int | None] = [4 * GIB]
+    given: list[int | None] = []
+
+    def noted(
+        model_config: Any, config: ra.Config, tokens: int, room: int | None, *rest: Any, **more: Any
+    ) -> ra.Config:
+        given.append(room)
+        return config
+
+    monkeypatch.setattr(device_room, "chosen_index", noted)
+    monkeypatch.setattr(device_room, "free_device_bytes", lambda model: free[0])
+    model: Any = build_model("llama")
+    for free[0] in (4 * GIB, None):
+        device_room.IndexChoice(model, AUTO).decide(20000)
+    assert given == [4 * GIB - device_room.MARGIN, None]
+
+
 def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache has codes, asks them, and keeps who watches the layers."""
     monkeypatch.setattr(index_choice, "SKETCH_FROM", 100)

@@ -29,7 +29,7 @@ from retrieval_attn.batch.rows import step as eager_step
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
 from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.sequence import attended_columns
+from retrieval_attn.cache.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.decode import note_eager
@@ -190,7 +190,7 @@ class BucketRunner:
     def _serves(self, cache: RetrievalCache) -> bool:
         """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
         if self._group is not None and id(cache) in self._group.rows:
-            return cache.max_positions is None or attended_columns(cache.batch) < cache.max_positions
+            return has_position(cache.batch, cache.max_positions)
         try:
             if self._refusals.stands(cache, self._situation):
                 return False

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from retrieval_attn.batch.bucket_row import BucketRow
 from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.cache.sequence import attended_columns
+from retrieval_attn.cache.sequence import has_position
 from retrieval_attn.engine.graph.decoder import CapturedStep, StepKind
 from retrieval_attn.engine.graph.reached import Reads
 
@@ -37,9 +37,7 @@ class StepAhead(NamedTuple):
 def can_go_ahead(row: BucketRow) -> bool:
     """Whether its next step needs nothing but the token that its last one chose."""
     cache = row.cache
-    if cache is None or row.stale or row.room < 1:
-        return False
-    return cache.max_positions is None or attended_columns(cache.batch) < cache.max_positions
+    return cache is not None and not row.stale and row.room > 0 and has_position(cache.batch, cache.max_positions)
 
 
 def asks_host(kind: StepKind) -> bool:

@@ -253,6 +253,11 @@ def attended_columns(batch: Batch) -> int:
     return batch.columns - batch.forgotten.tokens
 
 
+def has_position(batch: Batch, most: int | None) -> bool:
+    """Whether a model of so many positions has one for the next token; None: of any number."""
+    return most is None or attended_columns(batch) < most
+
+
 def own_start(batch: Batch) -> int:
     """The first column that layers attend to by themselves, but for sinks: behind what is forgotten or in pages."""
     return batch.forgotten.stop if batch.exact is None else batch.exact.tokens

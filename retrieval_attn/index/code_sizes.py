@@ -24,7 +24,7 @@ def code_sizes(head_dim: int, wanted: int | None, *, finer: bool = True) -> list
     Those that name many keys come with finer codes on the host, of as many bytes as the usual ones, if `finer`.
     """
     usual = DeviceOptions().bytes_for(head_dim)
-    smaller = ((max(MIN_DEFAULT_BYTES, -(-head_dim * part // 128) * 8), rescore) for part, rescore in SMALLER_CODES)
+    smaller = ((_bytes_of(part, head_dim), rescore) for part, rescore in SMALLER_CODES)
     sizes = {
         size: rescore
         for size, rescore in smaller
@@ -46,6 +46,11 @@ def brought_size(head_dim: int, wanted: int | None) -> dict[str, int | bool] | N
     if wanted is None or named_count(rescore, wanted, estimated=True) > MAX_CANDIDATES:
         return None
     usual = DeviceOptions().bytes_for(head_dim)
-    size = min(usual, max(MIN_DEFAULT_BYTES, -(-head_dim * part // 128) * 8))
+    size = min(usual, _bytes_of(part, head_dim))
     finer: dict[str, int | bool] = {"finer_bytes": usual} if size < usual else {}
     return {"key_bytes": size, "rescore": rescore, "codes_on_host": True, **finer}
+
+
+def _bytes_of(part: int, head_dim: int) -> int:
+    """Of a code with so many sixteenths of a byte per number, a multiple of 8."""
+    return max(MIN_DEFAULT_BYTES, -(-head_dim * part // 128) * 8)

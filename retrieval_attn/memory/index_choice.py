@@ -92,23 +92,23 @@ def fitting_index(
     if not _is_open(config, tokens) or config.retrieve == "auto":
         return config, 0
     wanted = config.retrieve_count(tokens)
-    sizes: list[Config] = []
-    for size in code_sizes(shape.key_dim, wanted, finer=finer):
-        plain = config.replace(index="device", index_options=size)
-        room = has_room_for_rows(shape, plain, tokens, host_free, batch)
-        sizes += [with_rows(plain), plain] if room else [plain]
+    there = [
+        config.replace(index="device", index_options=size) for size in code_sizes(shape.key_dim, wanted, finer=finer)
+    ]
     brought = brought_size(shape.key_dim, wanted) if finer and config.estimates else None
-    on_host: list[Config] = []
-    if brought is not None:
-        plain = config.replace(index="device", index_options=brought)
-        if _host_bytes(shape, plain, tokens, batch) <= host_free:
-            room = has_room_for_rows(shape, plain, tokens, host_free, batch)
-            on_host = [with_rows(plain), plain] if room else [plain]
+    on_host = [] if brought is None else [config.replace(index="device", index_options=brought)]
+    on_host = [one for one in on_host if _host_bytes(shape, one, tokens, batch) <= host_free]
     needed = 0
-    for coded in (*_coded_configs(sizes, tokens), *_coded_configs(on_host, tokens)):
-        needed = _needed(shape, coded, tokens, batch, free)
-        if needed <= free:
-            return coded, needed
+    for plain in (there, on_host):
+        sizes: list[Config] = []
+        for one in plain:
+            if has_room_for_rows(shape, one, tokens, host_free, batch):
+                sizes.append(with_rows(one))
+            sizes.append(one)
+        for coded in _coded_configs(sizes, tokens):
+            needed = _needed(shape, coded, tokens, batch, free)
+            if needed <= free:
+                return coded, needed
     return config, needed
 
 

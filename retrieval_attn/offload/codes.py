@@ -290,12 +290,12 @@ class HeadCodes:
 
     @property
     def device_nbytes(self) -> int:
-        return 0 if isinstance(self.device, CodesOnHost) else self.device.codes.nbytes
+        return 0 if self.device.on_host else self.device.codes.nbytes
 
     @property
     def host_nbytes(self) -> int:
         finer = 0 if self.device.finer is None else self.device.finer.codes.nbytes
-        return finer + (self.device.codes.nbytes if isinstance(self.device, CodesOnHost) else 0)
+        return finer + (self.device.codes.nbytes if self.device.on_host else 0)
 
     def fill(self, rows: CodeRows) -> None:
         """These are the codes of the first keys, which were coded before; of as many as were expected at most.

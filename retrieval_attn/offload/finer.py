@@ -1,7 +1,6 @@
 """Codes of a layer's keys in host memory that a device reads: finer ones, of the keys that it picked, or all of them.
 
-What kernels do with them, `gpu/codes/search.py` says. A scan of codes there takes as long as the bus takes to bring
-them.
+What kernels do with finer ones, `gpu/codes/search.py` says; how all of them are brought, `gpu/codes/stage.py`.
 """
 
 from __future__ import annotations

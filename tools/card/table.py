@@ -192,7 +192,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             ),
             "--out", "found.json",
             [
-                Goal("a token by codes on the host, which the GPU scans", "ms", row_ms(0), 18, least=False),
+                Goal("a token by codes on the host, which are brought", "ms", row_ms(0), 18, least=False),
                 Goal("a token by the same codes on the GPU", "ms", row_ms(1)),
                 Goal("a token by the host's sketch", "ms", row_ms(2)),
             ], 150,

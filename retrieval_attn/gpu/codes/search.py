@@ -370,7 +370,8 @@ class QuestionSearch(CodeSearch):
     def __init__(self, kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> None:
         """members: queries of each key-value head at most."""
         super().__init__(1, kv_heads * members, kv_heads, shape, device, block=BLOCK, waits=False)
-        self._brought, self._memory = BroughtCodes(kv_heads, device), torch.empty(0, dtype=torch.uint8, device=device)
+        self._brought: BroughtCodes | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
         """See `CodeSearch.bind`. Codes in host memory are brought once for all blocks of queries. Raises
@@ -378,8 +379,10 @@ class QuestionSearch(CodeSearch):
         """
         self.staged = any(entry is not None and entry[0].on_host for entry in entries)
         super().bind(entries, first, tiled=tiled)
-        self._memory = self._memory.new_empty(self._brought.find(self))
         if self.staged:
+            if self._brought is None:
+                self._brought = BroughtCodes(self.kv_heads, self.table.device)
+            self._memory = self._memory.new_empty(self._brought.find(self))
             self._brought.settle(self, self._memory.data_ptr())
             self._brought.bring()
 

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from retrieval_attn.config import Config
@@ -18,12 +19,18 @@ from retrieval_attn.index.code_sizes import brought_size, code_sizes
 from retrieval_attn.index.device import DeviceOptions
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.search_time import search_seconds
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 
 log = logging.getLogger(__name__)
 LEAST_CHUNK = 512
 """Tokens of a chunk that `auto` takes: below, reading slows down."""
+CHUNKS_FOR_ROWS, WORTH_CHUNKS = 4, 0.8
+"""How many chunks may take the place of one for int8 rows, where codes would need finer ones or the host to attend, and
+what share of a search's seconds may be left for it: in 24 GiB 128K tokens of Qwen3-32B's shape take 19.4 ms per token
+by 40 bytes and such rows in chunks of 2,048, which read them in 53 to 69 s, and 25.4 to 30.4 by 24 bytes, finer ones
+and no rows in chunks of 4,096, which take 43 to 53 (H100; docs/log.md, 2026-11-27)."""
 
 
 def chosen_index(
@@ -85,9 +92,10 @@ def fitting_index(
     which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
     finer codes there leave of these. Where none fit beside a chunk of config.prefill_chunk tokens, that is halved until
     some do. Where the host has room for int8 rows of all keys and values that a device reads, they are kept as well;
-    host_free: its bytes, for a device that reads any. Where no codes fit, they lie on the host, if it has room, and
-    come by the bus for every token (`BROUGHT_CODES`), in a third of the time that the host's scan takes. A scan on the
-    device takes a tenth of it, and nothing is built while the device waits.
+    host_free: its bytes, for a device that reads any. They may be worth smaller chunks, see `CHUNKS_FOR_ROWS`. Where no
+    codes fit, they lie on the host, if it has room, and come by the bus for every token (`BROUGHT_CODES`), in a third
+    of the time that the host's scan takes. A scan on the device takes a tenth of it, and nothing is built while the
+    device waits.
     """
     if not _is_open(config, tokens) or config.retrieve == "auto":
         return config, 0
@@ -98,18 +106,37 @@ def fitting_index(
     brought = brought_size(shape.key_dim, wanted) if finer and config.estimates else None
     on_host = [] if brought is None else [config.replace(index="device", index_options=brought)]
     on_host = [one for one in on_host if _host_bytes(shape, one, tokens, batch) <= host_free]
+    has_room = functools.partial(has_room_for_rows, shape, tokens=tokens, host_free=host_free, batch=batch)
+    sizes, brought_sizes = (
+        [way for one in plain for way in ([with_rows(one), one] if has_room(one) else [one])]
+        for plain in (there, on_host)
+    )
+    takes = functools.partial(_needed, shape, tokens=tokens, batch=batch, free=free)
+    found, needed = _first_fitting(_coded_configs(sizes, tokens), takes, free)
+    if found is None:
+        found, least = _first_fitting(_coded_configs(brought_sizes, tokens), takes, free)
+        return found or config, least or needed
+    if "int8_rows" in found.index_options and "finer_bytes" not in found.index_options:
+        return found, needed
+    seconds = functools.partial(search_seconds, shape, tokens=tokens, batch=batch)
+    worth = [one for one in sizes if "int8_rows" in one.index_options and seconds(one) <= WORTH_CHUNKS * seconds(found)]
+    least_chunk = config.prefill_chunk // CHUNKS_FOR_ROWS
+    for by_finer in (False, True):
+        some = [one for one in worth if ("finer_bytes" in one.index_options) == by_finer]
+        quicker, least = _first_fitting(_coded_configs(some, tokens, least_chunk), takes, free)
+        if quicker is not None:
+            return quicker, least
+    return found, needed
+
+
+def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], free: int) -> tuple[Config | None, int]:
+    """The first of some that fits, None: none does; and what that takes, or the last that was tried, 0 without any."""
     needed = 0
-    for plain in (there, on_host):
-        sizes: list[Config] = []
-        for one in plain:
-            if has_room_for_rows(shape, one, tokens, host_free, batch):
-                sizes.append(with_rows(one))
-            sizes.append(one)
-        for coded in _coded_configs(sizes, tokens):
-            needed = _needed(shape, coded, tokens, batch, free)
-            if needed <= free:
-                return coded, needed
-    return config, needed
+    for coded in configs:
+        needed = takes(coded)
+        if needed <= free:
+            return coded, needed
+    return None, needed
 
 
 def said_of(config: Config, key_dim: int, asked_chunk: int) -> str:
@@ -156,11 +183,11 @@ def with_rows(config: Config) -> Config:
     return config.replace(index_options={**config.index_options, "int8_rows": True})
 
 
-def _coded_configs(sizes: Sequence[Config], tokens: int) -> Iterator[Config]:
-    """All `sizes`, the preferred first, with their chunk, then with half of it, and so on."""
+def _coded_configs(sizes: Sequence[Config], tokens: int, least: int = LEAST_CHUNK) -> Iterator[Config]:
+    """All `sizes`, the preferred first, with their chunk, then with half of it, and so on. least: tokens of a chunk."""
     yield from sizes
     chunk = min(sizes[0].prefill_chunk, tokens) if sizes else 0
-    while (chunk := chunk // 2) >= LEAST_CHUNK:
+    while (chunk := chunk // 2) >= max(LEAST_CHUNK, least):
         yield from (one.replace(prefill_chunk=chunk) for one in sizes)
 
 

@@ -27,7 +27,7 @@ from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.engine.graph import capture, registry
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.engine.kept_pages import kept_pages
-from retrieval_attn.eval.bench.methods import value_of
+from retrieval_attn.eval.bench.methods import parse, value_of
 from retrieval_attn.eval.bench.session.card import watch
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.eval.flags import as_tokens
@@ -100,6 +100,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=as_tokens, default=64, help="of an answer (default: %(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
+    parser.add_argument("--indexes", default="auto", help="of the longer texts, one after the other (%(default)s)")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--all-keys", type=value_of, default=True, help="True, False or always (default: %(default)s)")
@@ -133,10 +134,12 @@ def main() -> int:
     try:
         with emulated() if args.emulate else nullcontext():
             for number, length in enumerate(as_tokens(one) for one in args.lengths.split(",")):
-                rows += of_length(model, config.replace(index="auto" if number else "full"), length, args)
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                for spec in parse(args.indexes if number else "full", known=()):
+                    chosen = config.replace(index=spec.name, index_options=spec.options)
+                    rows += of_length(model, chosen, length, args)
+                    gc.collect()
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
         found["card_gib"] = None if sampler is None else sampler.peak() / GIB
     finally:
         if sampler is not None:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
+from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.checkpoint import reason, require_sizes
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
@@ -111,6 +112,8 @@ def load_model(
         options["config"] = model_config
     alone = device_map is None and not tensor_parallel
     place = choose_device(device if alone else "auto")
+    if place.type == "cuda":
+        expand_segments()
     chosen = choose_dtype(chosen_dtype(quantization, dtype, place), place)
     if quantization is not None:
         if tensor_parallel:

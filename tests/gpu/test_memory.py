@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -88,6 +89,48 @@ def alone(check: Callable[..., None], *arguments: object) -> None:
         pool.submit(check, *arguments).result()
 
 
+@pytest.mark.parametrize("variable", [None, *memory.ALLOCATOR_VARIABLES])
+def test_segments_expand_unless_the_environment_says_otherwise(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    for name in memory.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    memory.expand_segments()
+    assert told == ([] if variable else ["expandable_segments:True"])
+
+
+def test_an_allocator_without_such_segments_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(settings: str) -> None:
+        raise RuntimeError("unknown option")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refused, raising=False)
+    for name in memory.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with caplog.at_level("INFO"):
+        memory.expand_segments()
+    assert "stay as they are: unknown option" in caplog.text
+
+
+def pieces_left(*, expand: bool) -> None:
+    """A tensor in the middle of a larger one's memory leaves pieces, which go back where segments expand."""
+    device = torch.device("cuda")
+    torch.empty(1, device=device)
+    if expand:
+        memory.expand_segments()
+    whole = torch.empty(GIB, dtype=torch.uint8, device=device)
+    del whole
+    held = torch.empty(GIB // 8, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+    left = memory.split_bytes(device), torch.cuda.memory_reserved(device) - held.nbytes
+    assert max(left) < GIB // 8 if expand else min(left) > GIB // 2
+
+
 def refuses_beyond_a_cap() -> None:
     """2.5 GiB are given, 4.5 are not, and the process stays below the cap."""
     device = torch.device("cuda")
@@ -114,6 +157,14 @@ def reads_within_its_cap(path: Path) -> None:
 @pytest.mark.cuda
 def test_the_allocator_refuses_what_goes_beyond() -> None:
     alone(refuses_beyond_a_cap)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("expand", [False, True])
+def test_segments_that_expand_leave_no_pieces(expand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in memory.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    alone(functools.partial(pieces_left, expand=expand))
 
 
 @pytest.mark.cuda

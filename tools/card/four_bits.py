@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrieval_attn.eval.bench.random_model import RANDOM_SHAPES
+from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.quantization import int4_config
 
@@ -59,6 +60,8 @@ def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = N
     model_type, sizes = SHAPES[shape]
     fields = {**LONG, **sizes, "num_hidden_layers": layers or sizes["num_hidden_layers"]}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        expand_segments()
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

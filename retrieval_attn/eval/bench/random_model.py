@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.gpu.memory import expand_segments
 
 __all__ = ["RANDOM_SHAPES", "layers_text", "random_config", "random_model"]
 
@@ -86,6 +87,8 @@ def random_model(
     before = torch.get_default_dtype()
     # numbers drawn in float32 and rounded are the same on every dtype; a large model has no room for them
     direct = torch.device(device).type == "cuda"
+    if direct:
+        expand_segments()
     torch.set_default_dtype(dtype if direct else before)
     try:
         with torch.device(device):

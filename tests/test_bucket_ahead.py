@@ -229,3 +229,25 @@ def test_an_engine_launches_ahead(launches: list[str]) -> None:
     assert launches.count("ahead") > steps // 2 > 15 and launches.count("undone") < steps // 4
     for request, one in zip(requests, found, strict=True):
         assert one.error is None and same(one, alone(llm, request)), request
+
+
+def test_questions_on_a_text_go_ahead_while_its_keys_have_codes(launches: list[str]) -> None:
+    """A question pushes tokens of the text out of the window. Its own have no codes: once they follow, the host attends
+    to them.
+    """
+    llm = llm_of(CONFIG.replace(**{**ROOMY, "window": 40, "spill": 16}))
+    llm.model = build_model("llama", max_position_embeddings=8192)
+    text = ids(900, 3)
+    answers = {}
+    for tokens in (12, 70):
+        requests = [Request((text, ids(16, number)), tokens, RowDraw(seed=number)) for number in range(3)]
+        del launches[:]
+        with Engine(llm, shared_bytes=1 << 26) as engine:
+            found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
+            engine.check()
+        answers[tokens] = launches.count("ahead"), launches.count("launched")
+        for request, one in zip(requests, found, strict=True):
+            assert one.error is None and same(one, alone(llm, request)), request
+    (ahead, asked), (more_ahead, more_asked) = answers[12], answers[70]
+    assert ahead >= 8 > asked, "but for the first step, and those that come with another row"
+    assert more_ahead >= ahead and more_asked > 20

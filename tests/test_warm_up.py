@@ -18,6 +18,7 @@ from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.codes import search
 from tests.graph_cases import DEVICE
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
+from tests.test_reached import REACHED
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
 
@@ -36,16 +37,22 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def asked(lengths: list[int], draw: RowDraw) -> list[Request]:
-    return [Request((ids(length, length), ids(9, 5)), 6, draw, stop_ids=frozenset()) for length in lengths]
+def asked(lengths: list[int], draw: RowDraw, tokens: int) -> list[Request]:
+    return [Request((ids(length, length), ids(9, 5)), tokens, draw, stop_ids=frozenset()) for length in lengths]
 
 
 @pytest.mark.usefixtures("emulated_graphs")
-@pytest.mark.parametrize("options", [{}, DEVICE, {"exact_tokens": 128}], ids=["own", "device", "pages"])
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [({}, 6), (DEVICE, 6), (REACHED, 30), ({"exact_tokens": 128}, 6), ({**REACHED, "exact_tokens": 128}, 30)],
+    ids=["own", "device", "rows", "pages", "rows and pages"],
+)
 def test_nothing_is_captured_after_it(
-    options: dict[str, Any], captures: list[Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tokens: int, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By rows of any length and number, in every way to draw; of answers nothing changes."""
+    """By rows of any length and number, in every way to draw; of answers nothing changes. tokens: of an answer, in the
+    course of which the host gets keys that the device has no codes of.
+    """
     monkeypatch.setattr(search, "MIN_CLASS", 128)  # else all rows of such a model are of one class
     engine_options = {name: value for name, value in options.items() if name == "exact_tokens"}
     llm = llm_of(CONFIG.replace(**{name: value for name, value in options.items() if name not in engine_options}))
@@ -57,14 +64,14 @@ def test_nothing_is_captured_after_it(
         runner = engine._stepper._runner
         assert (runner.reason, runner._group is not None and not runner._group.rows) == ("", True)
         for draw in warm_up.DRAWS:
-            requests = asked(lengths, draw)
+            requests = asked(lengths, draw, tokens)
             answers = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-            assert all(len(answer.tokens) == 6 for answer in answers)
+            assert all(len(answer.tokens) == tokens for answer in answers)
         assert len(captures) == made and runner.replays > 15
         engine.check()
     if not engine_options:
         for request, answer in list(zip(requests, answers, strict=True))[:3]:
-            same(answer, alone(llm, request))
+            assert same(answer, alone(llm, request))
 
 
 @pytest.mark.usefixtures("emulated_graphs")

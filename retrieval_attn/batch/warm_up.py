@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -22,6 +23,7 @@ from retrieval_attn.batch.reading import read_batch
 from retrieval_attn.batch.stepper import Stepper
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
+from retrieval_attn.engine.graph.reached import Reads
 from retrieval_attn.errors import ConfigError, EngineFullError
 
 __all__ = ["DRAWS", "WarmUp", "WarmUps"]
@@ -29,6 +31,7 @@ __all__ = ["DRAWS", "WarmUp", "WarmUps"]
 DRAWS = (RowDraw(), RowDraw(temperature=1.0), RowDraw(temperature=1.0, top_p=0.9, top_k=40))
 """One for each way of choosing that has a graph of its own, but for log-probabilities."""
 PAGED_TOKENS = 64
+READS = Reads.HOST, Reads.DEVICE, Reads.BOTH
 BAR_DELAY_SECONDS = 2.0
 
 
@@ -58,28 +61,42 @@ class WarmUp(NamedTuple):
     def run(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: ExactPool | None) -> None:
         """In the thread that steps, while there are no rows. Raises what reading or stepping raise."""
         sizes = _sizes(self.rows)
-        ways = (False,) if exact is None else (False, True)
+        # who reads what is named, the host, the device, or both, is recorded in a step
+        reads = READS if self._cache(loop, config).index.spec.host_reads.rows else READS[:1]
+        ways = [(pool, read) for pool in ((None,) if exact is None else (None, exact)) for read in reads]
         total = len(ways) * (1 + len(sizes))
         with tqdm(
             total=total, desc="warming up", delay=BAR_DELAY_SECONDS, leave=False, disable=not self.progress
         ) as bar:
-            for paged in ways:
-                read = self._read(loop, config, exact if paged else None)
+            for pool, read in ways:
+                text = self._read(loop, config, pool, read)
                 bar.update()
                 for size in sizes:
-                    stepper.rehearse(*read, size, self.draws, self.tokens or 0)
+                    stepper.rehearse(*text, size, self.draws, self.tokens or 0)
                     bar.update()
-                del read
+                del text
 
-    def _read(self, loop: AnswerLoop, config: Config, exact: ExactPool | None) -> tuple[RetrievalCache, Tensor]:
-        """A text as short as makes rows retrieve, some of it in pages, and the logits (1, vocabulary) after it."""
+    def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
+        """An empty one, whose index is that of the longest row that is expected."""
         cache = RetrievalCache(loop.model, config)
         cache.in_batch = True
-        length = config.sink + 2 * config.window + config.spill
-        cache.index.decide(max(length, self.tokens or 0))
+        cache.index.decide(max(config.sink + 2 * config.window + config.spill, self.tokens or 0))
+        return cache
+
+    def _read(
+        self, loop: AnswerLoop, config: Config, exact: ExactPool | None, read: Reads
+    ) -> tuple[RetrievalCache, Tensor]:
+        """A text as short as makes rows retrieve, some of it in pages, and the logits (1, vocabulary) after it.
+
+        read: who reads what its rows name. The host reads all that is named of few keys, and those without codes.
+        """
+        cache, late = self._cache(loop, config), read == Reads.BOTH
+        tokens = _tokens(cache, coded=read != Reads.HOST)
+        count = PAGED_TOKENS + tokens + PAGED_TOKENS * late
         vocabulary = int(loop.model.config.get_text_config(decoder=True).vocab_size)
-        ids = torch.randint(vocabulary, (PAGED_TOKENS + length,), generator=torch.Generator().manual_seed(0)).tolist()
-        parts = [ids[:PAGED_TOKENS], ids[PAGED_TOKENS:]] if exact is not None else [ids[PAGED_TOKENS:]]
+        ids = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+        ends = [0, PAGED_TOKENS, PAGED_TOKENS + tokens, count]
+        parts = [ids[start:stop] for start, stop in pairwise(ends) if start < stop][exact is None :]
         if exact is not None:
             pages = RowPages(exact, parts)
             if pages.take(0, None):
@@ -90,9 +107,16 @@ class WarmUp(NamedTuple):
             cache.batch.note_ids(batch.ids)
             if cache.batch.exact is not None:
                 cache.batch.exact = cache.batch.exact.closed()
-            seal(cache)
+            seal(cache, coded=not late)
             cache = cache.fork()  # as a row goes on
         return cache, state.logits
+
+
+def _tokens(cache: RetrievalCache, *, coded: bool) -> int:
+    """Of a text whose rows retrieve. coded: by codes, as those of longer ones do."""
+    config, spec = cache.config, cache.index.spec
+    keys = spec.coded_from(config.retrieve) if coded and isinstance(config.retrieve, int) else 0
+    return config.sink + config.window + max(config.window + config.spill, keys)
 
 
 class WarmUps:

@@ -289,13 +289,18 @@ def form_beside(cache: RetrievalCache) -> str | None:
     return "int8" if in_int8 else str(held[0].window.buffers[0].dtype).removeprefix("torch.")
 
 
-def seal(cache: RetrievalCache) -> None:
+def seal(cache: RetrievalCache, *, coded: bool = True) -> None:
     """From now on forks of it are continued, and no fork changes what others find in what they share.
 
     (Forks otherwise insert into shared indexes what has left their windows, which changes a little what is found.)
+    coded: tokens in the window get codes before, where a device has those of others: a question pushes some out, and
+    the host would have to attend to them in each step.
     """
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer) and layer.held is not None:
+            layer.finish_index()
+            for host in layer.held.hosts if coded and layer.index.spec.keeps_device_keys else ():
+                host.extend_index(len(host))
             for segment in (one for host in layer.held.hosts for one in host.segments):
                 segment.freeze()
                 segment.sealed = True

@@ -173,6 +173,11 @@ class KeyIndex(SearchedInSteps, ABC):
         return None
 
     @classmethod
+    def coded_from(cls, options: Any, k: int) -> int:
+        """How many keys a search for the best k of them goes by codes on the device from; 0: none does."""
+        return 0
+
+    @classmethod
     def prepare(cls, options: Any, fmt: Format) -> bool:
         """Compile the searches of a step over keys in `fmt`, or load them.
 

@@ -240,6 +240,10 @@ class DeviceIndex(RunsIndex):
         return CodeSizes(options.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
 
     @classmethod
+    def coded_from(cls, options: DeviceOptions, k: int) -> int:
+        return SCAN_SHARE * rescore_count(int(options.rescore), k)
+
+    @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
         """See KeyIndex.make. Without finite training queries codes keep what keys differ in most.
 

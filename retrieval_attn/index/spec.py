@@ -93,6 +93,9 @@ class IndexSpec:
     def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> CodeSizes | None:
         return self.cls.code_shape(self.options, head_dim, k, estimated)
 
+    def coded_from(self, k: int) -> int:
+        return self.cls.coded_from(self.options, k)
+
     def may_be(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:
         """Other kinds that an index over so many tokens (None: any number) may turn out to be, the likeliest first."""
         return tuple(IndexSpec.of(kind, options) for kind, options in self.cls.may_be(self.options, tokens))

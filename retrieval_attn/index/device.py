@@ -318,13 +318,9 @@ class DeviceIndex(RunsIndex):
         codes = _coder(coder).restored(known[0], fmt, rows, finer[0])
         return cls(KeyRuns(keys, fmt), codes, (known[0], finer[0]), rescore)
 
-    def rescore_count(self, k: int) -> int:
-        """How many keys get an exact score when the best k are wanted."""
-        return rescore_count(self._rescore, k)
-
     def serves(self, k: int, visible: int) -> bool:
         """Whether so many keys are worth asking the device for the best k."""
-        return visible >= SCAN_SHARE * self.rescore_count(k)
+        return visible >= SCAN_SHARE * rescore_count(self._rescore, k)
 
     @classmethod
     def prepare(cls, options: DeviceOptions, fmt: Format) -> bool:
@@ -340,7 +336,7 @@ class DeviceIndex(RunsIndex):
             return None
         if request.named:
             return candidate_search(request, request.candidates, request.named, keeps_all=True)
-        needed = self.rescore_count(request.k)
+        needed = rescore_count(self._rescore, request.k)
         if self.finer_space is not None:
             needed = min(needed, rescore_count(RESCORE, request.k))
         return candidate_search(request, request.candidates, needed)
@@ -361,7 +357,7 @@ class DeviceIndex(RunsIndex):
         stop = len(self) if limit is None else min(int(limit), len(self))
         if not self.serves(k, stop) or not len(queries):
             return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
-        wanted = self.rescore_count(k)
+        wanted = rescore_count(self._rescore, k)
         found = self.codes.find(queries, wanted, stop).astype(np.int64)
         ids, scores = self._keys.best(np.where(found < 0, EMPTY, 0xFFFFFFFF - found), queries, k)
         lost = np.asarray((found[:, :wanted] < 0).any(axis=1))

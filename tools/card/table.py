@@ -196,7 +196,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
                 Goal("a token by the same codes on the GPU", "ms", row_ms(1)),
                 Goal("a token by the host's sketch", "ms", row_ms(2)),
             ], 150,
-            "128K, codes of 24 bytes with finer ones and int8 rows; chunks were read with the 4,096 tokens before them "
+            "128K, codes of 16 bytes with finer ones and int8 rows; chunks were read with the 4,096 tokens before them "
             f"alone: the third answer of 64 tokens{SIMPLE}",
         ),
         Measure(
@@ -219,7 +219,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
     ]  # fmt: skip
 
 
-SCANNED = "device:key_bytes=24:rescore=12:finer_bytes=64:int8_rows=True"
+SCANNED = "device:key_bytes=16:rescore=32:finer_bytes=64:int8_rows=True"
 SIMPLE = "; random weights and token ids, and answers do not end by themselves"
 
 

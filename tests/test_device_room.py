@@ -169,8 +169,13 @@ def test_nothing_is_chosen_without_need() -> None:
     assert free_device_bytes(tiny_model("llama")) is None
 
 
-def test_neither_pieces_nor_a_copy_leave_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks if a read is begun that cannot end: between tensors lie pieces, and matrices of 4 bits are copied."""
+def test_neither_pieces_nor_a_copy_leave_room_for_codes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Breaks if a read is begun that cannot end: between tensors lie pieces, and matrices of 4 bits are copied. Of
+    pieces the log says what helps.
+    """
+    caplog.set_level(logging.INFO)
     model: Any = build_model("llama")
     taken = {"split_bytes": 0, "unpacked_bytes": 0}
     monkeypatch.setattr(device_room, "input_device", lambda model: torch.device("cuda"))
@@ -187,7 +192,9 @@ def test_neither_pieces_nor_a_copy_leave_room_for_codes(monkeypatch: pytest.Monk
     assert chosen() == "device"
     for name in taken:
         taken[name] = 4 * GIB
+        caplog.clear()
         assert chosen() == "auto"
+        assert ("4.00 GiB of the device's memory is free in pieces" in caplog.text) == (name == "split_bytes")
         taken[name] = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -12,12 +13,14 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import Layout, layouts
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.index_choice import chosen_index, has_room_for_rows, known_shape, sized, with_rows
+from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.packed import unpacked_bytes
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.finer import reads_host
 from retrieval_attn.offload.managed import has_managed
 
+log = logging.getLogger(__name__)
 MARGIN = 1 << 28
 """Bytes of a device that a choice leaves: a read that had all but a few of what was free ended at layer 25 of 32."""
 ROWS_BUS = 24e9
@@ -88,6 +91,7 @@ class IndexChoice:
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
                 possible = possible.replace(hidden_states="device")
             free = whole_device_bytes(model)
+            _say_pieces(model, free)
             finer = free is not None and reads_host(input_device(model))
             host_free = self._host_free(model)
             room = None if free is None else free - MARGIN
@@ -120,6 +124,17 @@ def whole_device_bytes(model: Any) -> int | None:
     """`free_device_bytes` without pieces between tensors: what does not fit them ends a read."""
     free = free_device_bytes(model)
     return None if free is None else max(0, free - split_bytes(input_device(model)))
+
+
+def _say_pieces(model: Any, free: int | None) -> None:
+    """Tell of free memory that no large tensor fits: where weights were loaded by others, say."""
+    pieces = 0 if free is None else split_bytes(input_device(model))
+    if pieces >= MARGIN:
+        log.info(
+            "%s of the device's memory is free in pieces between tensors, and of no use to a read: load the model with "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, as LLM does",
+            show_bytes(pieces),
+        )
 
 
 def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Layout:

@@ -26,6 +26,7 @@ from retrieval_attn.memory.plan import Plan, Weights, plan
 from retrieval_attn.memory.split import embedding_place
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.model.grouped_loading import kernel_format
 from retrieval_attn.model.loading import (
     checkpoint_config,
     choose_device,
@@ -96,7 +97,7 @@ class LLM:
                 f"max_context={max_context} is beyond the model's {limit} positions; lower it, or stretch them by yarn."
             )
         self.max_context: int = max_context or limit or DEFAULT_CONTEXT
-        kind = chosen_dtype(quantization, dtype, self.device)
+        kind = chosen_dtype(kernel_format(model_config, quantization), dtype, self.device)
         weights: Weights = {"dtype": kind, "quantization": quantization, "embedding": place}
         needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
         with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device):

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.checkpoint import reason, require_sizes
+from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, reads_grouped
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -114,7 +115,9 @@ def load_model(
     place = choose_device(device if alone else "auto")
     if place.type == "cuda":
         expand_segments()
-    chosen = choose_dtype(chosen_dtype(quantization, dtype, place), place)
+    chosen = choose_dtype(chosen_dtype(kernel_format(model_config, quantization), dtype, place), place)
+    if reads_grouped(model_config) and quantization is None and not tensor_parallel:
+        options |= grouped_options(model_config, place)
     if quantization is not None:
         if tensor_parallel:
             raise ConfigError("quantization does not go with tensor_parallel; use device_map, or whole weights.")

@@ -1,7 +1,8 @@
 """Weights in 8 and 4 bits, by the libraries that transformers offers: chosen when a model is loaded, or its own.
 
 A checkpoint that is quantised already (torchao, bitsandbytes, compressed-tensors, AWQ, GPTQ, ...) is loaded as
-transformers loads it. Nothing here computes with weights.
+transformers loads it; those of AWQ and GPTQ without their package by `grouped_loading.py`. Nothing here computes with
+weights.
 """
 
 from __future__ import annotations

@@ -202,7 +202,10 @@ def test_it_answers(checkpoint: tuple[str, Path, Any]) -> None:
     assert plan(folder, 200).shape.weight_bytes < 4 * linear, "those of a GPU, in 4 bits"
 
 
-@pytest.mark.parametrize(("changes", "words"), [({"bits": 8}, "8 bits"), ({"checkpoint_format": "marlin"}, "marlin")])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"bits": 8}, "8 bits"), ({"checkpoint_format": "marlin"}, "marlin"), ({"desc_act": True}, "desc_act")],
+)
 def test_what_only_the_package_reads(
     checkpoint: tuple[str, Path, Any], tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:

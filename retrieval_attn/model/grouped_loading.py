@@ -56,6 +56,11 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
             f"bits in {' or '.join(repr(one) for one in known if one)} are read without its package: `pip install "
             f"{LIBRARY}`."
         )
+    if options.get("desc_act"):
+        raise ConfigError(
+            f"This checkpoint has columns in the order of their activations (desc_act): `pip install {LIBRARY}`, or "
+            "take one without."
+        )
     group = int(options.get("group_size") or options.get("q_group_size") or 128)
     if device.type == "cuda":
         require_package(f"Weights of {method} on a GPU", "torchao")
@@ -104,16 +109,16 @@ def _register() -> None:
         def convert(
             self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
         ) -> dict[str, Any]:
-            name, model = given["full_layer_name"], given["model"]
+            name = given["full_layer_name"]
+            module: Any = given["model"].get_submodule(name.rpartition(".")[0])  # its weight has no storage yet
             parts = {
                 part: tensors[0] if isinstance(tensors, list) else tensors
                 for key, tensors in input_dict.items()
                 for part in PARTS
                 if part in key
             }
-            module: nn.Module = model.get_submodule(name.rpartition(".")[0])
-            kind = getattr(module, "weight").dtype  # noqa: B009  its parameter, still without storage
-            weight = converted(self._config.of, self._config.layout, parts, whole=self._config.whole, dtype=kind)
+            options = {"whole": self._config.whole, "dtype": module.weight.dtype}
+            weight = converted(self._config.of, self._config.layout, parts, **options)
             return {name: nn.Parameter(weight, requires_grad=False)}
 
     class Quantizer(HfQuantizer):

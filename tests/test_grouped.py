@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import retrieval_attn as ra
 from retrieval_attn.errors import ConfigError, InputDataError
@@ -214,6 +214,21 @@ def test_what_only_the_package_reads(
     write_options(tmp_path, options_of(method, **changes))
     with pytest.raises(ConfigError, match=f"{words}.*pip install gptqmodel"):
         load_model(tmp_path, device="cpu")
+
+
+def test_experts_that_lie_together_are_refused(tmp_path: Path) -> None:
+    """Breaks if they get random numbers: a checkpoint has the matrices of each for itself."""
+    more = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **more})).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        kept = rounded(tensors.pop(name).float())
+        parts = stored("gptq_v2", *kept)
+        tensors |= {name.removesuffix("weight") + part: one for part, one in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write_options(tmp_path, options_of("gptq_v2"))
+    with pytest.raises(ConfigError, match="4 weights .*experts.*pip install gptqmodel"):
+        load_model(tmp_path, device="cpu", dtype="float32")
 
 
 def test_where_the_package_is_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

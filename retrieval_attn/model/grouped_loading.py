@@ -73,7 +73,20 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
     holder.quantization_config = {
         **options, "quant_method": METHOD, "of": method, "layout": layout, "whole": device.type != "cuda",
     }  # fmt: skip
-    return {"config": config}
+    return {"config": config, "output_loading_info": True}
+
+
+def whole_model(model: Any, told: Mapping[str, Any]) -> Any:
+    """The model, of what from_pretrained gives with these options. Raises ConfigError where weights had no tensors:
+    those of experts, which lie together in a model and apart in a checkpoint, and have random numbers then.
+    """
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} weights of this checkpoint are not read without its package, such as {missing[0]!r}: `pip "
+            f"install {LIBRARY}`."
+        )
+    return model
 
 
 def converted(method: str, layout: str, parts: Mapping[str, Tensor], *, whole: bool, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.checkpoint import reason, require_sizes
-from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, reads_grouped
+from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, reads_grouped, whole_model
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -116,7 +116,8 @@ def load_model(
     if place.type == "cuda":
         expand_segments()
     chosen = choose_dtype(chosen_dtype(kernel_format(model_config, quantization), dtype, place), place)
-    if reads_grouped(model_config) and quantization is None and not tensor_parallel:
+    grouped = reads_grouped(model_config) and quantization is None and not tensor_parallel
+    if grouped:
         options |= grouped_options(model_config, place)
     if quantization is not None:
         if tensor_parallel:
@@ -130,6 +131,8 @@ def load_model(
         options["device_map"] = {"": place}  # they are quantised where they will lie, and do not move later
     try:
         model = load(model_class(model_config), name_or_path, dtype=chosen, **options)
+        if grouped:
+            model = whole_model(*model)
     except ImportError as error:
         raise missing_package(error, model_config) from error
     if alone:

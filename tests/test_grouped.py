@@ -18,7 +18,7 @@ from retrieval_attn.gpu.packed import PackedWeights
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.model import grouped_loading
 from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
-from retrieval_attn.model.grouped_loading import reads_grouped
+from retrieval_attn.model.grouped_loading import converted, reads_grouped
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.packed import packed_modules
 from tests.packed_weights import pack
@@ -128,6 +128,13 @@ def test_damaged_matrices_are_refused() -> None:
     parts = stored("awq", *rounded(torch.randn(16, 64, generator=torch.Generator().manual_seed(1))))
     with pytest.raises(InputDataError, match=r"16 rows and 64 columns .* \(16, 1\)"):
         of_awq(parts["qweight"], parts["qzeros"], parts["scales"][:1])
+
+
+def test_a_matrix_without_zeros_is_refused() -> None:
+    parts = stored("awq", *rounded(torch.randn(16, 64, generator=torch.Generator().manual_seed(1))))
+    del parts["qzeros"]
+    with pytest.raises(InputDataError, match="no qzeros"):
+        converted("awq", "gemm", parts, whole=True, dtype=torch.float32)
 
 
 def options_of(method: str, **changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.model.grouped import of_awq, of_gptq
 from retrieval_attn.model.quantization import own_method, require_package
 
@@ -93,6 +93,8 @@ def converted(method: str, layout: str, parts: Mapping[str, Tensor], *, whole: b
     """The weight of a matrix from its tensors by name of PARTS. whole: in `dtype`, not in torchao's form. Raises
     InputDataError.
     """
+    if lacking := [name for name in PARTS[:3] if name not in parts]:
+        raise InputDataError(f"a matrix in 4 bits has no {', '.join(lacking)}; the checkpoint is damaged")
     qweight, qzeros, scales = (parts[name] for name in PARTS[:3])
     if method == "awq":
         matrix = of_awq(qweight, qzeros, scales)

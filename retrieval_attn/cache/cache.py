@@ -299,8 +299,9 @@ def seal(cache: RetrievalCache, *, coded: bool = True) -> None:
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer) and layer.held is not None:
             layer.finish_index()
-            for host in layer.held.hosts if coded and layer.index.spec.keeps_device_keys else ():
-                host.extend_index(len(host))
+            if coded and layer.index.spec.keeps_device_keys:
+                for host in layer.held.hosts:
+                    host.extend_index(len(host))
             for segment in (one for host in layer.held.hosts for one in host.segments):
                 segment.freeze()
                 segment.sealed = True

@@ -49,14 +49,14 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free, min(outside, MAX_CONTEXT))
 
 
-def expand_segments() -> None:
+def expand_segments(device: torch.device) -> None:
     """From now on the allocator gives free pages back wherever they lie: nothing is kept in pieces that no tensor fits.
 
     Of 24 GiB a model of 32B, quantised to 4 bits layer by layer, left .9 in such pieces. Before weights are loaded;
-    `enable` does not, for the process of a model that was loaded elsewhere is its caller's. Nothing is done where the
-    environment configures the allocator.
+    `enable` does not, for the process of a model that was loaded elsewhere is its caller's. Nothing is done for other
+    devices than CUDA, and where the environment configures the allocator.
     """
-    if any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+    if device.type != "cuda" or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         return
     configure = (
         getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings

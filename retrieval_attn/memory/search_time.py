@@ -8,7 +8,6 @@ Rates are those of one H100, its host of 16 cores and a bus of PCIe 5. Qwen3-32B
 from __future__ import annotations
 
 from retrieval_attn.config import Config
-from retrieval_attn.index.device import DeviceOptions
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.shape import ModelShape
 
@@ -28,12 +27,11 @@ def search_seconds(shape: ModelShape, config: Config, tokens: int, batch: int = 
     """Of a layer that retrieves from so many tokens of each of `batch` sequences. config: with index="device", codes on
     the device and a number of keys.
     """
-    options = DeviceOptions(**config.index_options)
     spec = IndexSpec.of(config.index, config.index_options)
     sizes = spec.code_shape(shape.key_dim, config.retrieve_count(tokens) or tokens, config.estimates)
     assert sizes is not None
     scanned = shape.kv_heads * tokens * sizes.key_bytes / SCAN_BYTES
     finer = shape.q_heads * sizes.k / FINER_REQUESTS if sizes.kept else 0.0
     named = shape.q_heads * (sizes.kept or sizes.k)
-    attended = named * (shape.key_dim + shape.value_dim) / ROW_BYTES if options.int8_rows else named / HOST_KEYS
+    attended = named * (shape.key_dim + shape.value_dim) / ROW_BYTES if spec.host_reads.rows else named / HOST_KEYS
     return KERNELS_SECONDS + batch * (scanned + finer + attended)

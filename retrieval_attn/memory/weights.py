@@ -12,7 +12,7 @@ from torch import nn
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.checkpoint import reason
-from retrieval_attn.model.quantization import GROUP, weight_format
+from retrieval_attn.model.quantization import GROUP, options_in, weight_format
 
 # Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
 _SCALE_BITS = 0.5
@@ -62,7 +62,7 @@ def copy_note(copied: int) -> str:
 
 def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | None) -> tuple[int, str]:
     """Weight bytes of a model that its config says is quantised: as stored, else matrices at their bits."""
-    options = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    options = options_in(quantization)
     given = options.get("quant_method") or "unnamed"
     method = str(getattr(given, "value", given)).rpartition(".")[2].lower()
     if stored is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.gpu.packed import TILE_ROWS
 
 PER_WORD = 8
 """Numbers of a word."""
@@ -21,8 +22,8 @@ AWQ_ORDER = 0, 2, 4, 6, 1, 3, 5, 7
 """Which of eight numbers of a row each four bits of a word are, from the lowest."""
 MIDDLE = 8
 """Number that torchao's form takes from each before it multiplies."""
-TILES, TILE_COLUMNS, TILE_ROWS = 8, 1024, 8
-"""Of torch's packed layout: tiles that lie together; of what columns and rows are multiples."""
+TILES, TILE_COLUMNS = 8, 1024
+"""Of torch's packed layout: tiles that lie together, and what columns are a multiple of."""
 
 
 class GroupedMatrix(NamedTuple):

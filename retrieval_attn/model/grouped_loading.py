@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.gpu.packed import GROUPS
 from retrieval_attn.model.grouped import of_awq, of_gptq
-from retrieval_attn.model.quantization import own_method, require_package
+from retrieval_attn.model.quantization import options_in, own_method, require_package
 
 METHOD = "retrieval_attn_grouped"
 """Of the quantiser, as transformers' registry knows it."""
 LIBRARY = "gptqmodel"
 PARTS = "qweight", "qzeros", "scales", "g_idx"
-KERNEL_GROUPS = 32, 64, 128, 256
-"""Weights that share a scale, as torch's kernel takes them."""
 
 
 def reads_grouped(config: Any) -> bool:
@@ -45,8 +44,7 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
     """
     text = config.get_text_config(decoder=True)
     holder = config if getattr(config, "quantization_config", None) is not None else text
-    given = holder.quantization_config
-    options = dict(given if isinstance(given, Mapping) else given.to_dict())
+    options = options_in(holder.quantization_config)
     method = own_method(config)
     layout = str(options.get("checkpoint_format") or options.get("version") or options.get("format") or "").lower()
     known = {"gptq": ("", "gptq", "gptq_v2"), "awq": ("", "gemm")}[str(method)]
@@ -64,9 +62,9 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
     group = int(options.get("group_size") or options.get("q_group_size") or 128)
     if device.type == "cuda":
         require_package(f"Weights of {method} on a GPU", "torchao")
-        if group not in KERNEL_GROUPS:
+        if group not in GROUPS:
             raise ConfigError(
-                f"This checkpoint has groups of {group} weights, torch's kernel takes {KERNEL_GROUPS}: "
+                f"This checkpoint has groups of {group} weights, torch's kernel takes {GROUPS}: "
                 f"`pip install {LIBRARY}`."
             )
     _register()

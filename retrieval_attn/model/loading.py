@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.checkpoint import reason, require_sizes
-from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, reads_grouped, whole_model
+from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -113,10 +113,10 @@ def load_model(
         options["config"] = model_config
     alone = device_map is None and not tensor_parallel
     place = choose_device(device if alone else "auto")
-    if place.type == "cuda":
-        expand_segments()
-    chosen = choose_dtype(chosen_dtype(kernel_format(model_config, quantization), dtype, place), place)
-    grouped = reads_grouped(model_config) and quantization is None and not tensor_parallel
+    expand_segments(place)
+    held_in = kernel_format(model_config, quantization)
+    chosen = choose_dtype(chosen_dtype(held_in, dtype, place), place)
+    grouped = held_in != quantization and not tensor_parallel
     if grouped:
         options |= grouped_options(model_config, place)
     if quantization is not None:

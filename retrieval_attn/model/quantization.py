@@ -85,9 +85,14 @@ def own_method(config: Any) -> str | None:
     options = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if options is None:
         return None
-    given = options if isinstance(options, dict) else options.to_dict()
-    method = given.get("quant_method") or "unnamed"
+    method = options_in(options).get("quant_method") or "unnamed"
     return str(getattr(method, "value", method))
+
+
+def options_in(quantization: Any) -> dict[str, Any]:
+    """The options of a config's quantization_config, which is a dict or an object of transformers."""
+    found: dict[str, Any] = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return found
 
 
 def chosen_dtype(name: str | None, dtype: str, device: torch.device) -> str:

@@ -99,7 +99,9 @@ def test_segments_expand_unless_the_environment_says_otherwise(
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "max_split_size_mb:512")
-    memory.expand_segments()
+    memory.expand_segments(torch.device("cpu"))
+    assert not told
+    memory.expand_segments(torch.device("cuda"))
     assert told == ([] if variable else ["expandable_segments:True"])
 
 
@@ -113,7 +115,7 @@ def test_an_allocator_without_such_segments_stays(
     for name in memory.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with caplog.at_level("INFO"):
-        memory.expand_segments()
+        memory.expand_segments(torch.device("cuda"))
     assert "stay as they are: unknown option" in caplog.text
 
 
@@ -122,7 +124,7 @@ def pieces_left(*, expand: bool) -> None:
     device = torch.device("cuda")
     torch.empty(1, device=device)
     if expand:
-        memory.expand_segments()
+        memory.expand_segments(device)
     whole = torch.empty(GIB, dtype=torch.uint8, device=device)
     del whole
     held = torch.empty(GIB // 8, dtype=torch.uint8, device=device)

@@ -60,8 +60,7 @@ def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = N
     model_type, sizes = SHAPES[shape]
     fields = {**LONG, **sizes, "num_hidden_layers": layers or sizes["num_hidden_layers"]}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if device.type == "cuda":
-        expand_segments()
+    expand_segments(device)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -87,8 +87,7 @@ def random_model(
     before = torch.get_default_dtype()
     # numbers drawn in float32 and rounded are the same on every dtype; a large model has no room for them
     direct = torch.device(device).type == "cuda"
-    if direct:
-        expand_segments()
+    expand_segments(torch.device(device))
     torch.set_default_dtype(dtype if direct else before)
     try:
         with torch.device(device):
